@@ -1,7 +1,7 @@
 """Finds the parts of a row's conversation that a chat template does not show to the model.
 
-The conversation is rendered once more with made-up words in place of each text; a word that is missing is a part that
-the model would never read. The answer depends on the kinds of messages alone, so that it is kept for each kind.
+The conversation is rendered once more with a made-up word in place of each text. A missing word is a part that the
+model would never read. The answer depends on the kinds of messages alone, so it is kept for each kind.
 
 Invariant: a row whose conversation passes is shown whole, with two exceptions. Reasoning may be left out of earlier
 answers by a template that shows it elsewhere: the model is served so. Ids of calls, and the name of the tool in a
@@ -10,22 +10,23 @@ result, only repeat what the call says. Fails with ChatRefused, which names the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.chat.messages import Message, Tool
+from asyncrl.chat.messages import Message, Tool, normalise_tools
+from asyncrl.chat.renderer import Renderer
 from asyncrl.chat.template import ChatTemplate
 from asyncrl.config.episode import ChatConfig
 from asyncrl.errors import ChatRefused
 
 MOST_KEPT = 1024
 CALLS_LEFT_OUT = (
-    "the chat template shows no calls of tools; take a model whose template does, or, if the model writes them as "
+    "the chat template shows no calls of tools. Take a model whose template does. If the model writes calls as "
     '<tool_call>{...}</tool_call>, set chat.tool_parser = "json"'
 )
 TOOLS_LEFT_OUT = (
-    "the chat template shows no tools; take a model whose template does, or describe them in a system message and leave "
-    'the column out (for prompts: data.tools_key = "")'
+    "the chat template shows no tools. Take a model whose template does, or describe them in a system message and "
+    'leave the column out (for prompts: data.tools_key = "")'
 )
 LEFT_OUT = "the chat template does not show it to the model; {} or take a model whose template does"
 CHANGES = {
@@ -103,6 +104,18 @@ class ShownCheck:
             field = "tools" if place < 0 else part.partition("[")[0].removeprefix(".")
             return place, part, LEFT_OUT.format(CHANGES[field])
         return None
+
+
+def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """Names of the tools of a request that change nothing in what the model reads; none where it is refused."""
+    asked = [{"role": "user", "content": "q"}]
+    try:
+        found = normalise_tools(tools)
+        whole = renderer.render(asked, found, options)
+        without = ((tool, [each for each in found if each is not tool]) for tool in found)
+        return [tool["function"]["name"] for tool, rest in without if renderer.render(asked, rest, options) == whole]
+    except ChatRefused:
+        return []
 
 
 class _Marked:

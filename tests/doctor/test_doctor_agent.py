@@ -156,6 +156,16 @@ def test_an_agent_that_never_asks_hangs_or_crashes_cannot_be_trained(folder, cap
     assert (seen["streamed"], len(seen["turns"]), seen["reward"]) == (1, 1, None)
 
 
+def test_tools_that_the_chat_template_does_not_show_are_named(folder, capsys, family):
+    limit = ["--timeout", "60"]
+    code, seen, _ = examine(capsys, *agent("loop"), *limit, "--model.path", str(family("chatml")))
+    assert (code, seen["works"], seen["hidden_tools"]) == (0, True, ["weather"])
+    warning = "warn  the chat template does not show the model these tools: weather; describe them in a system message"
+    assert warning in told(seen)
+    _, seen, _ = examine(capsys, *agent("loop"), *limit, "--model.path", str(family("tools first")))
+    assert seen["hidden_tools"] == [] and "does not show the model" not in told(seen)
+
+
 def test_a_configuration_names_function_and_task(folder, capsys):
     code, seen, _ = examine(capsys, "sim.toml", "--agent")
     assert (code, seen["reward"], seen["turn_rewards"], seen["dialects"]) == (0, 0.25, 1, {})

@@ -23,6 +23,7 @@ import structlog
 
 from asyncrl.chat.parsers import END_THINK, THINK
 from asyncrl.chat.renderer import Renderer, make_renderer
+from asyncrl.chat.shown import hidden_tools
 from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
@@ -164,6 +165,7 @@ class Rehearsal:
         self._failure = ""
         self._told: dict[str, str] = {}
         self._refused: dict[str, str] = {}
+        self._hidden: list[str] = []
         self._streamed: set[int] = set()
         self._printed = ""
         self._moments: dict[str, float] = {}
@@ -264,6 +266,7 @@ class Rehearsal:
         # Only this call sees it: each request is answered in a task, and so in a context, of its own.
         _asked.set(request)
         try:
+            self._hidden += hidden_tools(self._renderer, request.tools, request.template_options)
             reply = await self._sessions.chat(request, HOST)
         except ChatRefused as refused:
             self._refused.setdefault(refused.field, str(refused))
@@ -336,6 +339,7 @@ class Rehearsal:
             ignored=_named(self._told, "ignored"),
             relaxed=_named(self._told, "relaxed"),
             refused=refused,
+            hidden_tools=list(dict.fromkeys(self._hidden)),
             seconds=_spans(self._moments),
             printed=self._printed,
         )

@@ -7,7 +7,7 @@ costs tokens, or does not do what the agent thinks, is a warning with its remedy
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 CAUSES = {
@@ -84,6 +84,8 @@ class Played:
     relaxed: list[str]
     refused: dict[str, str]
     """Words that the agent was told, by refused field."""
+    hidden_tools: list[str] = field(default_factory=list)
+    """Names of the agent's tools that the chat template does not show to the model."""
     seconds: dict[str, float]
     """Seconds to ``first call``, ``last answer`` and ``end``, each from the one before."""
     printed: str
@@ -148,6 +150,11 @@ class Played:
         for cause, count in self.forks.items():
             remedy = f"; {REMEDIES[cause]}" if cause in REMEDIES else ""
             told.append(f"warn  {count} forked: {CAUSES[cause]}{remedy}")
+        if self.hidden_tools:
+            told.append(
+                f"warn  the chat template does not show the model these tools: {', '.join(self.hidden_tools)}; "
+                "describe them in a system message, or train a model whose template shows tools (asyncrl-doctor --chat)"
+            )
         if self.ignored:
             told.append(f"warn  ignored: {', '.join(self.ignored)}: the run's own sampling holds")
         if self.relaxed:
