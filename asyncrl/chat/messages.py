@@ -1,8 +1,8 @@
 """Messages and tools of OpenAI's chat completions, brought into the one form that chat templates know. Pure.
 
 Agents' requests, prompts of rows and supervised conversations all pass through here; ``row_messages.py`` checks rows
-first. Invariant: the result has text alone, the roles system, user, assistant and tool, calls with an id and a name,
-and answers of tools to calls that were made before. Fails with ChatRefused, which names the field, as
+first. Invariant: the result has text alone, and the roles system, user, assistant and tool. Calls have an id and a
+name, and results of tools answer calls that were made before. Fails with ChatRefused, which names the field, as
 messages[3].content[0].type.
 """
 
@@ -154,8 +154,8 @@ def _calls(given: Any, field: str) -> list[dict[str, Any]]:
 
 
 def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str:
-    """Arguments of a call as templates want them: the object, or the text where it is none, or where it holds what
-    messages of the run cannot. Raises ChatRefused.
+    """Arguments of a call as templates want them: an object if they are one that messages of the run can hold, else
+    the text. Raises ChatRefused.
     """
     if given is None or given == "":
         return {}
@@ -174,8 +174,9 @@ def _can_be_sent(value: dict[str, Any]) -> bool:
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; None where it is none, as for NaN, or beyond what a float holds, as for 1e999: Python
-    would read both, and write what is no JSON.
+    """The value of a JSON text, or None if it is invalid.
+
+    NaN, and numbers beyond what a float holds such as 1e999, are invalid: Python would read both and write no JSON.
     """
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)

@@ -1,8 +1,8 @@
 """The prompt of a row: read from its columns, and rendered as the model sees it.
 
 Dataloader, dry run and episodes use these functions, so that the prompt whose tokens are counted is the prompt that is
-played. Invariant: a prompt passes only if the model reads all of it (``shown.py``), and a last message of the
-assistant is continued or refused, never answered by a second one.
+played. Invariant: a prompt passes only if the model reads all of it (``shown.py``). A last message of the assistant
+is continued or refused, never answered by a second one.
 
 Fails with ChatRefused, which names the field, and with ConfigError where the model has no chat template.
 """

@@ -1,8 +1,8 @@
 """Conversations and tools that a dataset's row holds, in the form that chat templates know. Pure.
 
-Rows are held to more than requests of agents are: a field that cannot be used is refused by name, because nobody sees
-its loss. They may also leave out what a dataset leaves out: ids of calls, and fields that are null. Everything else is
-the one conversion of ``messages.py``.
+The check of rows is stricter than that of agents' requests: a field that cannot be used is refused by name, because its
+loss would not be seen. Rows may leave out what datasets leave out: ids of calls, and fields that are null. Everything
+else is the one conversion of ``messages.py``.
 
 Fails with ChatRefused, which names the field, as prompt[3].tool_calls[0].name.
 """
@@ -26,7 +26,7 @@ from asyncrl.errors import ChatRefused
 
 OF_ANY_ROLE = ("role", "content", "name")
 OF_ROLE = {"assistant": (*REASONING, "tool_calls"), "tool": ("tool_call_id",)}
-"""Fields of a message beside those of every role."""
+"""Further fields of a message, by role."""
 OF_A_CALL = ("id", "type", "index", "function")
 CALLED = ("name", "arguments")
 OF_A_PART = ("type", "text")

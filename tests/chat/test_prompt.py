@@ -61,7 +61,7 @@ PARTS_ALONE = CHATML.replace(
     ("template", "prompt", "tools", "problem"),
     [
         ("plain chatml", [USER, CALLS, RESULT], [], r"prompt\[1\].tool_calls: the chat template shows no calls"),
-        ("chatml", "hi", [TOOL], r"tools\[0\].function.name: the chat template shows no tools;.*data.tools_key"),
+        ("chatml", "hi", [TOOL], r"tools\[0\].function.name: the chat template shows no tools.*data.tools_key"),
         ("chatml", [USER, ANSWER, USER], [], r"prompt\[1\].reasoning_content: the chat template does not show it"),
         ("chatml", [USER | {"name": "Ann"}], [], r"prompt\[0\].name: the chat template does not show it.*put it into"),
         ("llama", [USER, CALLS | {"content": "I look."}, RESULT], [], r"prompt\[1\].content: the chat template does"),

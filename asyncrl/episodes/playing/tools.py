@@ -1,8 +1,8 @@
 """An episode with tools: the policy is asked until it calls none.
 
-A tool is a typed function, plain or asynchronous, or a public method of an object that each episode has of its own,
-made by the user's class (with ``task``, where that takes it). JSON schema and validation of the arguments come from the
-annotations, descriptions from the docstring. ``result_text`` turns a result into the text that the policy reads. If a
+A tool is a typed function, plain or asynchronous, or a public method of an object of the user's class. Each episode
+makes an object of its own, with ``task`` if the class takes it. Annotations give the JSON schema and the validation of
+arguments, the docstring gives descriptions. ``result_text`` turns a result into the text that the policy reads. If a
 tool raises, the policy reads the error; the error is also counted and reported to the user.
 """
 
