@@ -141,9 +141,12 @@ def check_row(raw: RawRow, prompt_key: str, tools_key: str = "", *, continues: b
         raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
     try:
         prompt = read_prompt(column_of(columns, prompt_key), prompt_key, continues=continues)
-        tools = read_tools(column_of(columns, tools_key), tools_key) if tools_key else []
     except ChatRefused as error:
         raise BadRow(str(error)) from None
+    try:
+        tools = read_tools(column_of(columns, tools_key), tools_key) if tools_key else []
+    except ChatRefused as error:
+        raise BadRow(f'{error} (if the column is not for the model, set data.tools_key = "")') from None
     return DataRow(prompt, packed, raw.path, raw.line, tools)
 
 

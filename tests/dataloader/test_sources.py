@@ -109,7 +109,7 @@ BAD_LINES: dict[str | bytes, str] = {
     '{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}': (
         r"prompt\[1\]: the last message is the assistant's; .* data.continue_final_message = true"
     ),
-    '{"prompt": "x", "tools": ["search"]}': r"tools\[0\]: must be an object, not text",
+    '{"prompt": "x", "tools": ["search"]}': r"tools\[0\]: must be an object, not text .*set data.tools_key",
     '{"prompt": "x", "n": 123456789012345678901234567890}': "cannot be sent",
 }
 
@@ -181,6 +181,14 @@ def test_tools_count_for_the_fingerprint_and_may_be_turned_off(tmp_path: Path) -
     assert [len(row.tools) for row in shown.rows] == [1, 0] and not any(row.tools for row in hidden.rows)
     assert shown.fingerprint != hidden.fingerprint
     assert len(load(path=path, tools_key="functions").rows[0].tools) == 0
+
+
+def test_rows_of_text_and_plain_messages_have_the_fingerprint_that_checkpoints_know(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    messages += [{"role": "assistant", "content": "b"}, {"content": "c", "role": "user"}]
+    path = write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "answer": 1}, {"prompt": messages}])
+    assert load(path=path).fingerprint == "7a98e703a75e28da156b72ab0f76aadd"
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
