@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a name means in asyncrl: ``keys`` for it, dotted, with NAME for a free name; none where it has no such key.
+    """The meaning of a name in asyncrl.
 
-    ``note`` says in what the keys differ; without keys, why there is none.
+    ``keys`` are dotted, with NAME for a free name; empty if asyncrl has no such setting. ``note`` says how the keys
+    differ from the name, or why there are no keys.
     """
 
     keys: tuple[str, ...]
@@ -35,7 +36,7 @@ def meaning_of(name: str) -> Meaning | None:
 
 
 def describe_meaning(meaning: Meaning, path: str) -> str:
-    """What asyncrl has for a name at ``path``, in words."""
+    """One sentence on the keys for a name that stands at ``path``."""
     if not meaning.keys:
         return f"asyncrl has no such setting: {meaning.note}"
     keys = meaning.near(path)

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _key_for(word: str) -> str:
-    """What asyncrl has for a flag that is no dotted key, as --learning-rate; empty for any other word."""
+    """The keys for a flag without dots, as --learning-rate; empty for any other word."""
     flag = word.partition("=")[0]
     meaning = meaning_of(flag.removeprefix("--")) if flag.startswith("--") else None
     if meaning is None:

@@ -90,7 +90,7 @@ def holds_text(key: str) -> bool:
 
 
 def _advice(path: tuple[str, ...], value: Any) -> str:
-    """What to write in place of an unknown key; empty where nothing is known.
+    """Advice on an unknown key, for the end of its line; empty if nothing is known.
 
     A name of another system comes first; its meaning is exact. An unknown table is nearly a known one, or each of its
     keys means something.
@@ -125,7 +125,7 @@ def _advice_inside(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str
 
 
 def _meaning_at(path: tuple[str, ...]) -> str:
-    """What asyncrl has for a name of another system, with the table's name (lora.r) or alone; empty if unknown."""
+    """The keys for a name of another system, looked up with its table (lora.r) and alone; empty if unknown."""
     meaning = meaning_of("_".join(path[-2:])) or meaning_of(path[-1])
     return describe_meaning(meaning, ".".join(path)) if meaning is not None else ""
 

@@ -44,11 +44,11 @@ class DataConfig(Section):
 
     source: Literal["auto", "jsonl", "parquet", "hf", "reasoning_gym", "synthetic"] = "auto"
     """Kind of source: JSON files, Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
-    made-up prompts. auto is one of the first three, by the file: .jsonl, .json (lines or one list) and their .gz are
-    jsonl."""
+    made-up prompts. auto is one of the first three and follows from path. jsonl is for .jsonl, .json (lines or one
+    list) and their .gz."""
     path: OptionalPath = None
-    """File, glob or folder. Of a folder of JSON or Parquet files, as a download from the hub is, those files are read
-    whose names hold the split."""
+    """File, glob or folder. A folder of JSON or Parquet files, as a download from the hub, gives the files whose names
+    hold the split."""
     split: str = "train"
     """Split that is read of a folder that holds several."""
     task: str | None = None
@@ -90,7 +90,7 @@ class DataConfig(Section):
         return "question" if self.source in ("reasoning_gym", "synthetic") else self.prompt_key
 
     def inherit(self, training: DataConfig) -> DataConfig:
-        """The set, with the keys of ``training`` for all that says how a row becomes a prompt and is not given here."""
+        """The set with the keys of ``training`` that say how a row becomes a prompt, unless they are given here."""
         given = self.model_fields_set
         taken = {
             key: getattr(training, key)
@@ -291,8 +291,8 @@ class StalenessConfig(Section):
 class EvalConfig(Section):
     """A named evaluation set.
 
-    Its rows become prompts as those of [data]: template, system, prompt_key, on_bad_row and the limits are those of
-    [data] unless the set gives its own. `system = ""` removes the system message of [data].
+    Its rows become prompts as those of [data] do. The set inherits template, system, prompt_key, on_bad_row and the
+    limits; a key of its own wins. `system = ""` removes the system message of [data].
     """
 
     data: DataConfig

@@ -1,8 +1,8 @@
 """The files of a data set: which ones a path names, and the kind of source that reads them.
 
 The kind follows from the files' names, and from their first bytes where a name says nothing. A folder was written by
-``datasets.save_to_disk``, or it holds JSON or Parquet files, as a download from the hub does. Of those, the files of
-one split are taken. Fails with DataError if there is no file, or if several sets are there.
+``datasets.save_to_disk``, or it holds JSON or Parquet files, as a download from the hub does. Then the files of one
+split are taken. Fails with DataError if there is no file, or if several sets are there.
 """
 
 from __future__ import annotations

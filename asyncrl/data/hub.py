@@ -1,4 +1,4 @@
-"""Names of the Hugging Face hub that are given where a path belongs. Pure but for a look at the file system.
+"""Names of the Hugging Face hub that are given where a path belongs. Only looks at paths.
 
 asyncrl downloads nothing, so that a run reads the same files each time and on each host. An error about a name of the
 hub gives the command that downloads it.

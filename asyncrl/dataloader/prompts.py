@@ -3,7 +3,7 @@
 Invariant: ids, text and row of an index never change. A row whose prompt cannot be tokenized ends the reading with
 DataError (file and line). Under on_bad_row = "skip" it is left out, as if it were not there. A prompt over
 max_prompt_tokens keeps its index and is left out before a lease, which is no failure. Fails with TooFewUsable when no
-prompt is left, or more than max_left_out_fraction is left out; with ConfigError where the model has no chat template.
+prompt is left, or more than max_left_out_fraction is left out; with ConfigError if the model has no chat template.
 """
 
 from __future__ import annotations
