@@ -254,6 +254,12 @@ def test_a_share_of_the_time_of_episodes_that_is_no_number_is_taken_for_absent()
     assert {curve.name: curve.y for curve in panel.curves} == {"engine": [0.0, 0.75], "user": [0.5, 0.25]}
 
 
+def test_prompts_that_the_data_rules_left_out_are_a_curve_of_their_own():
+    train = [{"kind": "train", "step": n, "ledger/trained": n, "ledger/left_out": 2 * n} for n in (1, 2)]
+    (panel,) = charts.ledger(train)
+    assert [(curve.name, curve.y) for curve in panel.curves] == [("trained", [1, 2]), ("left out", [2, 4])]
+
+
 def test_every_state_has_a_colour():
     resources = {state for kind, states in STATES.items() if kind != "actor" for state in states}
     assert set(charts.STATE_COLOURS) == resources

@@ -168,6 +168,13 @@ def test_what_a_run_that_is_over_did_last_is_not_shown_as_what_it_does():
     assert document.reward.timeouts == 2 and document.ledger.trained == 3200
 
 
+def test_prompts_that_the_data_rules_left_out_are_in_the_ledger_pane_if_there_are_any():
+    document = seen(Run().between())
+    assert not any("left out" in line for line in lines_of("ledger", document, 80))
+    with_some = replace(document, ledger=replace(document.ledger, left_out=12.0))
+    assert re.search(r"left out +12\b", "\n".join(lines_of("ledger", with_some, 80)))
+
+
 def test_replicas_are_behind_as_their_rows_say():
     document = seen(Run(lag=2).between())
     assert [row.lag for row in document.rollouters] == [2] * 4
