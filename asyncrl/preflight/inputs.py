@@ -36,7 +36,7 @@ from asyncrl.stops import resolve_stops
 from asyncrl.text.printable import printable
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
-ARGV = (sys.executable, "-m", "asyncrl.preflight.inputs")
+MODULE = "asyncrl.preflight.inputs"
 READ_S = 45.0
 """Longest time for all of it; importing transformers, for a tokenizer that only it can read, takes most."""
 SETS_S = 5.0
@@ -118,7 +118,7 @@ async def check_inputs(
         limit_s += config.chat.check_timeout_s
     order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, for_learner, known))
     try:
-        answer, ended = await ask_process(ARGV, order, limit_s)
+        answer, ended = await ask_process(MODULE, (), order, limit_s)
         return msgspec.msgpack.decode(answer, type=Inputs)
     except TimeoutError:
         told = f"the tokenizer and the rows were not read within {limit_s:g} s"

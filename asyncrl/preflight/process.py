@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Sequence
 
 from asyncrl.disk import in_bytes
 from asyncrl.runtime.lifecycle.supervision import describe_exit
+from asyncrl.runtime.workers import warden
 
 END_S = 5.0
 READ_BYTES = 1 << 16
@@ -18,8 +19,10 @@ LAST_WORDS_BYTES = 1 << 16
 """Bytes at the end of what it writes to standard error in which its last line is looked for."""
 
 
-async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tuple[bytes, str]:
-    """Its answer to ``order``, and how it ended, with its last words. It ends here, with what it has started.
+async def ask_process(module: str, arguments: Sequence[str], order: bytes, limit_s: float) -> tuple[bytes, str]:
+    """Its answer to ``order``, and how it ended, with its last words. It ends here, with all that it has started.
+
+    It runs ``python -m MODULE ARGUMENTS...`` below a warden (runtime/workers/warden.py).
 
     An answer of more than LONGEST_ANSWER_BYTES is none: it is empty. Raises TimeoutError.
     """
@@ -28,7 +31,11 @@ async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tupl
         given.write(order)
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
-            *argv, stdin=given, stdout=asyncio.subprocess.PIPE, stderr=errors, process_group=0
+            *(sys.executable, *warden.command(module, *arguments)),
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            process_group=0,
         )
         try:
             assert process.stdout is not None
@@ -38,11 +45,13 @@ async def ask_process(argv: Sequence[str], order: bytes, limit_s: float) -> tupl
                     answer += chunk[: LONGEST_ANSWER_BYTES + 1 - len(answer)]
                 await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, 9)
-            with contextlib.suppress(TimeoutError):
+            if process.returncode is None:
+                warden.end(process.pid)
+            try:
                 async with asyncio.timeout(END_S):
                     await process.wait()
+            except TimeoutError:
+                process.kill()
         errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
     if len(answer) > LONGEST_ANSWER_BYTES:

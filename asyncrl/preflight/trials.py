@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,7 @@ PLAIN = "I am not sure. The answer is 42."
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint of which nothing is asked."""
-ARGV = (sys.executable, "-m", "asyncrl.learner.algorithm.loss.trial")
+ALGORITHM = "asyncrl.learner.algorithm.loss.trial"
 TRIAL_S = 60.0
 """Longest time for the trial (s); importing torch takes most."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
@@ -223,8 +222,8 @@ async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Findin
     if is_default(learner):
         return None
     try:
-        argv = [*ARGV, str(config.rollout.samples_per_prompt)]
-        answer, ended = await ask_process(argv, learner.model_dump_json().encode(), limit_s)
+        arguments = [str(config.rollout.samples_per_prompt)]
+        answer, ended = await ask_process(ALGORITHM, arguments, learner.model_dump_json().encode(), limit_s)
         problems = json.loads(answer)
     except TimeoutError:
         told = f"{learner.loss} and {learner.advantage} were not tried within {limit_s:g} s"

@@ -27,7 +27,7 @@ def become_subreaper() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(number: signal.Signals) -> None:
+def die_with_parent(number: int) -> None:
     """Get this signal when the thread that spawned this process ends. Raises OSError."""
     _prctl(PR_SET_PDEATHSIG, int(number))
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 
 import pytest
 from model_files import write_chat_template, write_model, write_weights
@@ -356,6 +355,7 @@ def test_samples_are_rows_of_each_set_with_their_places(tmp_path):
 
 def test_the_same_is_found_in_a_process_of_its_own_and_one_that_dies_or_hangs_is_a_finding(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "LONGEST_ANSWER_BYTES", 256 << 10)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     config = data(tmp_path, [HELLO, "{"])
     assert asyncio.run(check_inputs(config)) == read_inputs(config, with_rows=True)
     for code, limit_s, result, said in (
@@ -365,6 +365,7 @@ def test_the_same_is_found_in_a_process_of_its_own_and_one_that_dies_or_hangs_is
         # As of a loop that prints: its last line alone is read.
         ("import sys; sys.stderr.write('lasts ' * 100_000); sys.exit(3)", 60.0, "fail", "code 3: sts lasts"),
     ):
-        monkeypatch.setattr(inputs, "ARGV", (sys.executable, "-c", code))
+        (tmp_path / "instead.py").write_text(code)
+        monkeypatch.setattr(inputs, "MODULE", "instead")
         (found,) = asyncio.run(check_inputs(config, limit_s=limit_s)).findings
         assert found.result == result and said in found.detail and found.key == "data, eval.held.data"

@@ -4,8 +4,13 @@ Whatever it does costs a worker process and no more.
 """
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from run_settings import simulated_run
 
@@ -15,7 +20,7 @@ from asyncrl.preflight.trials import RewardTrial, Trial, check_command, check_ep
 
 MODULES = {
     "mine": """
-import os, sys, time
+import os, signal, sys, time
 print("noise on standard output", flush=True)
 def good(*, completion, row): return 1.0 if completion == row["answer"] else 0.0
 def greedy(*, completion, more): return 1.0
@@ -32,6 +37,18 @@ def prints(*, completion, row):
         print("x" * 1000)
 def eats(*, completion, row): return len(bytearray(10 << 30))
 def short(*, completions, row): return [1.0]
+def forks(*, completion, row):
+    for number in range(20):
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if number % 2:
+                os.setsid()
+            open(f"child-{os.getpid()}", "w").close()
+            time.sleep(1000)
+            os._exit(0)
+    if row["answer"] == "stay":
+        time.sleep(1000)
+    return 1.0
 def whole(*, completions, row): return [float(len(completions))] * len(completions)
 def grudging(*, completions, row): return [1.0] * len(completions) if row["answer"] == "1" else None
 async def play(task, client): raise AssertionError("nothing is played")
@@ -152,3 +169,59 @@ def test_a_command_is_looked_for(tmp_path):
     ):
         found = check_command(command)
         assert (found.result, found.detail, found.key) == ("fail", said, "episode.command")
+
+
+KILLED = """
+import asyncio, json, sys
+from asyncrl.config.load import config_from_json
+from asyncrl.preflight.inputs import Sample
+from asyncrl.preflight.trials import RewardTrial
+async def main():
+    async with RewardTrial(config_from_json(sys.stdin.read())) as trial:
+        await trial.start()
+        await trial.call([Sample("data", "data.jsonl:1", "p", {"answer": "stay"})])
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("end", ["done", "timed out", "killed"])
+def test_nothing_that_a_reward_function_forks_outlives_the_trial(tmp_path, end):
+    sample = Sample("data", "data.jsonl:1", "p", {"answer": "1" if end == "done" else "stay"})
+    try:
+        if end == "killed":
+            asked = simulated_run(rollout={"samples_per_prompt": 3}, reward={"function": "mine:forks", "timeout_s": 60})
+            argv, config = [sys.executable, "-c", KILLED], asked.model_dump_json().encode()
+            with subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=tmp_path) as trial:
+                trial.stdin.write(config)
+                trial.stdin.close()
+                wait_for(lambda: len(forked(tmp_path)) >= 20)
+                trial.kill()
+            wait_for(lambda: not forked(tmp_path))
+        else:
+            tried("mine:forks", [sample], timeout_s=60.0 if end == "done" else 1.0)
+            assert len(list(tmp_path.glob("child-*"))) >= 20
+            assert forked(tmp_path) == []
+    finally:
+        for pid in forked(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+
+
+def forked(folder):
+    """Children of the reward function that live."""
+    pids = [int(path.name.partition("-")[2]) for path in folder.glob("child-*")]
+    return [pid for pid in pids if lives(pid)]
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def lives(pid):
+    """Whether this process has not ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

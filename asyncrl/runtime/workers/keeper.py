@@ -149,6 +149,8 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
                 _signal_group(program.pid, signal.SIGTERM)
             if not data:
                 _signal_group(program.pid, signal.SIGKILL)
+                # It may have moved to another group.
+                program.kill()
                 waiting.unregister(control)
     for lines in (out, err):
         # All that the program has printed is in the pipe now. Others may hold its other end, and go on printing.

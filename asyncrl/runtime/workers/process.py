@@ -18,12 +18,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import msgspec
 import psutil
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.runtime.linux import kill_child, kill_group, session_members
+from asyncrl.runtime.linux import children_of, kill_child, kill_group, session_members
+from asyncrl.runtime.workers import warden
 from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
 from asyncrl.runtime.workers.isolation import NOT_ISOLATED_EXIT
@@ -31,7 +33,7 @@ from asyncrl.runtime.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 10.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
@@ -42,7 +44,7 @@ ROUNDS = 64
 
 
 class WorkerProcess:
-    """A process that runs ``python -m MODULE FD``, in a process group of its own, or in a session of its own, confined.
+    """A process that runs ``python -m MODULE FD``, below a warden (warden.py) or in a session of its own, confined.
 
     ``on_frame`` gets the body of each frame that it sends, at most ``max_frame_bytes``, and raises ValueError for one
     that is not understood, which ends the process; ``on_end`` gets what became of it, in words, where ``memory_key`` is
@@ -75,7 +77,11 @@ class WorkerProcess:
         self.killed = False
         self.exit_code: int | None = None
         """Set before ``on_end`` is called; negative for a signal."""
+        self._worker: int | None = None
+        """The worker below its warden, once it is known."""
         self._socket, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), *confined.arguments]
+        run = ["-m", module, *arguments] if own_session else warden.command(module, *arguments)
         with theirs, contextlib.ExitStack() as undone:
             undone.callback(self._socket.close)
             self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
@@ -83,15 +89,14 @@ class WorkerProcess:
             try:
                 self._process = subprocess.Popen(
                     # -u: what is printed is out before the task is answered.
-                    [sys.executable, "-u", "-m", module, str(theirs.fileno()), *confined.arguments],
+                    [sys.executable, "-u", *run],
                     stdin=subprocess.DEVNULL,
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,
                     env=confined.env() | ONE_THREAD,
                     pass_fds=[theirs.fileno()],
-                    # A group of its own, so that nothing that it lets go of is missed at the end. Its session stays
-                    # the actor's, by which the node agent finds what a killed actor leaves behind, unless it sees to
-                    # that itself.
+                    # A group of its own, so that no signal to the actor's ends it. Its session stays the actor's, by
+                    # which the node agent finds what a killed actor leaves behind, unless it sees to that itself.
                     process_group=None if own_session else 0,
                     start_new_session=own_session,
                 )
@@ -105,8 +110,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
-        return self._process.pid
+        """Process id of the worker; that of its warden as long as the warden has not started it."""
+        if self._worker is None and not self._own_session and self._process.returncode is None:
+            # While the worker lives, what it leaves behind is below it and not beside it.
+            self._worker = next(iter(children_of(self._process.pid)), None)
+        return self._worker or self._process.pid
 
     @property
     def ended(self) -> bool:
@@ -156,20 +164,26 @@ class WorkerProcess:
         """End the process and all that it has started, now. ``reason`` is what ``on_end`` will say."""
         self._fault = self._fault or reason
         self.killed = True
-        # First: descendants are found by way of the process, and only while it lives.
-        kill_living(self.descendants())
-        # As long as it is not reaped no other group can have its number.
+        # As long as it is not reaped no other process or group can have its number.
         if self._process.returncode is None:
-            kill_group(self.pid)
+            if self._own_session:
+                self._kill_hard()
+            else:
+                warden.end(self._process.pid)
         if not self.ended:
             self._hang_up()
 
     def descendants(self) -> list[psutil.Process]:
-        """The processes that it has started, as far as they still belong to it."""
+        """The processes that it has started, as long as they are its descendants."""
         try:
-            return psutil.Process(self.pid).children(recursive=True)
+            return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    def _kill_hard(self) -> None:
+        # First: descendants are found by way of the process, and only while it lives.
+        kill_living(self.descendants())
+        kill_group(self._process.pid)
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
@@ -198,14 +212,14 @@ class WorkerProcess:
         self._socket.close()
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
-    def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S) -> None:
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            # Those that it has left behind; its number is its own until it is reaped.
-            kill_group(self.pid)
+            # What a keeper that was killed has left behind; its number is its own until it is reaped.
+            kill_group(self._process.pid)
             # The keeper of a program that ends with 0 has ended its session itself; else some may be left there.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
-                for pid in session_members(self.pid):
+                for pid in session_members(self._process.pid):
                     kill_child(pid)
             self.exit_code = code = self._process.wait()
             self._loop.remove_reader(self.output.read_fd)
@@ -216,11 +230,15 @@ class WorkerProcess:
         if (now := self._loop.time()) >= kill_at:
             # It has closed its socket but lives on; from here on, it is only a matter of time.
             self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
-            kill_living(self.descendants())
-            kill_group(self.pid)
+            if is_first and not self._own_session:
+                warden.end(self._process.pid)
+                kill_at = now + warden.END_S
+            else:
+                self._kill_hard()
+                kill_at = now + REAP_GRACE_S
             # That may be long, as on a hung file system, and to find descendants all processes are looked at.
-            kill_at, pause_s = now + REAP_GRACE_S, min(2 * pause_s, REAP_GRACE_S)
-        self._loop.call_later(pause_s, self._reap, kill_at, pause_s)
+            is_first, pause_s = False, min(2 * pause_s, REAP_GRACE_S)
+        self._loop.call_later(pause_s, partial(self._reap, kill_at, pause_s, is_first=is_first))
 
 
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
