@@ -1,7 +1,8 @@
 """Values that a reward function or an episode may return as rewards.
 
-Invariant: a value that passes is a float of a magnitude that can be learnt from, with such components, one for each
-completion. The rest raises BadOutcome, whose text names the value: an error is never turned into a reward.
+Invariant: a value that passes is a float of a magnitude that can be learnt from, with at most MOST_NAMES such
+components under short names, one value for each completion. The rest raises BadOutcome, whose text names the value: an
+error is never turned into a reward.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ Outcome = tuple[float, dict[str, float]]
 
 LARGEST = 1e18
 """Magnitude of a reward; the square of a larger one, which its group's deviation takes, leaves single precision."""
+MOST_NAMES = 64
+"""Names of components in a mapping, and in a run."""
+LONGEST_NAME = 100
+"""Characters of a component's name."""
 
 
 class BadOutcome(ValueError):
@@ -35,6 +40,11 @@ def read_outcome(value: Any) -> Outcome:
         return read_number(value, "returned"), {}
     if not value:
         raise BadOutcome("returned an empty mapping; give it at least one component")
+    if len(value) > MOST_NAMES + ("reward" in value):
+        raise BadOutcome(
+            f"returned a mapping of {len(value)} components, {MOST_NAMES} are allowed: each becomes a metric; return "
+            "the few that are to be seen, under the same names for every response"
+        )
     components: dict[str, float] = {}
     for name, component in value.items():
         if not isinstance(name, str):
@@ -45,6 +55,11 @@ def read_outcome(value: Any) -> Outcome:
             # As half of an emoji that the function has cut out of a response.
             what = f"returned a mapping with the key {reprlib.repr(name)}, which holds half of a surrogate pair"
             raise BadOutcome(f"{what}; names of components are text that UTF-8 can hold") from None
+        if len(name) > LONGEST_NAME:
+            raise BadOutcome(
+                f"returned a component whose name has {len(name)} characters, {LONGEST_NAME} are allowed: "
+                f"{reprlib.repr(name)}; names of components become metrics and must not hold data"
+            )
         components[name] = read_number(component, f"returned for the component {name!r}", value)
     reward = components.pop("reward", None)
     if reward is None:

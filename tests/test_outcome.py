@@ -23,6 +23,8 @@ from asyncrl.outcome import BadOutcome, read_outcome, read_outcomes
         ({"format": 0.5, "answer": 1}, (1.5, {"format": 0.5, "answer": 1.0})),
         ({"reward": 0.1, "format": 0.5}, (0.1, {"format": 0.5})),
         ({"reward": 0}, (0.0, {})),
+        ({f"{n}": 0.0 for n in range(64)} | {"reward": 1.0}, (1.0, {f"{n}": 0.0 for n in range(64)})),
+        ({"x" * 100: 1.0}, (1.0, {"x" * 100: 1.0})),
         (MappingProxyType({"a": np.float32(1)}), (1.0, {"a": 1.0})),
     ],
 )
@@ -55,6 +57,8 @@ def test_a_number_or_a_mapping_of_numbers_is_a_reward(value: Any, expected: Any)
         ({"a": 1e19}, "'a' 1e+19"),
         ({"a": {"b": 1.0}}, "'a'"),
         (object, "type"),
+        ({f"word {n}": 1.0 for n in range(65)}, "a mapping of 65 components, 64 are allowed: each becomes a metric"),
+        ({"x" * 101: 1.0}, "a component whose name has 101 characters, 100 are allowed"),
     ],
 )
 def test_anything_else_is_an_error_that_names_it(value: Any, named: str) -> None:

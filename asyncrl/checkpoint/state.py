@@ -93,3 +93,5 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     """Fingerprint of the conversations of sft.data; empty without."""
     origin: Origin = Origin()
     """The configuration and the files that the groups were made with."""
+    components: list[str] = []
+    """Names of reward components of the run (learner/groups/components.py)."""

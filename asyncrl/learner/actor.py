@@ -30,6 +30,7 @@ from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, checkpoint_complete_again, checkpoint_failed
 from asyncrl.learner.checkpoint.writer import Checkpoints, Written
+from asyncrl.learner.groups.components import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.intake import Intake, IntakeState
@@ -80,6 +81,7 @@ class Learner(Actor):
         """Number of learners that have begun in this run folder."""
         self._intake = Intake(self.config.learner, samples=self.config.run.samples_per_step)
         self._evals = EvalCollector()
+        self._components = ComponentNames(self.config)
         self._watch = LearningWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
         """Messages under way to the controller, about checkpoints."""
@@ -203,6 +205,7 @@ class Learner(Actor):
             self._tell_of_checkpoint(state.version, state.step, contents.path)
         self._intake = Intake(self.config.learner, restored, samples=self.config.run.samples_per_step)
         self._evals = EvalCollector(state.rounds_closed)
+        self._components = ComponentNames(self.config, state.components)
         self._rounds_written = set(state.rounds_closed)
         self.log.info(
             "goes on from a checkpoint",
@@ -439,6 +442,9 @@ class Learner(Actor):
             self.counters.add(REFUSED)
             raise NotGranted(caller.name, uid)
         self.progress()
+        if self._components.trim(group):
+            self.counters["reward/components_left_out"] = self._components.left_out
+            self.notify("components", self._components.notice(), count=self._components.left_out)
         if group.ticket.purpose != "train":
             duplicate = not self._evals.add(group)
             self._story.tell(TAKEN, uid=uid, by=caller.name, into="duplicate" if duplicate else "evaluation")
@@ -514,6 +520,7 @@ class Learner(Actor):
             limit=self._supply.limit,
             rounds_closed=sorted(self._rounds_written),
             quarantined=snapshot.failed,
+            components=self._components.names,
             delivered_lengths=snapshot.delivered_lengths,
             conversations=self._conversations.fingerprint if self._conversations is not None else "",
             origin=self._origin,
@@ -598,11 +605,11 @@ class Learner(Actor):
             self._rounds_changed.clear()
             for round, groups in self._evals.complete():
                 name = round.rpartition("@")[0]
-                line = {"kind": "eval", "step": self._training.step} | eval_metrics(name, groups)
-                await self._lines.emit(line)
+                step, metrics = self._training.step, eval_metrics(name, groups)
+                await self._lines.emit({"kind": "eval", "step": step} | metrics)
                 shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.ticket.index)
-                version = line.get("weights/version", self._training.version)
-                await self._lines.samples("evaluation", name, line["step"], version, shown)
+                version = metrics.get("weights/version", self._training.version)
+                await self._lines.samples("evaluation", name, step, version, shown)
                 self._rounds_written.add(round)
                 self._story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
                 # The line comes before the outcomes, which end the round, and with the last round the run.

@@ -33,6 +33,7 @@ from asyncrl.runtime.workers.user_code import (
     accepted,
     describe,
     did_you_mean,
+    find_place,
     kind_of,
     load,
 )
@@ -128,10 +129,12 @@ def main() -> None:
             except NotCallable as error:
                 connection.sendall(framed(msgspec.msgpack.encode(RewardReady(error.problems))))
                 return
+            found = find_place(setup.function)
+            place = f" ({found})" if found else ""
             memory = MemoryLimit(setup.max_memory_bytes)
             connection.sendall(framed(msgspec.msgpack.encode(RewardReady())))
             try:
-                _serve(connection, bodies, scorer, memory)
+                _serve(connection, bodies, scorer, memory, place)
             except MemoryError:
                 end(NO_MEMORY_EXIT)
             except ConnectionError:
@@ -142,13 +145,15 @@ def main() -> None:
                 end(NO_SOCKET_EXIT)
 
 
-def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit) -> None:
+def _serve(
+    connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit, place: str
+) -> None:
     decoder, encoder = msgspec.msgpack.Decoder(RewardTask), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
         started = time.perf_counter()
         try:
-            outcomes, error, kind = _score(scorer, task)
+            outcomes, error, kind = _score(scorer, task, place)
         except MemoryError as failure:
             # Its answer needs memory of its own.
             memory.open_reserve()
@@ -165,15 +170,15 @@ def _serve(connection: socket.socket, bodies: Iterator[bytes | bytearray], score
         connection.sendall(framed(body))
 
 
-def _score(scorer: Scorer, task: RewardTask) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
-    """The rewards with their components, or the error and its kind."""
+def _score(scorer: Scorer, task: RewardTask, place: str) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
+    """The rewards with their components, or the error and its kind. ``place`` is the end of an error about a value."""
     try:
         return scorer(task), "", ""
     except MemoryError:
         raise
     except BadOutcome as error:
         # It may quote a value in the words of the user's own class.
-        return [], encodable(str(error)), "no reward"
+        return [], encodable(f"{error}{place}"), "no reward"
     except BaseException as error:
         # Nothing that the function raises, SystemExit included, may end the worker: only its task fails.
         return [], f"raised {describe(error)}", kind_of(error)

@@ -283,6 +283,7 @@ groups/given_back | groups | of a checkpoint, generated again because a resume c
 weights/not_published | attempts | to write a version that failed, as for want of memory
 checkpoint/failed | checkpoints | that could not be written
 checkpoint/skipped | checkpoints | not begun because the one before was still being written
+reward/components_left_out | values | of reward components under names beyond the first 64 of a run
 records/lost | lines | of metrics.jsonl, quarantine.jsonl or samples that found no room on the disk nor in memory
 
 [gauge] learner

@@ -103,7 +103,7 @@ def test_a_reward_function_that_is_not_found_says_why(function, said):
     [
         ("mine:good", {}, "ok", "gives on samples: 1, 0, 1, 0"),
         ("mine:typo", {}, "fail", "raised KeyError: 'anwser' ({folder}/mine.py:6), on p.jsonl:1"),
-        ("mine:nothing", {}, "fail", "returned None; a finite number is expected, on p.jsonl:1"),
+        ("mine:nothing", {}, "fail", "returned None; a finite number is expected ({folder}/mine.py:7), on p.jsonl:1"),
         ("mine:picky", {}, "warn", "fails on 2 of 4 samples: raised ValueError: not what I like"),
         ("mine:leaves", {}, "fail", "ended its worker process (exit code 3), on p.jsonl:1"),
         ("mine:sleeps", {"timeout_s": 0.2, "on_timeout": -1.0}, "warn", "gets the reward -1 (reward.on_timeout)"),

@@ -102,6 +102,7 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
                 assert (error.code, error.retryable) == ("reward_failed", True)
         assert "ran longer than 1 s" in str(await served.failing("sleep 99", "0-7"))
         line = MODULE[: MODULE.index("no such judge")].count("\n") + 1
+        defined = MODULE[: MODULE.index("def act(")].count("\n") + 1
         path = tmp_path / "act_rewards.py"
         then = "A trajectory is tried 3 times, then it is left out of its group (rollout.on_failed_trajectory)"
         hint = "; reward.on_timeout = NUMBER would give such a response that reward"
@@ -109,7 +110,7 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
         kinds = {
             f"KeyError {path}:{line}": f"raised KeyError: 'no such judge' ({path}:{line})",
             "ended its worker process (exit code 3)": "ended its worker process (exit code 3)",
-            "no reward": "returned str 'good'; a finite number is expected",
+            "no reward": f"returned str 'good'; a finite number is expected ({path}:{defined})",
             "died with its worker process (SIGSEGV)": "died with its worker process (SIGSEGV)",
             "timed out": late,
         }

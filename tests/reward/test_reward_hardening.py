@@ -15,6 +15,8 @@ from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
 
 from asyncrl.errors import RewardFailed
+from asyncrl.messages.actors import NOTICE
+from asyncrl.outcome import MOST_NAMES
 from asyncrl.runtime.workers import memory
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
@@ -187,3 +189,37 @@ async def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_a
         assert KINDS[kinds[index]] in reason, (kinds[index], reason)
     trained = [int(group["uid"].rpartition("-")[2]) for group in groups(system.run_dir)]
     assert sorted(trained) == [index for index, kind in enumerate(kinds) if kind == "good"]
+
+
+async def test_names_of_components_that_follow_from_the_data_do_not_grow_the_metrics(tmp_path, monkeypatch):
+    """Each would be a metric of every line. The user reads whose names they are, and where the function is."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "many_rewards.py"
+    path.write_text("""
+import zlib
+
+def judge(*, prompt, completion):
+    code = zlib.crc32((prompt + completion).encode(errors="surrogatepass"))
+    return {"reward": code % 7, "right": 0.5} | {f"about {code} {n}": 1.0 for n in range(20)}
+""")
+    config = sim_config(
+        run={"samples_per_step": 100},
+        reward={"function": "many_rewards:judge"},
+        learner={"steps": 4, "signal": "right"},
+        eval={"held": {"data": {"source": "synthetic", "size": 4}, "n": 2}},
+    )
+    system = System(config, tmp_path / "run")
+    state = await system.run()
+    assert state.phase == "done", state
+    lines = system.lines("train")
+    names = {key for line in lines for key in line if key.startswith("reward/component/")}
+    assert len(names) <= MOST_NAMES + 1 and "reward/component/right" in names
+    trajectories = [each for group in groups(system.run_dir) for each in group["trajectories"]]
+    kept = {name for each in trajectories for name in each["components"]}
+    assert len(kept) <= MOST_NAMES + 1
+    assert all(each["reward"] in range(7) and each["components"]["right"] == 0.5 for each in trajectories)
+    learner = system.actors["learner/0"]
+    assert learner.counters["reward/components_left_out"] > 100
+    [*_, notice] = [line for line in state.lines if line["kind"] == NOTICE and line["key"] == "components"]
+    said = f"many_rewards:judge ({path}:4) returns rewards with more than 64 names of components; the first of"
+    assert said in notice["text"] and "a name must not depend on the data" in notice["text"]

@@ -32,7 +32,7 @@ from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.outcome import BadOutcome, read_outcome
 from asyncrl.runtime.workers import isolation
 from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
-from asyncrl.runtime.workers.user_code import NotCallable, describe, kind_of
+from asyncrl.runtime.workers.user_code import NotCallable, describe, find_place, kind_of
 from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_here, stay_alone
 
 STOPPED = "it was stopped"
@@ -212,7 +212,8 @@ class Worker:
         except EpisodeOver:
             return frames.Ended(key)
         except BadOutcome as error:
-            return frames.Ended(key, error=str(error), kind="no reward")
+            place = find_place(self._setup.code[0])
+            return frames.Ended(key, error=f"{error}{f' ({place})' if place else ''}", kind="no reward")
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and session.over:
                 return frames.Ended(key, error=STOPPED)

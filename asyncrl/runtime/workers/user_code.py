@@ -6,6 +6,7 @@ NotCallable with a line for each problem, the key of the configuration first.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -129,6 +130,28 @@ def describe(error: BaseException) -> str:
 def kind_of(error: BaseException) -> str:
     """An exception without its text: type and place."""
     return encodable(f"{type(error).__name__} {_place(error)}".strip())
+
+
+def find_place(spec: str) -> str:
+    """FILE:LINE of the definition of MODULE:NAME, found without an import; FILE or nothing where no more is known.
+
+    The module is looked for as an import would: in the working directory, then on the path.
+    """
+    module, _, name = spec.partition(":")
+    if not name:
+        return ""
+    stem = Path(*module.split("."))
+    for path in (Path(at, end) for at in (os.getcwd(), *sys.path) for end in (f"{stem}.py", stem / "__init__.py")):
+        try:
+            tree = ast.parse(path.read_bytes())
+        except OSError:
+            continue
+        except (SyntaxError, ValueError):
+            return str(path)
+        defined = (node for node in tree.body if getattr(node, "name", None) == name)
+        node = next(defined, None)
+        return f"{path}:{node.lineno}" if isinstance(node, ast.stmt) else str(path)
+    return ""
 
 
 def _place(error: BaseException) -> str:

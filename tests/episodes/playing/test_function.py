@@ -81,7 +81,7 @@ async def test_many_episodes_share_the_workers_and_begin_when_one_is_ready(tmp_p
 RAISED = {
     "raise": r"raised ValueError: no luck \(.*/plays\.py:\d+\)",
     "leave": r"raised SystemExit: 3 \(.*/plays\.py:\d+\)",
-    "odd": "returned str 'good'; a finite number is expected",
+    "odd": r"returned str 'good'; a finite number is expected \(.*/plays\.py:\d+\)",
     "surrogate raise": r"raised ValueError: file \\udcff\.txt \(.*",
     "surrogate return": "ended in what cannot be told: UnicodeEncodeError: .*",
 }

@@ -39,6 +39,10 @@ def unsummed(batch):
     return batch.logprobs, {"squares": batch.logprobs.detach() ** 2}
 
 
+def many_sums(batch):
+    return batch.logprobs, {f"sum {n}": batch.logprobs.detach().sum() for n in range(65)}
+
+
 def sometimes(batch):
     late = {"late": batch.staleness.sum()} if batch.staleness.any() else {}
     return batch.logprobs, {"all": batch.logprobs.sum(), **late}

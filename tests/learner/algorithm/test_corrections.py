@@ -182,6 +182,7 @@ def test_what_would_correct_twice_is_refused(name) -> None:
         ("too_few", r"returned losses of shape \(1,\) for \d+ tokens"),
         ("counts", "returned as 'tokens' what is no sum; it must be a tensor of one number$"),
         ("unsummed", "returned as 'squares' what is no sum"),
+        ("many_sums", r"\(.*losses_of_a_user.py:\d+\) returned 65 sums, .*64 names of 100 characters are allowed"),
     ],
 )
 def test_a_users_loss_that_fails_is_named(name, said) -> None:

@@ -21,7 +21,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.loss.corrections import ESTIMATORS, correction
 from asyncrl.learner.algorithm.losses import TokenLosses, find_loss
 from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
-from asyncrl.runtime.workers.user_code import describe
+from asyncrl.outcome import LONGEST_NAME, MOST_NAMES
+from asyncrl.runtime.workers.user_code import describe, find_place
 
 
 class Objective:
@@ -85,6 +86,13 @@ class Objective:
         if values.shape != batch.logprobs.shape:
             told = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
             raise ConfigError([f"learner.loss: {self._name} returned losses of shape {told}; it must be one for each"])
+        if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
+            place = find_place(self._name)
+            told = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
+            allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
+            raise ConfigError(
+                [f"learner.loss: {self._name}{f' ({place})' if place else ''} returned {told}; {allowed}"]
+            )
         for name, value in sums.items():
             if not isinstance(value, Tensor) or value.dim():
                 told = f"returned as {name!r} what is no sum; it must be a tensor of one number"
