@@ -10,9 +10,9 @@ fastest:
                 each alone: in one kernel where the devices of all ranks have it (varlen.py), then in the ways of the
                 first part; in ours once more with common beginnings in the row once
 
-Two computations in float32 agree to TOLERANCE. In bfloat16 rounding alone is more, and how much depends on the model:
-it is measured as the distance of the short sequences from the first part's float32, and a way agrees when no stretch of
-a sequence is ROUNDINGS times further from the truth than that, as root mean squares.
+Rounding is measured where the model runs. In float32 each position has its own bound (rounding.py). In bfloat16
+rounding is the root mean square by which the short sequences differ from the first part's float32. A way then agrees if
+no stretch of a sequence differs by more than ROUNDINGS times that, as a root mean square.
 
 The cost is bounded by FLOPS for each pass. All ranks compute the same, and the worst of all decides.
 
@@ -23,6 +23,7 @@ Fails with ConfigError when the sharded model is another than the one that was l
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,27 +33,25 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.model import varlen
-from asyncrl.learner.fsdp.model.policy import Attention, Policy
+from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy
+from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 from asyncrl.learner.fsdp.startup.startup_check import (
     LENGTHS,
     OURS,
-    TOLERANCE,
     AgreeingWays,
-    CheckBatch,
     Scoring,
     make_batch,
     no_packing,
     no_sharing,
     random_tokens,
-    score_rows,
     short_tokens,
     slower_packing,
 )
 
 ROUNDINGS = 4.0
-"""Root mean squares of the rounding that a stretch may be away."""
+"""Root mean squares of the rounding by which a stretch may differ in bfloat16."""
 STRETCH = 32
-"""Positions that are taken together where rounding is not negligible."""
+"""Positions of a stretch."""
 OTHER_MODEL = 1.0
 """Root mean square in nats that no rounding explains."""
 FLOPS = {"cpu": 5e10, "cuda": 1e14}
@@ -120,7 +119,6 @@ class _Check:
         self._dtype = dtype
         self._exact = dtype == torch.float32
         self._where = f"in {str(dtype).removeprefix('torch.')} on {ranks.device.type}"
-        self._limit = TOLERANCE
         self._seed = config.run.seed
         self._window = attention_window(policy.model.config.get_text_config())
         self._length = long_length(
@@ -136,17 +134,16 @@ class _Check:
         short = make_batch(tokens, self._ranks.device)
         whole = self._score(short.single, choice.single, chunked=False)
         rounding = self._rounding(whole, path)
-        if not self._exact:
-            self._limit = max(TOLERANCE, ROUNDINGS * rounding)
+        bounds = self._bounds(short.single, whole, rounding)
 
         chunked = choice.chunked
         if chunked:
             row, its = short.longest
-            worst = self._worst(self._score([row], choice.single, chunked=True), whole[its])
-            if not worst <= self._limit:
+            found = self._distance(self._score([row], choice.single, chunked=True), whole[its], bounds[its])
+            if not found.agrees:
                 chunked = False
-                told = f"log-probs in chunks differ from the model's own logits {self._where} ({worst:.2g})"
-                warnings.append(f"{told}; whole logits are held")
+                differ = f"log-probs in chunks differ from the model's own logits {self._where} ({found})"
+                warnings.append(f"{differ}; whole logits are held")
         if not choice.packed:
             return Scoring(False, choice.single, chunked, warnings)
         if self._window is not None and self._length <= self._window < self._config.longest_sequence:
@@ -155,34 +152,40 @@ class _Check:
         long = random_tokens(self._policy, [self._length, self._length // 2 + BEHIND], self._seed + 1)
         long[1][: self._length // 2] = long[0][: self._length // 2]
         before = sum(LENGTHS[:BEFORE])
-        alone = self._score(make_batch(long, self._ranks.device).single, choice.single, chunked=chunked)
+        rows = make_batch(long, self._ranks.device).single
+        alone = self._score(rows, choice.single, chunked=chunked)
+        longer = self._bounds(rows, alone, rounding)
         # The order is that of the sequences in the batch below.
         truth = torch.cat([whole[:before], alone, whole[before:]])
+        bounds = torch.cat([bounds[:before], longer, bounds[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
-        found: dict[Attention, float] = {}
+
+        def tried(row: PackedRow, attention: Attention) -> Distance:
+            return self._distance(self._score([row], attention, chunked=chunked), truth, bounds)
+
+        results: dict[Attention, Distance] = {}
         ways = self._ways(warnings)
         for attention in ways:
-            scores = self._score([batch.packed], attention, chunked=chunked)
-            found[attention] = worst = self._worst(scores, truth)
-            if worst <= self._limit:
-                if attention != ways[0]:
-                    warnings.append(slower_packing(attention, f"{found[ways[0]]:.2g} {self._where}"))
-                return Scoring(
-                    True, attention, chunked, warnings, self._shares(attention, batch, truth, chunked, warnings)
-                )
-        warnings.append(no_packing(self._config.learner, f"{min(found.values()):.2g} {self._where}"))
+            results[attention] = result = tried(batch.packed, attention)
+            if not result.agrees:
+                continue
+            if attention != ways[0]:
+                warnings.append(slower_packing(attention, f"{results[ways[0]]} {self._where}"))
+            shared = choice.shared and attention in ("varlen", OURS)
+            if shared and not (together := tried(batch.shared, attention)).agrees:
+                shared = False
+                warnings.append(no_sharing(f"{together} {self._where}"))
+            return Scoring(True, attention, chunked, warnings, shared)
+        least = min(results.values(), key=lambda result: result.ratio)
+        warnings.append(no_packing(self._config.learner, f"{least} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
 
-    def _shares(
-        self, attention: Attention, batch: CheckBatch, truth: Tensor, chunked: bool, warnings: list[str]
-    ) -> bool:
-        """Whether this way holds as well where the common beginnings of sequences are in the row once."""
-        if not self._choice.shared or attention not in ("varlen", OURS):
-            return False
-        worst = self._worst(self._score([batch.shared], attention, chunked=chunked), truth)
-        if not worst <= self._limit:
-            warnings.append(no_sharing(f"{worst:.2g} {self._where}"))
-        return worst <= self._limit
+    def _bounds(self, rows: Sequence[PackedRow], scores: Tensor, rounding: float) -> Tensor:
+        """The bound of each position of ``rows``, nats; the policy scores as it did for ``scores``."""
+        if not self._exact:
+            return torch.full_like(scores, ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps))
+        self._ranks.mark()
+        return measure_rounding(self._policy, rows, scores, self._dtype)
 
     def _ways(self, warnings: list[str]) -> list[Attention]:
         """Ways to attend to several sequences a row, the fastest first: ours does all that the kernel does."""
@@ -216,12 +219,14 @@ class _Check:
         self._ranks.mark()
         return score_rows(self._policy, rows)
 
-    def _worst(self, scores: Tensor, truth: Tensor) -> float:
-        """Largest root mean square of a stretch, nats; a position is one of its own where rounding is negligible."""
-        squares = (scores - truth).double().square()
-        stretches = len(squares) if self._exact else max(1, len(squares) // STRETCH)
-        means = [stretch.mean() for stretch in squares.tensor_split(stretches)]
-        return self._everyone(float(torch.stack(means).max().sqrt()))
+    def _distance(self, scores: Tensor, truth: Tensor, bounds: Tensor) -> Distance:
+        """The worst distance of all ranks: of a position in float32, of a stretch in bfloat16."""
+        found = distance(scores, truth, bounds)
+        if not self._exact:
+            squares = ((scores - truth) / bounds).double().square()
+            stretches = squares.tensor_split(max(1, len(squares) // STRETCH))
+            found = Distance(found.nats, float(torch.stack([stretch.mean() for stretch in stretches]).max().sqrt()))
+        return Distance(found.nats, self._everyone(found.ratio))
 
     def _everyone(self, value: float) -> float:
         """Largest ``value`` of all ranks; infinite where any is no number."""

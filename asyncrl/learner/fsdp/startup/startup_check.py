@@ -1,10 +1,11 @@
 """The check at start, first part: whether the learner computes from a packed row the same as the model from each
 sequence alone.
 
-Some architectures leak from one packed sequence into the next, some do more to their logits than to apply the head, and
-fast attention leaves out features that it does not know (a soft cap); each trains on wrong ratios without a word. So a
-random batch is scored in every way, in float32, by the weights as they were loaded, and held against the slowest: one
-sequence a row, transformers' plain attention, the model's own logits. The learner takes the fastest way that agrees:
+Some architectures leak from one packed sequence into the next. Some change their logits behind the head. Fast attention
+leaves out features that it does not know (a soft cap). Each of these trains on wrong ratios in silence. The check
+therefore scores a random batch in every way, in float32, with the weights as loaded, and compares with the slowest way:
+one sequence a row, transformers' plain attention, the model's own logits. Two ways agree if measured rounding explains
+the difference at every position (rounding.py). The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one; a common beginning of several in a row once, else in each
     attention   of several: ours (attention.py), else transformers' choice, else the plain one; of one: the last two
@@ -23,16 +24,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
 from asyncrl.learner.algorithm.plan.sharing import find_sharing
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 
-TOLERANCE = 1e-4
-"""Largest difference of a log-prob, nats, that still counts as rounding (float32)."""
 LENGTHS = (7, 1, 19, 12, 5)
 """Lengths of the random sequences: short, so that a leak from a neighbour weighs much."""
 COMMON = 4
@@ -117,9 +116,11 @@ def choose_scoring(
     longest, its = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
+    on_pass()
+    bounds = measure_rounding(policy, batch.single, truth, torch.float32)
 
-    def tried(row: PackedRow, expected: Tensor, attention: Attention, chunked: bool) -> float | str:
-        """Largest difference in nats, or the reason that this way cannot be gone."""
+    def tried(row: PackedRow, at: slice, attention: Attention, chunked: bool) -> Distance | str:
+        """Distance from the truth at these positions, or the reason that the model cannot score in this way."""
         on_pass()
         try:
             Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
@@ -129,18 +130,18 @@ def choose_scoring(
             # A pass that broke off may have left layers gathered.
             policy.reshard()
             return f"{type(error).__name__}: {error}"
-        worst = float((scores - expected).abs().max())
-        return worst if np.isfinite(worst) else "not finite"
+        return distance(scores, truth[at], bounds[at])
 
-    chunks = tried(longest, truth[its], "plain", True)
+    every = slice(len(truth))
+    chunks = tried(longest, its, "plain", True)
     chunked = _agrees(chunks)
-    alone = tried(longest, truth[its], "loaded", chunked)
+    alone = tried(longest, its, "loaded", chunked)
     single: Attention = "loaded" if _agrees(alone) else "plain"
-    found: dict[Attention, float | str] = {}
+    found: dict[Attention, Distance | str] = {}
     if config.packing != "off":
-        found = {attention: tried(batch.packed, truth, attention, chunked) for attention in PACKED}
-    packed = [attention for attention, worst in found.items() if _agrees(worst)]
-    together = tried(batch.shared, truth, OURS, chunked) if OURS in packed else 0.0
+        found = {attention: tried(batch.packed, every, attention, chunked) for attention in PACKED}
+    packed = [attention for attention, result in found.items() if _agrees(result)]
+    together = tried(batch.shared, every, OURS, chunked) if OURS in packed else None
 
     warnings = []
     if not chunked:
@@ -149,12 +150,12 @@ def choose_scoring(
         warnings.append(no_packing(config, str(found["plain"])))
     elif found and packed[0] != "packed":
         warnings.append(slower_packing(packed[0], str(found["packed"])))
-    if not _agrees(together):
+    if together is not None and not _agrees(together):
         warnings.append(no_sharing(str(together)))
     if not packed and single == "plain":
         told = f"transformers' fast attention leaves out a part of the model's ({alone})"
         warnings.append(f"{told}; its plain one is slow")
-    shared = OURS in packed and _agrees(together)
+    shared = together is not None and _agrees(together)
     choice = AgreeingWays(packed, single, shared, chunked, truth.tolist(), warnings)
     choice.scoring.apply(policy)
     return choice
@@ -180,8 +181,8 @@ def slower_packing(attention: Attention, found: str) -> str:
     return f"own attention over packed rows cannot be used ({found}); {named} is slower"
 
 
-def _agrees(worst: float | str) -> bool:
-    return isinstance(worst, float) and worst <= TOLERANCE
+def _agrees(result: Distance | str) -> bool:
+    return isinstance(result, Distance) and result.agrees
 
 
 def random_tokens(policy: Policy, lengths: Sequence[int], seed: int) -> list[np.ndarray]:
@@ -211,9 +212,3 @@ def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> CheckBatch
         shared=make_row(layout.input_ids, layout.lengths, places, targets, device, prefixes=layout.prefixes),
         single=[make_row(t[:-1], [n], np.arange(n), t[1:], device) for t, n in zip(tokens, lengths, strict=True)],
     )
-
-
-def score_rows(policy: Policy, rows: list[PackedRow]) -> Tensor:
-    """Log-probs of all rows, float32, one after the other."""
-    with torch.no_grad():
-        return torch.cat([policy.score(row, 1.0)[0] for row in rows])

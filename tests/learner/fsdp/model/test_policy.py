@@ -30,6 +30,14 @@ def test_the_check_takes_the_fastest_way_that_is_right(loaded) -> None:
     assert alone.scoring == Scoring(packed=False, attention="loaded", chunked=True)
 
 
+def test_rounding_is_measured_on_the_model_and_is_not_a_leak(loaded) -> None:
+    # Log-probs of thousands of nats: their rounding alone is far above a bound that suits others.
+    loaded.model.get_output_embeddings().weight.data *= 3000
+    choice = choose_scoring(loaded, LearnerConfig(), seed=0)
+    assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True, shared=True)
+    assert max(map(abs, choice.truth)) > 1000
+
+
 def _leaks(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model takes a row for one long sequence, as with a mask of ones."""
     backbone = loaded.model.model

@@ -179,11 +179,52 @@ def test_a_leak_into_long_rows_alone_ends_packing(confirm, monkeypatch) -> None:
     assert "each row holds one sequence" in found.warnings[0]
 
 
+def _without_bounds(row: PackedRow) -> PackedRow:
+    """The row as one long sequence: its sequences see each other, and positions do not restart."""
+    whole = (row.position_ids.shape[1],)
+    return replace(row, lengths=whole, key_lengths=whole, position_ids=torch.arange(*whole)[None])
+
+
+def _without_restarts(row: PackedRow) -> PackedRow:
+    """The row with positions that do not restart, and an absolute shift that rotary models see between pieces."""
+    return replace(row, position_ids=2 * row.position_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [_without_bounds, _without_restarts])
+def test_a_leak_and_wrong_positions_are_seen_in_both_types(confirm, monkeypatch, dtype, wrong) -> None:
+    forward = Policy.forward
+
+    def broken(self: Policy, row: PackedRow, *rest: Any) -> Any:
+        return forward(self, wrong(row) if len(row.lengths) > 1 else row, *rest)
+
+    monkeypatch.setattr(Policy, "forward", broken)
+    assert not confirm(dtype=dtype).packed
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_leak_of_two_ten_thousandths_is_seen_in_float32(policy, confirm, monkeypatch, first: bool) -> None:
+    forward = Policy.forward
+
+    def leaking(self: Policy, row: PackedRow, *rest: Any) -> Any:
+        scores, *others = forward(self, row, *rest)
+        if len(row.lengths) > 1:
+            leaked = forward(self, _without_bounds(replace(row, key_index=None)), *rest)[0] - scores
+            scores = scores + leaked * (2e-4 / leaked.abs().max())
+        return scores, *others
+
+    monkeypatch.setattr(Policy, "forward", leaking)
+    if first:
+        assert not choose_scoring(policy, LearnerConfig(), seed=0).packed
+    else:
+        assert not confirm(dtype=torch.float32).packed
+
+
 @pytest.mark.parametrize(
     ("theirs", "found"),
     [
-        ([0.0, 0.0, float("nan"), 1.0, 0.0], (True, "plain", True)),
-        ([0.0, 1.0, 1.0, 1.0, 1.0], (False, "loaded", False)),
+        ([0.0, 0.0, float("nan"), 2.0, 0.0], (True, "plain", True)),
+        ([0.0, 2.0, 2.0, 2.0, 2.0], (False, "loaded", False)),
     ],
 )
 def test_one_rank_that_differs_decides_for_all(confirm, theirs, found) -> None:
