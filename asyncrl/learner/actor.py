@@ -135,6 +135,8 @@ class Learner(Actor):
         self.facts = {"store_host": host, "store_port": port}
         await self.tell_facts()
         await self._on_thread(lambda: self._backend.setup(host, port))
+        for index, text in enumerate(self._backend.given_up):
+            self.notify(f"start-up check {index}", text)
         records = await asyncio.to_thread(RecordFiles, self.context.run_dir, start)
         self._start = start
         self._build(records, mark, await self._restore(), await self._load_conversations())

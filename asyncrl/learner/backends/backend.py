@@ -68,6 +68,8 @@ class Backend(Protocol):
     ranks."""
     skips_zero_advantages: bool
     """Whether sequences whose advantages are all 0 need not be computed; settled by ``setup``, alike on all ranks."""
+    given_up: list[str]
+    """Faster ways of computing that the checks of ``setup`` gave up, with reason and cost, for the user."""
     on_gpu: bool
     """Whether the weights are on a GPU; settled by ``setup``."""
     warm_steps: int

@@ -44,6 +44,7 @@ from asyncrl.learner.fsdp.startup.sharding import (
     compute_dtype,
     prepare_device,
 )
+from asyncrl.learner.fsdp.startup.startup_check import Scoring
 from asyncrl.learner.fsdp.updates import (
     SUPERVISED_LOSS,
     Scorer,
@@ -74,6 +75,7 @@ class Trainer:
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
         self.on_phase: Callable[[str], None] = lambda name: None
+        self.given_up: list[str] = []
         self.steps = 0
         """Optimizer steps of the run taken."""
         self.warm_steps = 0
@@ -107,6 +109,7 @@ class Trainer:
         self._dtype = compute_dtype(self._learner, device)
         self.policy, scoring = build_policy(self._config, self._ranks, self._dtype)
         self.packed, self.shares_prefixes = scoring.packed, scoring.shared
+        self._note_warnings(scoring, "model.path")
         self._parameters = list(self.policy.parameters())
         self._optimizer = make_optimizer(self.policy, self._config)
         objective = Objective(self._learner)
@@ -126,12 +129,16 @@ class Trainer:
         )
         self._ahead = ParcelsAhead(self._ranks)
 
+    def _note_warnings(self, scoring: Scoring, key: str) -> None:
+        self.given_up += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
+
     def _build_scorers(self, objective: Objective) -> Scorers:
         def frozen(key: str, path: str | None) -> Policy:
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
             # The reference scores the rows that are trained.
             self.shares_prefixes = self.shares_prefixes and scoring.shared
+            self._note_warnings(scoring, key)
             return policy
 
         kl, teacher = self._learner.kl, self._learner.teacher

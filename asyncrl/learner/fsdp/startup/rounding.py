@@ -1,15 +1,15 @@
 """Rounding of a model, measured: the bound within which two computations of one log-prob count as equal.
 
 Two mathematically equal computations differ by rounding, and how much depends on the model, its device and its compute
-type. ``measure_rounding`` scores the same rows again with random rounding: the embeddings and the output of each
+type. ``measure_rounding`` scores the same rows again with random rounding. The embeddings and the output of each
 decoder layer change by one unit in the last place of the compute type, up or down at random (Monte Carlo arithmetic:
 Parker, Pierce, Eggert, "Monte Carlo arithmetic: how to gamble with floating point and win", Computing in Science and
 Engineering 2(4), 2000). The measurement uses one sequence a row only, so a leak between packed sequences cannot raise
 the bound.
 
-The bound of a position is MARGIN times the largest of three: its own measured difference, the root mean square of all
-positions, and one unit in the last place of the log-prob. Differences between ways of scoring were at most 2.7 times
-that (SmolLM2-135M-Instruct, float32, CPU with AVX-512 and with AVX2, eight seeds). No GPU was measured.
+The bound of a position is MARGIN times the largest of three numbers: its own measured difference, the root mean square
+of all positions, and one unit in the last place of the log-prob. Differences between ways of scoring were at most 2.7
+times that (SmolLM2-135M-Instruct, float32, CPU with AVX-512 and with AVX2, eight seeds). No GPU was measured.
 
 A score that is not finite has no bound, and nothing agrees with it.
 """

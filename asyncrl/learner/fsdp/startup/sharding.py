@@ -39,7 +39,14 @@ from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.memory import Checkpointing, ModelShape, TrainingShape, advise, estimate, in_gigabytes
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
-from asyncrl.learner.fsdp.startup.startup_check import AgreeingWays, Scoring, choose_scoring, make_batch, short_tokens
+from asyncrl.learner.fsdp.startup.startup_check import (
+    AgreeingWays,
+    Scoring,
+    choose_scoring,
+    make_batch,
+    sharing_cost,
+    short_tokens,
+)
 from asyncrl.learner.fsdp.weights.shard_plan import own_rows
 
 _LOG = logging.getLogger(__name__)
@@ -128,6 +135,14 @@ def _confirm(
 ) -> Scoring:
     assert model.path is not None
     scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
+    cost = sharing_cost(
+        scoring,
+        samples=config.rollout.samples_per_prompt,
+        prompt_tokens=config.data.max_prompt_tokens,
+        packing=config.learner.packing,
+    )
+    if cost:
+        scoring.warnings.append(cost)
     if ranks.rank == 0:
         for warning in scoring.warnings:
             _LOG.warning("start-up check of %s: %s", model.path, warning)

@@ -31,6 +31,7 @@ from asyncrl.learner.algorithm.plan.micro_batch import lay_out
 from asyncrl.learner.algorithm.plan.sharing import find_sharing
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
+from asyncrl.text.numbers import exact
 
 LENGTHS = (7, 1, 19, 12, 5)
 """Lengths of the random sequences: short, so that a leak from a neighbour weighs much."""
@@ -172,6 +173,21 @@ def no_packing(config: LearnerConfig, found: str) -> str:
 def no_sharing(found: str) -> str:
     """The warning when sequences of a row do not share their common beginning although they might."""
     return f"log-probs differ where the common beginning of sequences is computed once ({found}); each computes its own"
+
+
+def sharing_cost(scoring: Scoring, *, samples: int, prompt_tokens: int, packing: str) -> str:
+    """The cost of rows without shared prompts, in words; empty if they cost nothing or the configuration wants them.
+
+    ``samples`` responses a group, and prompts of at most ``prompt_tokens``.
+    """
+    if scoring.shared or packing == "off" or samples == 1:
+        return ""
+    more = exact((samples - 1) * prompt_tokens)
+    return (
+        f"the learner computes each prompt {samples} times a group (rollout.samples_per_prompt), not once. A prompt of "
+        f"{exact(prompt_tokens)} tokens (data.max_prompt_tokens) costs {more} more tokens a group. Training is right "
+        "but slower; shorter prompts cost less"
+    )
 
 
 def slower_packing(attention: Attention, found: str) -> str:
