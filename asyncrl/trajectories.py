@@ -28,6 +28,16 @@ def sampled_tokens(trajectory: Trajectory) -> int:
     return sum(len(sequence.logprobs) for sequence in trajectory.sequences)
 
 
+def last_answer_tokens(trajectory: Trajectory) -> int:
+    """Length of the last answer, in sampled tokens; 0 if the trajectory does not end in one."""
+    tokens = 0
+    for span in reversed(trajectory.sequences[-1].spans if trajectory.sequences else ()):
+        if span.role != "sampled":
+            break
+        tokens += span.end - span.start
+    return tokens
+
+
 def sampled_spans(sequence: Sequence) -> Iterator[VersionSpan]:
     """The spans of role ``sampled``."""
     return (span for span in sequence.spans if span.role == "sampled")

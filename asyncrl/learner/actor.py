@@ -40,6 +40,7 @@ from asyncrl.learner.loop import Training
 from asyncrl.learner.metrics.learning_watch import LearningWatch
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
+from asyncrl.learner.metrics.truncation_watch import TruncationWatch
 from asyncrl.learner.publishing.version_mark import FILE, VersionMark, find_used
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.learner.rendezvous import RANK_0, store_of
@@ -83,6 +84,7 @@ class Learner(Actor):
         self._evals = EvalCollector()
         self._components = ComponentNames(self.config)
         self._watch = LearningWatch(self.config)
+        self._truncation = TruncationWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
         """Messages under way to the controller, about checkpoints."""
         self._checkpoints_failed = 0
@@ -463,6 +465,7 @@ class Learner(Actor):
             begin_all(self._teacher, [group])
         if taken in ("buffered", "filtered"):
             self._notify_all(self._watch.group_came(rewards_of(group), filtered=self._intake.without_signal))
+            self._notify_all(self._truncation.group_came(group))
         if taken != "duplicate":
             self._supply.changed()
             self._training.tell_news()

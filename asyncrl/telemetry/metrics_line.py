@@ -17,6 +17,8 @@ from asyncrl.text.json_text import from_json
 Line = Mapping[str, Any]
 WHOLE = ("step", "start", "weights/version")
 LARGEST_WHOLE = 1 << 53
+HIGH_TRUNCATION = 0.5
+"""Share of cut responses from which the user is warned (learner/metrics/truncation_watch.py)."""
 LARGEST = 10**300
 
 
@@ -64,7 +66,32 @@ def number_in(line: Line, key: str) -> float | None:
 
 def is_eval_mean(key: str) -> bool:
     """Whether this figure is the mean reward of an evaluation."""
-    return key.startswith("eval/") and key.endswith("/mean")
+    # A component may be called mean, too.
+    return key.startswith("eval/") and key.endswith("/mean") and "/component/" not in key
+
+
+def eval_names(line: Line) -> list[str]:
+    """Names of the evaluations with a mean in a line, in order."""
+    return sorted(key.removeprefix("eval/").removesuffix("/mean") for key in filter(is_eval_mean, line))
+
+
+def eval_numbers(line: Line, name: str) -> dict[str, float]:
+    """The numbers of the evaluation ``name`` in a line of kind eval, by their names without it: pass_at/4, mean."""
+    beginning = f"eval/{name}/"
+    found = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def pass_at_numbers(numbers: Mapping[str, float]) -> dict[int, float]:
+    """pass@k by k in order, of ``eval_numbers``."""
+    found = {key.removeprefix("pass_at/"): value for key, value in numbers.items() if key.startswith("pass_at/")}
+    return {int(k): found[k] for k in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Means of components by name, of ``eval_numbers``."""
+    beginning = "component/"
+    return {key.removeprefix(beginning): value for key, value in numbers.items() if key.startswith(beginning)}
 
 
 def served_versions(line: Line) -> tuple[int, int] | None:
