@@ -41,7 +41,7 @@ class Applies(enum.Enum):
 TABLE: dict[Applies, str] = {
     Applies.NOW: """
         run.samples_per_step
-        data.max_prompt_tokens data.shuffle
+        data.max_prompt_tokens data.max_left_out_fraction data.shuffle
         rollout.replicas rollout.min_replicas rollout.gpus_per_replica rollout.concurrency rollout.episodes
         rollout.stream_interval rollout.on_update rollout.keep_kv rollout.request_seeds rollout.max_attempts
         rollout.retry_backoff_s rollout.on_failed_trajectory rollout.engine_timeout_s
@@ -64,7 +64,7 @@ TABLE: dict[Applies, str] = {
     """,
     Applies.GENERATED: """
         model.path model.trust_remote_code
-        data.template data.system
+        data.template data.system data.continue_final_message
         rollout.engine rollout.max_tokens rollout.temperature rollout.stop rollout.stop_token_ids
         rollout.vllm.max_model_len rollout.vllm.extra
         episode.function episode.env episode.tools episode.command episode.options episode.max_turns
@@ -74,7 +74,8 @@ TABLE: dict[Applies, str] = {
         learner.dynamic_sampling learner.signal learner.signal_tolerance
     """,
     Applies.PROMPTS: """
-        data.source data.path data.split data.task data.size data.seed data.options data.prompt_key data.on_bad_row
+        data.source data.path data.split data.task data.size data.seed data.options data.prompt_key
+        data.tools_key data.on_bad_row
     """,
     Applies.SEED: "run.seed",
     Applies.BATCH: "learner.groups_per_step learner.steps_per_version rollout.samples_per_prompt",

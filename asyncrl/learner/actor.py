@@ -581,8 +581,8 @@ class Learner(Actor):
         async with self._writing_found:
             left_out, self._intake.left_out = self._intake.left_out, []
             found, self._intake.quarantined = self._intake.quarantined, []
-            for each in left_out:
-                self._story.tell(NOT_TRAINED, uid=each.uid, reason=each.reason, outcome="left out")
+            for prompt in left_out:
+                self._story.tell(NOT_TRAINED, uid=prompt.uid, reason=prompt.reason, outcome="left out")
             for item in found:
                 self._story.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
             await self._lines.quarantined(self._training.step, found)

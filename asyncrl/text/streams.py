@@ -21,9 +21,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 REPLACED = "asyncrl.replaced"
 """Error handler of encodings: replaces what an encoding lacks by ASCII that says the same, or by an escape."""
@@ -171,18 +171,19 @@ def _write(stream: TextIO, data: bytes) -> bytes:
 def _signals_noted() -> Iterator[list[int]]:
     """Note the signals that ask for an end instead of acting on them: this process is ending."""
     came: list[int] = []
-    before: dict[signal.Signals, object] = {}
+    before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int] = {}
 
     def note(number: int, _frame: FrameType | None) -> None:
         came.append(number)
 
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-            if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN):
+            # None: another library installed it, and Python cannot put it back.
+            if (handler := signal.getsignal(number)) is not None and handler != signal.SIG_IGN:
                 before[number] = handler
                 signal.signal(number, note)
     try:
         yield came
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
