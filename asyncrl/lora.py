@@ -8,9 +8,11 @@ Pure. Learner, engines and exports share it, so that one set of names goes all t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config.lora import LoraConfig
+if TYPE_CHECKING:
+    # A host checks its model before it has the configuration of the run.
+    from asyncrl.config.lora import LoraConfig
 
 PREFIX = "base_model.model."
 ADAPTER_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"

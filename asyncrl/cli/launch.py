@@ -49,8 +49,9 @@ failed. The output goes to launcher.log among the run's logs.
 
 --resume auto goes on with the run of run.dir and run.name, from its newest whole checkpoint and in the same folder; of
 NAME, NAME-2 and so on it takes the one whose newest checkpoint was written last. --resume PATH goes on with that run
-folder, or from exactly that checkpoint (newer ones are set aside). What the order of the data depends on must not have
-changed, or be allowed by --allow-changed-data, -seed, -batch.
+folder, or from exactly that checkpoint (newer ones are set aside). It prints each key that changed, with both values
+and what the change applies to. The prompts, the seed and the geometry of a batch must not have changed, unless
+--allow-changed-data, -seed or -batch allows it.
 
 --hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
 password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,15 @@ from asyncrl.learner.fsdp.model.policy import (
     parts,
     refuse_incomplete,
 )
-from asyncrl.learner.fsdp.weights.shard_plan import INDEX, ONE_FILE, converts_rows, obstacle, own_rows, read_together
+from asyncrl.learner.fsdp.weights.shard_plan import (
+    INDEX,
+    ONE_FILE,
+    converts_rows,
+    obstacle,
+    own_rows,
+    read_together,
+    refusal,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -75,7 +84,9 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    reasons = ranks.agree(_obstacle(config), "looking at the files of the model")
+    if refused := ranks.agree(_judged(config, refusal), "looking at what the model's folder holds"):
+        raise ConfigError([f"model.path: {config.path} cannot be trained: {refused[0]}"])
+    reasons = ranks.agree(_judged(config, obstacle), "looking at the files of the model")
     if reasons and not ranks.rank:
         _LOG.warning("%s: learner/0 reads it whole and hands it out: %s", config.path, reasons[0])
     policy, problem = None, None
@@ -98,11 +109,11 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
     return Loaded(config, parts(policy), model.all_tied_weights_keys, getattr(model, "_weight_conversions", None))
 
 
-def _obstacle(config: ModelConfig) -> str | None:
+def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> str | None:
     folder = Path(config.path or "")
     try:
         settings = json.loads((folder / "config.json").read_text())
-        return obstacle([file.name for file in folder.iterdir()], settings)
+        return judge([file.name for file in folder.iterdir()], settings)
     except (OSError, ValueError, AttributeError):
         # The loading says it better.
         return None

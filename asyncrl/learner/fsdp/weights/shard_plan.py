@@ -3,7 +3,8 @@
 A weight is cut by rows over the ranks of a replica, as FSDP2 cuts dimension 0. It keeps: over the ranks of a replica
 each row belongs to one rank.
 
-A model that cannot be read so is no failure: ``obstacle`` gives the reason.
+A model that cannot be read so is read whole: ``obstacle`` gives the reason. A model that cannot be trained is not read:
+``refusal`` gives the reason.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from asyncrl.lora import SETTINGS_FILE
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
@@ -50,14 +53,22 @@ def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int)
     return stacked and joined and len(own_rows(rows, shards - 1, shards)) > 0
 
 
+def refusal(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
+    """Reason that a model must not be loaded at all, None where it may; by the same.
+
+    The checks before the start find it first, on the hosts where they look (preflight/weights.py).
+    """
+    if settings.get("quantization_config"):
+        return "its weights are quantized: take the release in bfloat16, or save a dequantized copy"
+    if SETTINGS_FILE in files:
+        return "its folder holds an adapter: merge it into the model, or move its files elsewhere"
+    return None
+
+
 def obstacle(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
     """Reason that a model cannot be read in shards, None where it can; by its folder's files and its config.json."""
-    if settings.get("quantization_config"):
-        return "its weights are quantized"
     if settings.get("transformers_weights"):
         return "its config.json names the file of its weights"
-    if "adapter_config.json" in files:
-        return "its folder holds an adapter"
     if ONE_FILE not in files and INDEX not in files:
         return f"its folder has neither {ONE_FILE} nor {INDEX}"
     return None

@@ -170,6 +170,11 @@ def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None
         first, second = _play(pools, _load, folder)
         assert first == second, case
         assert len(first) == 1 and expected in first[0] and str(folder) in first[0], (case, first)
+    # One that must not be trained is refused, with or without a package that loads it.
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    folder = _rewrite(source, tmp_path / "quantized", lambda weights: None, **quantized)
+    first, second = _play(pools, _load, folder)
+    assert first == second and "its weights are quantized" in first[0] and str(folder) in first[0]
 
 
 def _load(ranks: Ranks, mesh: Any, folder: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.fsdp.weights.shard_plan import converts_rows, layer_of, obstacle, own_rows, read_together
+from asyncrl.learner.fsdp.weights.shard_plan import converts_rows, layer_of, obstacle, own_rows, read_together, refusal
 
 
 @given(rows=st.integers(1, 200), shards=st.integers(1, 40))
@@ -64,11 +64,23 @@ def test_which_conversions_keep_rows_apart(operations, rows: int, shards: int, k
         (["model.safetensors"], {}, None),
         (["model-00001-of-00001.safetensors", "model.safetensors.index.json"], {}, None),
         (["pytorch_model.bin"], {}, "neither"),
-        (["model.safetensors"], {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         (["model.safetensors"], {"transformers_weights": "other.safetensors"}, "names the file"),
-        (["model.safetensors", "adapter_config.json"], {}, "adapter"),
     ],
 )
 def test_what_keeps_a_model_from_being_read_in_shards(files: list[str], settings: dict, told: str | None) -> None:
     found = obstacle(files, settings)
+    assert (found is None) if told is None else (found is not None and told in found)
+
+
+@pytest.mark.parametrize(
+    ("files", "settings", "told"),
+    [
+        (["model.safetensors"], {"quantization_config": None}, None),
+        (["pytorch_model.bin"], {}, None),
+        (["model.safetensors"], {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        (["model.safetensors", "adapter_config.json"], {}, "adapter"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(files: list[str], settings: dict, told: str | None) -> None:
+    found = refusal(files, settings)
     assert (found is None) if told is None else (found is not None and told in found)
