@@ -123,7 +123,8 @@ class SupervisionConfig(Section):
     heartbeat_s: Seconds = 1.0
     """Interval of heartbeats."""
     silence_s: Seconds = 60.0
-    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again."""
+    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again. A node
+    agent that is silent for as long, and 10 s at least, is killed by its guard, with its host's part of the run."""
     unreachable_s: Seconds = 60.0
     """Time after which an actor that beats, and cannot reach another that it works with, is killed and started again;
     or the other, where more than half of all cannot reach that one."""
@@ -142,3 +143,11 @@ class SupervisionConfig(Section):
     host_grace_s: Seconds = 60.0
     """Silence of both launcher and controller after which a node agent ends its host; and how long a run waits for a
     lost host that it cannot go on without."""
+
+    @property
+    def agent_silence_s(self) -> float:
+        """Silence (s) of a node agent on a living host after which it counts as frozen.
+
+        Its end costs the run, so that a busy machine is not to cause it.
+        """
+        return max(self.silence_s, 10.0)

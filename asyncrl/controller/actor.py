@@ -101,7 +101,14 @@ class Controller(Actor):
             rest_s=self.config.supervision.restart_window_s,
             number=numbers_begin_above(context.incarnation),
         )
-        self._hosts = Hosts(self.config.supervision.host_lost_s, self.config.supervision.heartbeat_s, CONTROLLER)
+        supervision = self.config.supervision
+        self._hosts = Hosts(
+            supervision.host_lost_s,
+            supervision.heartbeat_s,
+            CONTROLLER,
+            # The guard kills a frozen agent before. Then the whole host is silent.
+            frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
+        )
         self._to_keep = asyncio.Event()
         """Set when the address file lacks what a successor is to know."""
         self._numbered = 0

@@ -1,32 +1,49 @@
-"""A living agent as its follower has it: what it says, what it is told, and how it ends.
+"""A living agent as its follower has it: its events, the commands to it, and how it ends.
 
-It is told to end, then to kill, and then its connection is cut, each step with a deadline. Its log lines are appended
-to those of the run, and all other lines of a connection are shown.
+An agent is asked to end, then to kill its actors, and then its connection is cut, each step with a deadline. Its log
+lines are appended to those of the run, and all other lines of a connection are shown.
+
+``watch_silence`` reports an agent that is silent, and when it is heard again. A frozen agent is killed by its guard
+after ``supervision.silence_s``. If nothing ends for much longer, the guard is frozen as well: the connection is cut. On
+another host this is a lost connection, on this one the death of the agent. Time in which this process was stopped
+itself does not count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncrl.config import Config
 from asyncrl.launcher.fleet.contact import Contact
+from asyncrl.launcher.node.beats import Silence
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import ARRIVED, KILL, STOP, EndedEvent, Event, LogEvent, agent_name
+from asyncrl.launcher.terms.spec import ARRIVED, KILL, STOP, BeatEvent, EndedEvent, Event, LogEvent, agent_name
+from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
 from asyncrl.runtime.lifecycle.supervision import describe_exit
+from asyncrl.runtime.linux import children_of
 
+LOOK_S = 0.5
+"""Time between two looks at an agent."""
+REPORT_SHARE = 0.5
+"""Silence of an agent that is reported, as a share of supervision.silence_s."""
+PARTING_S = 20.0
+"""Time in which a guard ends what its agent has left; it gives up after half of it."""
 SLACK_S = 1.5
-"""Time beyond ``drain_s`` that an agent has before it is told to kill, and then before it is killed."""
+"""Time beyond ``drain_s`` that an agent has before it is to kill its actors, and then before it is killed."""
 
 
 @dataclass(eq=False)
 class AgentHandle:
-    """A host of the run with its living agent. ``contact`` is None for one that is this process's own child."""
+    """A host of the run with its living agent. On this host there is no ``contact``, and ``process`` is the guard."""
 
     index: int
     host: str
@@ -37,7 +54,15 @@ class AgentHandle:
     """The last event; None before it has come."""
     exit_code: int | None = None
     lost: bool = False
-    """Whether its connection ended, and nobody knows what became of it."""
+    """Whether its connection ended, and its own end is unknown."""
+    silence: Silence = field(default_factory=lambda: Silence(LOOK_S))
+    _heard: bool = False
+    """Whether anything came since the last look."""
+    _spoken: bool = False
+    """Whether anything has ever come."""
+    _reported: bool = False
+    """Whether its silence was reported."""
+    _cuts: int = 0
 
     @property
     def over(self) -> bool:
@@ -58,14 +83,21 @@ class AgentHandle:
     def exit_words(self) -> str:
         """Words for the end of its process."""
         assert self.exit_code is not None
-        # The guard tells the signal that killed its agent as 128 and the signal's number.
-        return describe_exit(self.exit_code if self.exit_code < 128 else 128 - self.exit_code)
+        # The guard reports the signal that killed its agent as 128 and the signal's number.
+        words = describe_exit(self.exit_code if self.exit_code < 128 else 128 - self.exit_code)
+        return (
+            f"frozen, without a sign of life for {self.silence.seconds:.0f} s, then {words}"
+            if self._reported
+            else words
+        )
 
     @property
     def loss_words(self) -> str:
         """Words for the loss of its connection, with the reason where it is known."""
         assert self.contact is not None
         why = f" ({self.contact.last_error})" if self.contact.last_error else ""
+        if self._cuts:
+            why = f" (no sign of life for {self.silence.seconds:.0f} s)"
         return f"{self.host}: the connection is lost{why}"
 
     def send(self, command: bytes) -> None:
@@ -82,11 +114,14 @@ class AgentHandle:
         assert self.process.stdout is not None
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
         while line := await self.process.stdout.readline():
+            self._heard = True
             try:
                 event = decoder.decode(line)
             except msgspec.MsgspecError:
                 # Not the agent's: other things write to a connection too.
                 progress.warn([f"{self.name}: {line.decode(errors='replace').strip()}"])
+                continue
+            if isinstance(event, BeatEvent):
                 continue
             if isinstance(event, LogEvent):
                 _append(logs, event)
@@ -99,9 +134,73 @@ class AgentHandle:
         self.lost = self.contact is not None and self.contact.is_lost(code) and self.ended is None
         self.exit_code = code
 
+    def look(self, limits: SilenceLimits, progress: Progress) -> None:
+        """Look, every LOOK_S, whether anything has come; report a silence, and cut a connection that stays silent."""
+        if self.over:
+            return
+        silent_s, reported = self.silence.look(heard=self._heard), self._reported
+        if self._heard and reported:
+            progress.say(f"{self.name} is heard again")
+        self._spoken |= self._heard
+        report_s = limits.report_s if self._spoken else max(limits.report_s, FIRST_WORD_S)
+        self._heard, self._reported = False, silent_s >= report_s
+        if self._reported and not reported and self.ended is None:
+            progress.warn([f"{self.name}: no sign of life for {silent_s:.0f} s; {limits.consequence}"])
+        cut_s = PARTING_S if self.ended is not None else limits.cut_s
+        if silent_s >= cut_s + self._cuts * PARTING_S:
+            what = (
+                "its guard has not ended" if self.ended is not None else "neither it nor its guard shows a sign of life"
+            )
+            progress.warn([f"{self.name}: {what} for {silent_s:.0f} s; its connection is cut"])
+            self.cut()
+
+    def cut(self) -> None:
+        """End its connection. On this host: kill the agent and have its guard end the rest; then kill the guard."""
+        self._cuts += 1
+        if self.contact is not None:
+            self.contact.kill()
+        elif self.process.returncode is None:
+            for agent in children_of(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(agent, signal.SIGKILL)
+            # A stopped guard runs again. Without a guard the kernel ends the actors, which die with their parent.
+            self.process.send_signal(signal.SIGCONT if self._cuts == 1 else signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class SilenceLimits:
+    """Silences of an agent (s) after which it is reported, and after which its connection is cut."""
+
+    report_s: float
+    cut_s: float
+    consequence: str
+    """The end of the report: the consequence of the silence."""
+
+    @classmethod
+    def of(cls, config: Config) -> SilenceLimits:
+        """The limits of a run. An agent whose loop hangs, and beats to its guard, has ``watchdog.stall_s`` more."""
+        supervision = config.supervision
+        silence_s = supervision.agent_silence_s
+        return cls(
+            report_s=REPORT_SHARE * silence_s,
+            cut_s=config.watchdog.stall_s + silence_s + supervision.host_lost_s,
+            consequence=(
+                "it restarts no actor and obeys no command. An agent that is frozen is killed by its guard after "
+                f"{silence_s:g} s (supervision.silence_s), with its host's part of the run"
+            ),
+        )
+
+
+async def watch_silence(members: Sequence[AgentHandle], limits: SilenceLimits, progress: Progress) -> None:
+    """Look at the agents until cancelled."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        for member in members:
+            member.look(limits, progress)
+
 
 async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
-    """Tell those who have not heard that the run is over to end, each step with the next one's deadline."""
+    """End those that have not heard that the run is over, each step with the next one's deadline."""
     for command, timeout in ((STOP, drain_s + SLACK_S), (KILL, SLACK_S)):
         for member in members:
             member.send(command)
@@ -110,10 +209,10 @@ async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
 
 
 def hang_up(members: Sequence[AgentHandle]) -> None:
-    """Cut the connections that are left."""
+    """Cut the connections that are left. On this host kill the agent, and its guard ends the rest."""
     for member in members:
-        if not member.over and member.contact is not None:
-            member.contact.kill()
+        if not member.over:
+            member.cut()
 
 
 def _append(logs: Path, event: LogEvent) -> None:

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +25,14 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import PREEMPTED_EXIT_CODE, HostFailed
-from asyncrl.launcher.agent_handle import SLACK_S, AgentHandle, end_in_steps, hang_up
+from asyncrl.launcher.agent_handle import (
+    SLACK_S,
+    AgentHandle,
+    SilenceLimits,
+    end_in_steps,
+    hang_up,
+    watch_silence,
+)
 from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
@@ -46,7 +51,6 @@ from asyncrl.launcher.terms.spec import (
     HostEnded,
     StateEvent,
 )
-from asyncrl.runtime.linux import children_of
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
@@ -91,10 +95,12 @@ class Follower:
         ending = asyncio.create_task(self._end())
         try:
             async with asyncio.TaskGroup() as tasks:
-                for member in self.members:
-                    tasks.create_task(self._follow(member))
+                watching = tasks.create_task(self._watch_silence())
+                following = [tasks.create_task(self._follow(member)) for member in self.members]
                 await self._until(lambda: self._head.over and not self._head.lost)
                 await self._end_others()
+                await asyncio.wait(following)
+                watching.cancel()
             if self._head.lost and self._told_end is None:
                 await self._wait_for_lost_head()
         finally:
@@ -104,6 +110,9 @@ class Follower:
         return self._named(self._result())
 
     # --- events ---
+
+    async def _watch_silence(self) -> None:
+        await watch_silence(self.members, SilenceLimits.of(self.config), self.progress)
 
     async def _follow(self, member: AgentHandle) -> None:
         await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
@@ -220,13 +229,6 @@ class Follower:
             member.send(KILL)
         await self.interrupts.next(SLACK_S)
         hang_up(self.members)
-        for member in self.members:
-            if member.over or member.contact is not None:
-                continue
-            # The process is the guard, which ends all that is left once its child, the agent, is dead.
-            for agent in children_of(member.process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(agent, signal.SIGKILL)
 
     async def _end_others(self) -> None:
         """The run is over on the head. Those who have not heard of it are told."""

@@ -18,6 +18,7 @@ class Member:
     """An agent that ends as said, once ``after`` have, or whose connection is lost then; what it is sent is kept."""
 
     lost, contact, host = False, None, "b"
+    look = staticmethod(lambda *_: None)
 
     def __init__(self, ended, after=()):
         self._ends, self._after = ended, after
@@ -55,7 +56,9 @@ async def test_agents_that_fail_end_the_run_in_good_order_and_never_hurry_it(tmp
     second = Member(EndedEvent(result="failed", actor="agent/2", reason="died", exit_code=0), [first])
     head = Member(EndedEvent(result="stopped", reason="stopped by the launcher", exit_code=0), [first, second])
     shown = type("Shown", (), {"show": lambda *_: None})()
-    follower = Follower(None, RunFolder(path=tmp_path, run_id="r"), [head, first, second], shown, phase=phase)
+    follower = Follower(
+        simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head, first, second], shown, phase=phase
+    )
     follower.interrupts.signal = 15 if interrupted else 0
     async with asyncio.timeout(20):
         ended = await follower.main()

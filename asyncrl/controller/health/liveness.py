@@ -30,6 +30,8 @@ from asyncrl.runtime.lifecycle.registry import Entry, Registry
 
 CUTS_OF_A_REPLICA = 2
 """Cuts in a row after which a replica is not at fault by chance, and is set aside."""
+REPORT_SHARE = 0.5
+"""Silence of a node agent that is reported, as a share of supervision.agent_silence_s."""
 STACKS_BEATS = 3
 """Heartbeats that a culprit has to tell its stacks before the run ends because of it."""
 COUNTERS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
@@ -114,6 +116,8 @@ class Oversight:
         self._first_number = numbers_begin_above(actor.context.incarnation)
         self._silent: list[Stuck] = []
         """Actors that are to be killed for their silence."""
+        self._silent_agents: set[str] = set()
+        """Agents whose silence was reported."""
 
     @property
     def stalled(self) -> str:
@@ -143,6 +147,8 @@ class Oversight:
     def _look_after_hosts(self, now: float) -> None:
         """Take the actors of a lost host for dead, and wait for those of one that is back."""
         log = self._actor.log
+        silent = self._hosts.silent_agents(self._registry, now)
+        self._report_silent_agents(silent)
         lost, back = self._hosts.look(self._registry, now)
         for host in back:
             log.warning("host is back", host=str(host), actors=sorted(host.actors))
@@ -150,11 +156,25 @@ class Oversight:
         for host in lost:
             log.error("host is lost", host=str(host), actors=sorted(host.actors))
             reason = f"its host {host} was silent for {self._supervision.host_lost_s:g} s"
+            if (silent_s := silent.get(host.agent, 0.0)) >= self._supervision.host_lost_s:
+                reason = f"{host.agent} on its host {host.name} was silent for {silent_s:.0f} s"
             self._registry.lose(sorted(host.actors), reason, now)
             if not self._members.host_lost(host):
                 self._run.host_lost(str(host), host.actors, now)
         if lost or back:
             self._changed()
+
+    def _report_silent_agents(self, silent: Mapping[str, float]) -> None:
+        """Report the agents that are silent while something else of their host beats, once each."""
+        found = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
+        for agent in found.keys() - self._silent_agents:
+            host = self._hosts.known[agent]
+            what = f"{agent} on {host.name} was silent for {found[agent]:.0f} s while its actors beat"
+            self._watching.happened("error", agent, f"{what}: none of them is restarted or ended there")
+            self._actor.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
+        for agent in self._silent_agents & silent.keys() - found.keys():
+            self._watching.happened("info", agent, "is heard again")
+        self._silent_agents = set(found)
 
     def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, SeenActor]) -> None:
         """Name the silent before they are killed."""

@@ -1,15 +1,17 @@
 """The hosts of the run, and those of them that are lost.
 
 A host is what a node agent tells of: the agent and its actors. It is *lost* when nothing was heard of any of them for
-``lost_s``, and back as soon as its agent is heard of. Invariants: the head, where this controller is, is never lost;
-time in which nobody could be heard counts as nothing; and a host is either heard of, lost, or in doubt: nothing was
-heard for BEATS heartbeats, which is too long for a host that is well, and not long enough for one that is lost. An
-actor on a host in doubt is not judged by its own silence, for what happened to it may have happened to the host.
-An actor whose agent was never heard of is on no known host. Pure: the caller brings the time (s).
+``lost_s``, and back as soon as its agent is heard of. It is lost as well when its agent alone was silent for
+``frozen_s``: without an agent nothing there is restarted or ended. Invariants: the head, where this controller is, is
+never lost; time in which nobody could be heard counts as nothing; and a host is either heard of, lost, or in doubt:
+nothing was heard for BEATS heartbeats, which is too long for a host that is well, and not long enough for one that is
+lost. An actor on a host in doubt is not judged by its own silence, for what happened to it may have happened to the
+host. An actor whose agent was never heard of is on no known host. Pure: the caller brings the time (s).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,7 @@ class Hosts:
     lost_s: float
     heartbeat_s: float
     head: str
+    frozen_s: float = math.inf
     known: dict[str, ReportedHost] = field(default_factory=dict)
     lost: dict[str, ReportedHost] = field(default_factory=dict)
     _known_since: dict[str, float] = field(default_factory=dict)
@@ -81,13 +84,22 @@ class Hosts:
         for host in back:
             del self.lost[host.agent]
         lost = [
-            host
-            for agent, host in self.known.items()
-            if agent not in self.lost and self._silence_of(host, registry, now) >= self.lost_s
+            host for agent, host in self.known.items() if agent not in self.lost and self._is_lost(host, registry, now)
         ]
         self.lost.update({host.agent: host for host in lost})
         self._lost_since.update({host.agent: now for host in lost})
         return lost, back
+
+    def silent_agents(self, registry: Registry, now: float) -> dict[str, float]:
+        """Silence (s) of the agent of each host that is neither lost nor in doubt, the head among them."""
+        doubt_s = BEATS * self.heartbeat_s
+        return {
+            agent: registry.silence_of(entry, now)
+            for agent, host in self.known.items()
+            if agent not in self.lost
+            and (entry := registry.entries.get(agent)) is not None
+            and self._silence_of(host, registry, now) < doubt_s
+        }
 
     def in_doubt(self, registry: Registry, now: float) -> set[str]:
         """The actors whose host may be lost."""
@@ -105,6 +117,14 @@ class Hosts:
         self.known[host.agent] = host
         self._host_of.update(dict.fromkeys(host.actors, host.agent))
         return True
+
+    def _is_lost(self, host: ReportedHost, registry: Registry, now: float) -> bool:
+        if self._silence_of(host, registry, now) >= self.lost_s:
+            return True
+        agent = registry.entries.get(host.agent)
+        # A successor of the controller may hear of the actors first.
+        heard = max(self._known_since[host.agent], agent.heard if agent is not None else 0.0)
+        return self.head not in host.actors and registry.silence_since(heard, now) >= self.frozen_s
 
     def _silence_of(self, host: ReportedHost, registry: Registry, now: float) -> float:
         """Silence (s) of the actor or agent on the host that was heard of last."""

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.errors import ActorFailed, AsyncRLError, UsageError
-from asyncrl.launcher.agent_handle import SLACK_S, AgentHandle, end_in_steps, hang_up
+from asyncrl.launcher.agent_handle import (
+    SLACK_S,
+    AgentHandle,
+    SilenceLimits,
+    end_in_steps,
+    hang_up,
+    watch_silence,
+)
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
@@ -47,7 +54,12 @@ class Guests:
         self.interrupts.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [tasks.create_task(self._end_when_asked()), tasks.create_task(self._watch_members())]
+                limits = SilenceLimits.of(self.run.config)
+                beside = [
+                    tasks.create_task(self._end_when_asked()),
+                    tasks.create_task(self._watch_members()),
+                    tasks.create_task(watch_silence(self.members, limits, self.progress)),
+                ]
                 await asyncio.gather(*(self._follow(member) for member in self.members))
                 for task in beside:
                     task.cancel()

@@ -1,11 +1,12 @@
 """The node agent: spawns the actors of one host, watches them, restarts them, ends them.
 
-    python -m asyncrl.launcher.node.agent GUARD_PID LOCK_FD PRIVATE_FOLDER
+    python -m asyncrl.launcher.node.agent GUARD_PID LOCK_FD PRIVATE_FOLDER BEATS_FD
 
 It reads its spec and then commands from standard input and writes events to standard output (see ``terms.spec``). A
 host that does not share the run folder has its logs sent to the launcher, and keeps them only if that did not work out.
 The agent is a subreaper: a process that an actor leaves behind becomes its child and is ended too, and at the end it
-has no child left. If the agent itself dies, its guard ends the rest. It holds the run's lock, as the guard does.
+has no child left. If the agent dies, its guard ends the rest; a frozen agent is killed by its guard (beats.py). It
+holds the run's lock, as the guard does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.load import config_from_json
+from asyncrl.launcher.node.beats import Beats
 from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
 from asyncrl.launcher.run_folder.begun import CONFIG, PART
 from asyncrl.launcher.run_folder.private import remove_part
@@ -31,13 +33,14 @@ SPEC_BYTES = 16 << 20
 END_S = 5.0
 
 
-async def _live(run_dir: Path) -> int:
+async def _live(run_dir: Path, pipe: int) -> int:
     loop = asyncio.get_running_loop()
     commands = asyncio.StreamReader(limit=SPEC_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
     output = asyncio.StreamWriter(transport, protocol, None, loop)
     agent: Agent | None = None
+    beats: Beats | None = None
     try:
         line = await commands.readline()
         if not line:
@@ -48,6 +51,10 @@ async def _live(run_dir: Path) -> int:
         spec = msgspec.json.decode(line, type=AgentSpec)
         config = config_from_json((run_dir / CONFIG).read_text())
         configure_logging(config.log.level)
+        silence_s, heartbeat_s = config.supervision.agent_silence_s, config.supervision.heartbeat_s
+        stall_s = config.watchdog.stall_s
+        beats = Beats(pipe, loop, heartbeat_s=heartbeat_s, silence_s=silence_s, stall_s=stall_s)
+        beats.start()
         agent = Agent(spec, config, output)
         return await agent.main(commands)
     finally:
@@ -59,19 +66,22 @@ async def _live(run_dir: Path) -> int:
         if agent is not None:
             await agent.leave(commands)
         output.close()
+        if beats is not None:
+            beats.stop()
 
 
 def main() -> int:
     """Live as the agent, then end every process that is left below it."""
-    guard, lock, private = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    guard, lock, private, beats = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     os.set_inheritable(lock, False)
+    os.set_inheritable(beats, False)
     become_subreaper()
     die_with_parent(signal.SIGTERM)
     # The guard may have died before its death was to be a signal.
     if os.getppid() != guard:
         return 1
     try:
-        return asyncio.run(_live(Path(private).parent))
+        return asyncio.run(_live(Path(private).parent, beats))
     finally:
         if stuck := end_children(END_S):
             write_text(f"agent: processes {stuck} were killed but do not end\n")

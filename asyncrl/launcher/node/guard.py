@@ -12,6 +12,9 @@ Standard input and output are the agent's; as the guard holds them open, their e
 The lock is held as long as this process or the agent lives: a private folder whose lock is free belongs to no living
 run. Signals meant for the run go to the agent; this process ignores them, for it ends when the agent does.
 Should it be killed itself, the agent is told by SIGTERM: the run makes way, and ends as failed.
+
+An agent that is frozen (beats.py) is killed, and what follows is what follows the death of an agent: a frozen one
+restarts no actor, obeys no command, and would hold the run for ever.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import signal
 import sys
 from pathlib import Path
 
+from asyncrl.launcher.node.beats import Watch
 from asyncrl.launcher.run_folder.begun import leave_name
 from asyncrl.launcher.terms.signals import STOPPING
 from asyncrl.runtime.linux import become_subreaper, end_children
@@ -37,16 +41,25 @@ def main() -> int:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     become_subreaper()
+    beats, theirs = os.pipe()
+    os.set_inheritable(theirs, True)
     agent = os.posix_spawn(
         sys.executable,
-        [sys.executable, "-m", "asyncrl.launcher.node.agent", str(os.getpid()), str(lock), private],
+        [sys.executable, "-m", "asyncrl.launcher.node.agent", str(os.getpid()), str(lock), private, str(theirs)],
         os.environ,
         setsid=True,
         setsigdef=IGNORED,
         # The agent unblocks them once it can handle them.
         setsigmask=STOPPING,
     )
+    os.close(theirs)
     try:
+        if silent_s := Watch(agent, beats).until_end_or_frozen():
+            sys.stderr.write(
+                f"guard: the agent did not beat for {silent_s:g} s (supervision.silence_s) and is killed\n"
+            )
+            # Not reaped, so the pid is its own. It may wake up at any time, and would find that nothing waits for it.
+            os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     finally:
         stuck = end_children(END_S)

@@ -48,6 +48,7 @@ from asyncrl.launcher.terms.spec import (
     STOP,
     ActorSpec,
     AgentSpec,
+    BeatEvent,
     ControllerEvent,
     EndedEvent,
     Event,
@@ -121,6 +122,7 @@ class Agent:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._read_commands(commands))
                 self._tasks.create_task(self._find_controller())
+                self._tasks.create_task(self._beat())
                 if self._is_part:
                     self._tasks.create_task(self._shipper.send_all())
                 self._do(self._host.begin())
@@ -369,6 +371,12 @@ class Agent:
 
     # --- output ---
 
+    async def _beat(self) -> None:
+        """Let the launcher know that this agent lives."""
+        while True:
+            self._emit(BeatEvent())
+            await asyncio.sleep(self._config.supervision.heartbeat_s)
+
     async def leave(self, commands: asyncio.StreamReader) -> None:
         """Remove this host's part of the run folder, if the launcher says that it has everything.
 
@@ -389,10 +397,11 @@ class Agent:
         return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
 
     def _emit(self, event: Event) -> None:
+        if self._output.is_closing():
+            return
         # A launcher that is stopped reads nothing, perhaps for days. What is dropped here is in the logs.
         unread = 0 if isinstance(event, _ALWAYS_SENT) else self._output.transport.get_write_buffer_size()
-        limit = UNREAD_BYTES if isinstance(event, MetricsEvent) else 2 * UNREAD_BYTES
-        if unread < limit and not self._output.is_closing():
+        if unread < (UNREAD_BYTES if isinstance(event, MetricsEvent | BeatEvent) else 2 * UNREAD_BYTES):
             self._output.write(msgspec.json.encode(event) + b"\n")
 
     def _say_how_it_ended(self) -> int:

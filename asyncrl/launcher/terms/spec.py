@@ -261,6 +261,10 @@ class MovingEvent(Struct, frozen=True, kw_only=True, tag="moving"):
     """The run moves again, and nobody had to be killed for it."""
 
 
+class BeatEvent(Struct, frozen=True, kw_only=True, tag="beat"):
+    """The agent lives. Sent every supervision.heartbeat_s to its end."""
+
+
 class ControllerEvent(Struct, frozen=True, kw_only=True, tag="controller"):
     """The controller's address."""
 
@@ -294,6 +298,7 @@ Event = (
     | StuckEvent
     | StacksEvent
     | MovingEvent
+    | BeatEvent
     | ControllerEvent
     | LogEvent
     | EndedEvent

@@ -11,7 +11,7 @@ from asyncrl.messages.monitor import Heartbeat
 from asyncrl.roles import gang_of
 from asyncrl.runtime.lifecycle.registry import Registry
 
-LOST_S, BEAT_S = 30.0, 1.0
+LOST_S, BEAT_S, FROZEN_S = 30.0, 1.0, 90.0
 PLACED = {
     "agent/0": ["controller/0", "learner/0", "rollouter/0"],
     "agent/1": ["learner/1", "rollouter/1"],
@@ -25,7 +25,7 @@ class World:
 
     def __init__(self):
         self.registry, self.now = Registry(gang_of), 0.0
-        self.hosts = Hosts(LOST_S, BEAT_S, "controller/0")
+        self.hosts = Hosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
         self.quiet = set()
         self.beats = 0
         for agent, names in PLACED.items():
@@ -91,7 +91,8 @@ def test_one_word_of_anybody_there_shows_that_a_host_lives_and_that_of_the_contr
         world = World()
         world.cut("agent/1")
         world.quiet.discard(who)
-        assert world.passes(5 * LOST_S) == ([], [])
+        assert world.passes(FROZEN_S - 1) == ([], [])
+    world = World()
     world.cut("agent/0")
     assert world.passes(5 * LOST_S) == ([], [])
     assert {"learner/0", "rollouter/0"} <= set(world.silent(60.0))
@@ -180,3 +181,38 @@ def test_hosts_are_lost_in_their_time_and_only_then(history):
     assert {name for name, _ in dead} <= {*PLACED["agent/1"], *PLACED["agent/2"]}
     world.passes(LOST_S + 2)
     assert set(world.hosts.lost) == heard.keys() & world.quiet
+
+
+def test_a_host_whose_agent_alone_is_silent_is_lost_later_and_is_back_with_its_agent():
+    world = World()
+    world.passes(10)
+    world.quiet.add("agent/1")
+    assert world.passes(FROZEN_S - 1) == ([], [])
+    assert world.hosts.silent_agents(world.registry, world.now)["agent/1"] == FROZEN_S - 1
+    assert world.passes(1) == (["agent/1"], [])
+    assert Dead("rollouter/1", 1) in world.registry.dead, "what it says from here on is refused"
+    world.quiet.clear()
+    assert world.passes(2) == ([], ["agent/1"])
+
+
+def test_a_silent_agent_of_the_head_is_known_and_costs_the_run_no_host():
+    world = World()
+    world.passes(10)
+    world.quiet.add("agent/0")
+    assert world.passes(3 * FROZEN_S) == ([], [])
+    silent = world.hosts.silent_agents(world.registry, world.now)
+    assert silent["agent/0"] == 3 * FROZEN_S and silent["agent/1"] == 0.0
+
+
+def test_an_agent_counts_as_silent_only_while_the_controller_runs_and_its_host_is_heard():
+    world = World()
+    world.passes(10)
+    world.quiet.add("agent/1")
+    world.passes(10)
+    world.sleeps(10 * FROZEN_S)
+    assert world.passes(FROZEN_S - 1) == ([], [])
+    world = World()
+    world.passes(10)
+    world.cut("agent/1")
+    world.passes(10)
+    assert "agent/1" not in world.hosts.silent_agents(world.registry, world.now), "its host may be lost"

@@ -9,6 +9,8 @@ from harness import until
 from played import played
 
 from asyncrl.config.load import validate_config
+from asyncrl.config.operation import SupervisionConfig
+from asyncrl.controller.observation.observers import Watching
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
@@ -188,3 +190,28 @@ async def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(cluster
     assert actor.heard == actor.asked == lives
     life.cancel()
     await asyncio.gather(life, return_exceptions=True)
+
+
+def test_a_host_whose_agent_alone_is_silent_is_lost_for_that_reason(tmp_path, monkeypatch):
+    """Nothing there is restarted or ended, though its actors beat."""
+    monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 0.4))
+    events = []
+    monkeypatch.setattr(Watching, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
+
+    async def scenario(cluster, tasks, over):
+        frozen = asyncio.Event()
+        await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
+        tasks.create_task(beats(cluster.caller("agent/1"), until=frozen))
+        for name in [*NEAR, *FAR]:
+            await cluster.register(name, address=f"memory://{name}")
+            tasks.create_task(beats(cluster.caller(name), until=over))
+        watcher = cluster.caller("learner/0")
+        await told(watcher, lambda state: state.phase == "running")
+        frozen.set()
+        state = await told(watcher, lambda state: state.condemned)
+        assert state.lost_hosts == {"b (agent/1)": FAR}
+        assert state.condemned[0].reason.startswith("agent/1 on its host b was silent for ")
+
+    run(tmp_path, scenario)
+    ((level, text),) = [(level, text) for level, actor, text in events if actor == "agent/1"]
+    assert level == "error" and text.startswith("agent/1 on b was silent for ") and "while its actors beat" in text

@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from run_settings import simulated_run
 from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded, UsageError
@@ -15,9 +16,7 @@ from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.spec import KILL, STOP, EndedEvent
 from asyncrl.messages.hosts import Members
 
-RUN = SimpleNamespace(
-    config=SimpleNamespace(supervision=SimpleNamespace(drain_s=5.0)), folder=SimpleNamespace(logs=None)
-)
+RUN = SimpleNamespace(config=simulated_run(supervision={"drain_s": 5.0}), folder=SimpleNamespace(logs=None))
 
 
 class Member:
@@ -26,15 +25,16 @@ class Member:
     host, ended, lost, loss_words = "c", None, True, "lost"
 
     def __init__(self, index):
-        self.index, self.over, self.sent, self.contact = index, False, [], self
-        self.send, self.cut = self.sent.append, asyncio.Event()
+        self.index, self.over, self.sent = index, False, []
+        self.send, self.gone = self.sent.append, asyncio.Event()
+        self.look = lambda *_: None
 
-    def kill(self):
+    def cut(self):
         self.sent.append("killed")
-        self.cut.set()
+        self.gone.set()
 
     async def hear(self, *_):
-        await self.cut.wait()
+        await self.gone.wait()
         self.over = True
 
 
@@ -103,7 +103,7 @@ def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
 
     left = Member(2)
     left.ended, left.lost = EndedEvent(result="left", reason=reason), False
-    left.cut.set()
+    left.gone.set()
     followed = guests([left], Controller())
     followed.progress = Progress(io.StringIO(), 1, told := io.StringIO())
     assert run_virtual(followed.main()) == 1

@@ -143,6 +143,24 @@ def test_i7_an_agent_that_is_killed_takes_everything_along_in_the_middle_of_a_st
     assert code == 1 and shown[-1].startswith("agent/0: killed by SIGKILL (log: ")
 
 
+def test_an_agent_that_is_frozen_is_reported_killed_by_its_guard_and_named_as_the_reason(stub):
+    """I5: nothing that dies meanwhile is started again, and no command is obeyed. A shorter pause is no reason."""
+    run = stub({}, heartbeat_s=0.2, silence_s=3.0)
+    run.wait_to_show("running")
+    agent, dataloader = run.node("agent"), run.actor("dataloader/0")
+    os.kill(agent, signal.SIGSTOP)
+    run.wait_to_show("agent/0: no sign of life for 5 s; it restarts no actor")
+    os.kill(agent, signal.SIGCONT)
+    run.wait_to_show("agent/0 is heard again")
+    os.kill(agent, signal.SIGSTOP)
+    os.kill(dataloader, signal.SIGKILL)
+    code, shown = run.end()
+    assert code == 1 and shown[-1].startswith("agent/0: frozen, without a sign of life for "), shown
+    assert "then killed by SIGKILL (log: " in shown[-1]
+    wait_until(lambda: not marked(run.folder), "the end of all")
+    assert "guard: the agent did not beat for 10 s (supervision.silence_s) and is killed" in agent_log(run)
+
+
 def test_a_replica_that_keeps_dying_is_set_aside_until_somebody_brings_it_back_and_a_guard_ends_the_run(stub):
     behaviour = {"learner/0": {"preempted": 7}, "rollouter/1": {"children": True, "die": [0, 3, 2]}}
     run = stub(behaviour, {"rollout": {"engine": "sim", "replicas": 2}}, max_restarts=1)
@@ -192,3 +210,7 @@ def test_i7_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(stub):
     assert shown[1].startswith(f"resuming {run.run_dir}: there is no complete checkpoint")
     assert [entry.name for entry in sorted((run.run_dir / "logs").iterdir())] == ["attempt_1", "attempt_2"]
     assert (run.run_dir / "config_attempt_1.json").is_file()
+
+
+def agent_log(run):
+    return (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()

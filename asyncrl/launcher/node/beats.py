@@ -1,0 +1,112 @@
+"""The beats of a node agent for its guard, which kills an agent that does not beat.
+
+A thread writes one line a heartbeat to a pipe: the silence (s) after which the guard counts the agent as frozen. A
+stopped process (SIGSTOP, a frozen cgroup) writes nothing. The thread also stops if the event loop has not come round
+for ``watchdog.stall_s``. A shorter pause may be a slow disk behind the log, and is no reason to end a host's part of
+a run.
+
+Invariant of the guard (``Watch``): time in which the guard itself did not run does not count. A host that slept as a
+whole wakes up unharmed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+LOOK_S = 0.5
+"""Time between two looks of a guard at its agent."""
+MOST_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Silence:
+    """Counts the looks, ``look_s`` apart, at which a process was silent. Pure."""
+
+    look_s: float
+    seconds: float = 0.0
+
+    def look(self, *, heard: bool) -> float:
+        """Take in one look; the silence so far (s)."""
+        self.seconds = 0.0 if heard else self.seconds + self.look_s
+        return self.seconds
+
+
+class Watch:
+    """The guard's side: waits for the end of the agent ``pid`` and reads its beats from ``pipe``."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self._pipe = pipe
+        self._ended = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._ended, select.POLLIN)
+        self._poll.register(pipe, select.POLLIN)
+        self._silence = Silence(LOOK_S)
+        self._limit_s = 0.0
+        """The silence that counts as frozen, as the agent says; 0 before its first beat."""
+
+    def until_end_or_frozen(self) -> float:
+        """Wait for the end of the agent, which is 0, or for a silence that counts as frozen (s)."""
+        while True:
+            ready = [descriptor for descriptor, _ in self._poll.poll(1000 * LOOK_S)]
+            if self._ended in ready:
+                return 0.0
+            if self._pipe in ready:
+                self._take(os.read(self._pipe, MOST_BYTES))
+            elif self._silence.look(heard=False) >= self._limit_s > 0.0:
+                return self._silence.seconds
+
+    def _take(self, beats: bytes) -> None:
+        if not beats:
+            # The agent has closed its end, and is about to end.
+            self._poll.unregister(self._pipe)
+            return
+        self._silence.look(heard=True)
+        self._limit_s = float(beats.split()[-1])
+
+
+class Beats:
+    """The agent's side: beats by ``pipe`` until stopped, every ``heartbeat_s``."""
+
+    def __init__(
+        self, pipe: int, loop: asyncio.AbstractEventLoop, *, heartbeat_s: float, silence_s: float, stall_s: float
+    ) -> None:
+        self._pipe, self._loop = pipe, loop
+        self._heartbeat_s, self._stall_s = heartbeat_s, stall_s
+        self._line = f"{silence_s:g}\n".encode()
+        self._seen = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="guard beats", daemon=True)
+        os.set_blocking(pipe, False)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End. The guard still watches: what follows is to take less than the silence that counts as frozen."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while True:
+            if time.monotonic() - self._seen < self._stall_s:
+                # A guard that is stopped reads nothing, and a dead one is noticed otherwise.
+                with contextlib.suppress(OSError):
+                    os.write(self._pipe, self._line)
+            if not self._loop.is_closed():
+                with contextlib.suppress(RuntimeError):
+                    self._loop.call_soon_threadsafe(self._mark)
+            if self._stop.wait(self._heartbeat_s):
+                return
+
+    def _mark(self) -> None:
+        self._seen = time.monotonic()

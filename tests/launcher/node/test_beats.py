@@ -1,0 +1,102 @@
+"""The beats of an agent for its guard: a frozen agent is noticed, and a pause of the guard or of a disk is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from asyncrl.launcher.node.beats import Beats, Silence, Watch
+
+BEATING = "import os, sys, time\nwhile True: os.write(int(sys.argv[1]), b'1.5\\n'); time.sleep(0.1)"
+GENEROUS_S = 60.0
+
+
+class Agent:
+    """A process that beats, and its guard's watch."""
+
+    def __init__(self) -> None:
+        beats, theirs = os.pipe()
+        self.process = subprocess.Popen([sys.executable, "-c", BEATING, str(theirs)], pass_fds=(theirs,))
+        os.close(theirs)
+        self.watch = Watch(self.process.pid, beats)
+        self.found: list[float] = []
+        self.thread = threading.Thread(target=lambda: self.found.append(self.watch.until_end_or_frozen()), daemon=True)
+        self.thread.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    with contextlib.suppress(ProcessLookupError):
+        made.process.kill()
+    made.process.wait()
+    made.thread.join(GENEROUS_S)
+
+
+def test_a_stopped_agent_is_frozen_after_the_silence_that_it_has_named(agent):
+    time.sleep(1.0)
+    assert agent.thread.is_alive()
+    agent.signal(signal.SIGSTOP)
+    agent.thread.join(GENEROUS_S)
+    assert agent.found and agent.found[0] >= 1.5
+
+
+def test_an_agent_that_wakes_in_time_lives_on_until_its_end(agent):
+    for _ in range(3):
+        agent.signal(signal.SIGSTOP)
+        time.sleep(0.6)
+        agent.signal(signal.SIGCONT)
+        time.sleep(0.4)
+    assert agent.thread.is_alive(), "its silences are not added up"
+    agent.signal(signal.SIGTERM)
+    agent.thread.join(GENEROUS_S)
+    assert agent.found == [0.0]
+
+
+def test_time_in_which_nobody_looked_is_no_silence():
+    silence = Silence(look_s=0.5)
+    assert [silence.look(heard=heard) for heard in (False, False, True, False)] == [0.5, 1.0, 0.0, 0.5]
+
+
+def test_an_event_loop_that_hangs_for_long_ends_the_beats_and_a_short_pause_does_not():
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
+
+    def beats() -> int:
+        with contextlib.suppress(BlockingIOError):
+            return len(os.read(ours, 1 << 16).splitlines())
+        return 0
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        made = Beats(theirs, loop, heartbeat_s=0.05, silence_s=60.0, stall_s=2.0)
+        made.start()
+        await asyncio.sleep(0.3)
+        beats()
+        # The loop stands still, as at a disk that does not answer.
+        time.sleep(1.0)  # noqa: ASYNC251
+        assert beats() > 1
+        time.sleep(2.0)  # noqa: ASYNC251
+        beats()
+        time.sleep(0.5)  # noqa: ASYNC251
+        assert beats() == 0
+        await asyncio.sleep(0.5)
+        assert beats() > 0
+        await asyncio.to_thread(made.stop)
+
+    asyncio.run(main())
+    os.close(ours)
+    os.close(theirs)

@@ -1,0 +1,98 @@
+"""Agents that are silent: the launcher reports them, and cuts the connection of those that stay so."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from run_settings import simulated_run
+
+from asyncrl.launcher.agent_handle import LOOK_S, PARTING_S, AgentHandle, SilenceLimits
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terms.spec import EndedEvent
+from asyncrl.runtime.linux import children_of
+
+LIMITS = SilenceLimits.of(
+    simulated_run(supervision={"silence_s": 60.0, "host_lost_s": 30.0}, watchdog={"stall_s": 300.0})
+)
+REPORTED = (
+    "agent/1 on b: no sign of life for 30 s; it restarts no actor and obeys no command. An agent that is frozen is "
+    "killed by its guard after 60 s (supervision.silence_s), with its host's part of the run"
+)
+GUARD = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).wait()"
+
+
+class Watched:
+    """The handle of an agent, and what the launcher shows of it."""
+
+    def __init__(self, process: Any, contact: Any = None) -> None:
+        self.shown = io.StringIO()
+        self.progress = Progress(self.shown, 1, self.shown)
+        self.handle = AgentHandle(1, "b", process, contact)
+
+    def passes(self, seconds: float) -> list[str]:
+        """Let time pass without a word; the lines shown so far."""
+        for _ in range(round(seconds / LOOK_S)):
+            self.handle.look(LIMITS, self.progress)
+        return self.shown.getvalue().splitlines()
+
+    async def hears(self) -> None:
+        stream = asyncio.StreamReader()
+        stream.feed_data(b'{"type":"beat"}\n')
+        stream.feed_eof()
+        contact, self.handle.contact = self.handle.contact, None
+        self.handle.process = SimpleNamespace(stdout=stream, wait=self._waits)
+        await self.handle.hear(None, self.progress, lambda _: None)
+        self.handle.contact, self.handle.exit_code = contact, None
+
+    @staticmethod
+    async def _waits() -> int:
+        return 0
+
+
+async def test_a_silence_is_reported_once_and_so_is_its_end():
+    agent = Watched(SimpleNamespace())
+    await agent.hears()
+    assert agent.passes(30.0) == []
+    for _ in range(2):
+        assert agent.passes(LOOK_S)[-1] == REPORTED
+    await agent.hears()
+    assert agent.passes(30.0) == [REPORTED, "agent/1 on b is heard again"]
+
+
+async def test_a_start_may_take_its_time_and_an_end_that_was_heard_is_no_silence():
+    agent = Watched(SimpleNamespace(), SimpleNamespace(kill=lambda: None))
+    assert agent.passes(25.0) == []
+    agent.handle.ended = EndedEvent(result="done")
+    assert agent.passes(PARTING_S)[0].startswith("agent/1 on b: its guard has not ended for")
+
+
+async def test_the_connection_to_an_agent_that_stays_silent_is_cut():
+    """As with a lost connection, the host may live on, and is asked at the end."""
+    cut: list[str] = []
+    agent = Watched(SimpleNamespace(), SimpleNamespace(kill=lambda: cut.append("cut"), last_error=""))
+    await agent.hears()
+    agent.passes(60.0 + 30.0 + 300.0)
+    assert cut == []
+    lines = agent.passes(2 * LOOK_S)
+    assert cut == ["cut"]
+    assert lines[-1].endswith("neither it nor its guard shows a sign of life for 390 s; its connection is cut")
+    assert agent.handle.loss_words == "b: the connection is lost (no sign of life for 390 s)"
+
+
+async def test_a_frozen_guard_on_this_host_goes_on_and_ends_what_is_left():
+    guard = await asyncio.create_subprocess_exec(sys.executable, "-c", GUARD)
+    while not children_of(guard.pid):
+        await asyncio.sleep(0.02)
+    (child,) = children_of(guard.pid)
+    os.kill(guard.pid, signal.SIGSTOP)
+    handle = AgentHandle(0, "", guard)
+    handle.cut()
+    async with asyncio.timeout(60):
+        assert await guard.wait() == 0, "it has reaped its agent"
+    assert child not in children_of(os.getpid())
