@@ -18,6 +18,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from tools import kept
 from tools.asset_cache import ensure_folder
 
 CACHE = Path(__file__).parent.parent / ".cache"
@@ -63,4 +64,4 @@ def convert(source: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    print(ensure_folder(CACHE, "smollm2-135m-instruct", make))
+    sys.exit(kept.run(lambda: print(ensure_folder(CACHE, "smollm2-135m-instruct", make))))

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from asyncrl.errors import PREEMPTED_EXIT_CODE
+from tools import kept
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, RunEnded
 
@@ -156,4 +157,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kept.run(main))

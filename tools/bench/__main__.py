@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import uvloop
 
 from asyncrl.runtime.process import tune_memory
+from tools import kept
 from tools.bench.report import Report, for_json_alone
 from tools.bench.weights_layouts import LAYOUTS
 
@@ -171,4 +172,4 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kept.run(main))

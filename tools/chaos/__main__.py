@@ -32,6 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+from tools import kept
 from tools.chaos.audit import Expected, Findings, Problem, audit, read_lines
 from tools.chaos.faults import Striker, Struck
 from tools.chaos.plan import KINDS, Episodes, Fault, Kind, draw, steps_of_run, victims
@@ -272,6 +273,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__":
+def live() -> int:
+    """Run in a world of its own, if there can be one."""
     enter("tools.chaos", sys.argv[1:])
-    sys.exit(main())
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(kept.run(live))

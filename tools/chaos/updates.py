@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import PREEMPTED_EXIT_CODE
+from tools import kept
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, UpdatePhases
 
@@ -256,4 +257,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kept.run(main))

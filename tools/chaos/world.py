@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from tools import kept
 from tools.chaos.hosts import OTHERS, Hosts
 from tools.chaos.plan import ON_MACHINE, Kind
 from tools.cluster.netns import Cluster, Host, why_not
@@ -38,11 +40,13 @@ NOT_ALONE = "no machine of its own here (root, or users that may make namespaces
 def enter(module: str, arguments: Sequence[str]) -> None:
     """Become ``module`` in a world of its own, if there can be one; otherwise return."""
     if os.environ.get(_INSIDE):
+        # Those that came before this process could act on them have waited.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, kept.STOPPING)
         return
     command = _unshare()
     if command is not None:
         os.environ[_INSIDE] = "1"
-        os.execvp(command[0], [*command, sys.executable, "-m", module, *arguments])
+        kept.become([*command, sys.executable, "-m", module, *arguments])
 
 
 def _unshare() -> list[str] | None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tools import kept
 from tools.compare.runs import Result, plan_runs, run_all
 from tools.compare.table import figure, markdown
 from tools.compare.variants import TAUGHT_BY, VARIANTS
@@ -72,4 +73,4 @@ def _tell(result: Result) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kept.run(main))

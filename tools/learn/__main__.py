@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import kept
 from tools.learn import guess_number, smollm2, tool_lookup
 from tools.learn.assets import Assets, ensure_assets
 
@@ -32,6 +33,9 @@ SAMPLES = 4
 """Prompts of a step that are shown."""
 RUN_FOLDER = "run folder"
 """Beginning of the line of the launcher's summary that names it."""
+
+RUN_ENDS_S = 900.0
+"""Time that a run has to end in good order after a signal."""
 
 
 def launch_command(name: str, assets: Assets, further: Sequence[str]) -> list[str]:
@@ -111,4 +115,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The run that it has started may write a checkpoint first.
+    sys.exit(kept.run(main, grace_s=RUN_ENDS_S))

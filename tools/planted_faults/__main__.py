@@ -20,7 +20,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tools import kept
 from tools.planted_faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +179,5 @@ def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FA
 
 
 if __name__ == "__main__":
-    # Ends as by Ctrl-C: the copy is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    sys.exit(main())
+    # By SIGTERM it ends as by Ctrl-C: the copy is removed.
+    sys.exit(kept.run(main))

@@ -19,6 +19,7 @@ import resource
 import runpy
 import signal
 import sys
+from typing import NoReturn
 
 from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
 
@@ -43,15 +44,22 @@ def end(pid: int) -> None:
 
 
 def main() -> None:
-    """Fork the worker; keep it. In the worker, run the module."""
+    """Run the module in a worker."""
     parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    fork_worker(parent)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def fork_worker(parent: int) -> None:
+    """Become the warden of a worker, which ends with ``parent``; returns in the worker alone."""
     # Before the fork: none of these signals is lost, as they wait while they are blocked.
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     become_subreaper()
     die_with_parent(END)
     # The parent may have died before its death was to be a signal.
     if os.getppid() != parent:
-        return
+        os._exit(0)
     warden, worker = os.getpid(), os.fork()
     if worker:
         _keep(worker)
@@ -61,11 +69,9 @@ def main() -> None:
     # So that code which kills its own process group leaves the warden to end the rest.
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _keep(worker: int) -> None:
+def _keep(worker: int) -> NoReturn:
     """End with the worker, and with all that it leaves. Does not return."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,178 @@
+"""Tools that start processes: none of these outlives the tool, whatever ends it."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOL = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from tools import kept
+
+def main():
+    folder, then = Path(sys.argv[1]), sys.argv[2]
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"
+    started = [subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=own)
+        for own in (False, True)]
+    for process in started:
+        process.stdout.readline()
+    (folder / "ready").touch()
+    try:
+        if then == "stay":
+            time.sleep(1000)
+    finally:
+        (folder / "cleaned").touch()
+    return 3
+
+if __name__ == "__main__":
+    sys.exit(kept.run(main))
+"""
+STARTS_NOTHING = {
+    "tools/code_figures.py": "git ls-files alone, which ends by itself",
+    "tools/configuration_page.py": "prints a page",
+    "tools/page_tables.py": "writes pages",
+    "tools/quickstart/__main__.py": "becomes asyncrl-launch",
+    "tools/synchronous.py": "one process",
+    "tools/top_picture.py": "one process",
+}
+STARTED_BY_A_TOOL = {
+    "tools/bench/fanout_host.py",
+    "tools/bench/learner_side.py",
+    "tools/bench/ray_side.py",
+    "tools/bench/scale_host.py",
+    "tools/bench/scale_learner.py",
+    "tools/bench/scale_terminal.py",
+    "tools/bench/served.py",
+    "tools/bench/trl_learner.py",
+    "tools/bench/trl_quickstart.py",
+    "tools/bench/weights_sender.py",
+    "tools/chaos/agent.py",
+    "tools/cluster/capture.py",
+    "tools/cluster/inside.py",
+}
+TOOLS = {
+    "bench scale": ("tools.bench", "scale", "--replicas", "4", "--no-top"),
+    "bench calls": ("tools.bench", "calls"),
+    "bench weights": ("tools.bench", "weights", "--up-to", "1M"),
+    "bench overlap": ("tools.bench", "overlap"),
+    "bench planning": ("tools.bench", "planning"),
+    "chaos": ("tools.chaos",),
+    "chaos.updates": ("tools.chaos.updates",),
+    "soak": ("tools.soak",),
+    "planted_faults": ("tools.planted_faults",),
+}
+IN_DEFAULT_RUN = ("bench scale", "chaos.updates")
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """Processes below this one."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def living(processes: list[psutil.Process]) -> list[str]:
+    found = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def wait_until(condition, limit_s=120.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def tool(tmp_path):
+    (tmp_path / "tool.py").write_text(TOOL)
+    started = []
+
+    def start(then):
+        argv = [sys.executable, str(tmp_path / "tool.py"), str(tmp_path), then]
+        process = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        started.append(process)
+        wait_until((tmp_path / "ready").exists)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_tool_cleans_up_at_a_signal_and_leaves_nothing(tool, tmp_path, number):
+    process = tool("stay")
+    below = family(process.pid)
+    assert len(below) == 4
+    process.send_signal(number)
+    assert process.wait(60) == (-signal.SIGINT if number == signal.SIGINT else 128 + number)
+    assert (tmp_path / "cleaned").exists()
+    assert living(below) == []
+
+
+def test_a_tool_that_is_killed_leaves_nothing(tool):
+    process = tool("stay")
+    below = family(process.pid)
+    assert len(below) == 4
+    process.kill()
+    wait_until(lambda: living(below) == [])
+
+
+def test_a_tool_that_ends_leaves_nothing_and_keeps_its_exit_code(tool):
+    process = tool("end")
+    below = family(process.pid)
+    assert process.wait(60) == 3
+    assert living(below) == []
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_DEFAULT_RUN else pytest.param(name, marks=pytest.mark.slow) for name in TOOLS]
+)
+def test_no_process_of_a_tool_outlives_it(name, tmp_path):
+    """With SIGTERM, as ``timeout`` sends it."""
+    (tmp_path / "tmp").mkdir()
+    log = (tmp_path / "log").open("wb")
+    argv = [sys.executable, "-m", *TOOLS[name]]
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        # The warden, the tool and what it has started.
+        wait_until(lambda: len(family(process.pid)) > 2 or process.poll() is not None)
+        assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+        # Some more of them may start meanwhile.
+        time.sleep(1.0)
+        below = family(process.pid)
+        process.send_signal(signal.SIGTERM)
+        process.wait(240)
+        assert living(below) == []
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+def test_each_tool_is_kept_or_starts_nothing():
+    found = {}
+    for path in sorted((ROOT / "tools").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
+                found[str(path.relative_to(ROOT))] = "kept.run(" in ast.unparse(node)
+    not_kept = {path for path, is_kept in found.items() if not is_kept}
+    assert not_kept == STARTS_NOTHING.keys() | STARTED_BY_A_TOOL
