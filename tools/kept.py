@@ -50,7 +50,7 @@ def become(command: Sequence[str]) -> NoReturn:
     Until then it would lose a signal, which therefore waits.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    os.execvp(command[0], command)
+    os.execvp(command[0], list(command))
 
 
 def _end_on_signals() -> None:

@@ -1,6 +1,8 @@
 """A real model on a disk that has room for neither a checkpoint nor the export: the run says so and ends as failed,
 with every step trained once."""
 
+import time
+
 import pytest
 from disks import fill, small_disk
 from test_parity import configuration
@@ -42,3 +44,30 @@ def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tm
         last = shown[-1]
         assert last.startswith("learner/0: the last checkpoint (version 4) could not be written: no space left on ")
         assert "the model could not be exported to " in last and "steps 1 to 4 are lost" in last
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_no_line(tmp_path):
+    steps = 40
+    tree = {
+        "data": {"source": "synthetic"},
+        "rollout": {"engine": "sim", "replicas": 2, "gpus_per_replica": 0, "samples_per_prompt": 2, "max_tokens": 64},
+        "reward": {"function": "constant", "options": {"value": 0.5, "spread": 0.5}},
+        "learner": {"backend": "sim", "steps": steps, "groups_per_step": 4, "sim": {"step_s": 0.2}},
+        "checkpoint": {"every_versions": 0, "export_at_end": False},
+    }
+    tree["rollout"]["sim"] = {"decode_step_s": 0.01, "length_median": 24.0, "load_s": 0.05}
+    with small_disk(tmp_path / "disk", 64 << 20) as disk:
+        run = LiveRun(tree, disk)
+        try:
+            run.until(lambda: run.step >= 5, "step 5", 120)
+            ballast = fill(disk)
+            time.sleep(0.9)
+            ballast.unlink()
+            assert run.wait(240) == 0, run.output
+        finally:
+            run.close()
+        assert [line["step"] for line in run.lines("train")] == list(range(1, steps + 1))
+        assert sorted(path.name for path in (run.run_dir / "samples").iterdir()) == [
+            f"step_{step:06d}.jsonl" for step in range(1, steps + 1)
+        ]
+        assert "lines of metrics.jsonl, quarantine.jsonl or samples/ were written late" in run.output
