@@ -10,6 +10,7 @@ from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
 from asyncrl.telemetry.catalogue import EDGES
 from tools.bench import scale_collective
 from tools.bench.report import Report
+from tools.bench.scale_idle import Mark, Part, part_of, report_idle, report_start
 from tools.bench.scale_phases import RECOVERY_S, broken, frozen, steady
 from tools.bench.scale_report import CONTROL_PLANE, LAG, LAG_TARGET_S, lost, report_all, report_phase
 from tools.bench.scale_run import READY_S
@@ -172,3 +173,26 @@ def test_phases_follow_one_another_and_each_is_given_on_when_it_is_over(tmp_path
         watching.see(61.0 + RECOVERY_S, in_flight=90.0, step=3)
     watched = watching.follower.watched
     assert (round(watched.ready_s), round(watched.first_step_s)) == (20, 30)
+
+
+# --- idle rollouters and the start ---
+
+
+def test_the_time_of_a_part_of_the_start_lies_between_its_marks():
+    marks = [Mark(0.0, 1.0, 0), Mark(2.0, 3.0, 100), Mark(4.0, 3.5, 100), Mark(10.0, 8.0, 400)]
+    assert part_of(marks, 0, 50) == Part(1.0, 1.0)
+    assert part_of(marks, 0, 100) == Part(2.0, 2.0)
+    assert part_of(marks, 300, 400) == Part(2.0, 1.5)
+    with pytest.raises(ValueError, match="401 rollouters were never ready"):
+        part_of(marks, 0, 401)
+
+
+def test_what_an_idle_rollouter_costs_and_how_the_start_slows_down_are_figures():
+    report = Report("idle")
+    slices = [{"rollouters": cores, "controller": 0.1} for cores in (0.2, 0.4, 0.9)]
+    report_idle(report, slices, 400)
+    assert report.figures["idle"]["rollouters"] == {"ms_per_s": 1.0, "low": 0.5, "high": 2.25}
+    assert report.figures["idle"]["all"]["ms_per_s"] == 1.25
+    report_start(report, [Mark(0.0, 0.0, 0), Mark(2.0, 3.0, 100), Mark(12.0, 6.0, 400)], 400)
+    assert report.ratios["start_last_over_first"] == pytest.approx(10 / 3 / 2)
+    assert report.met == {"start_last_over_first": False, "start_cpu_last_over_first": True}

@@ -66,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
         "--break-broadcast", action="store_true", help="then one broadcast breaks; weights come by these"
     )
     bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
+    bench = benches.add_parser("idle", help="processor time of rollouters that have nothing to do, and their start")
+    bench.add_argument("--replicas", type=_positive, default=256, help="simulated (256)")
+    bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
+    bench.add_argument("--seconds", type=_positive, default=30, help="measured (30)")
     bench = benches.add_parser("episodes", help="what a call of the policy costs; many open episodes; no barriers")
     bench.add_argument("--pairs", type=_positive, default=30, help="pairs of each comparison of calls (30)")
     bench.add_argument("--open", type=_positive, default=1000, help="episodes open on one rollouter (1000)")
@@ -148,6 +152,15 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
             top=not chosen.no_top,
             freeze_s=chosen.freeze_s,
             break_broadcast=chosen.break_broadcast,
+        )
+    elif chosen.bench == "idle":
+        from tools.bench import scale_idle, scale_run
+
+        scale_idle.measure(
+            report,
+            rollouters=chosen.replicas,
+            per_process=chosen.per_process or scale_run.per_process(chosen.replicas),
+            seconds=chosen.seconds,
         )
     elif chosen.bench == "episodes":
         from tools.bench import episode_calls, episode_runs

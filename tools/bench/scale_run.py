@@ -29,6 +29,8 @@ GROUPS_SHARE = 0.25
 STEPS = 1 << 20
 """Steps of the run, which is ended when everything is measured."""
 STALENESS_MAX = 11
+IDLE_TOKENS = 1 << 20
+"""Tokens of a response that takes hours."""
 READY_S = 600.0
 END_S = 60.0
 
@@ -38,9 +40,12 @@ def concurrency(rollouters: int) -> int:
     return max(SAMPLES, min(CONCURRENCY, MOST_IN_FLIGHT // rollouters))
 
 
-def config(folder: Path, rollouters: int, *, broadcast: bool) -> Config:
-    """Responses of some 450 tokens that take about 40 s each. Weights come by shared memory or by ``broadcast``."""
-    groups = max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
+def config(folder: Path, rollouters: int, *, broadcast: bool = False, idle: bool = False) -> Config:
+    """Responses of some 450 tokens that take about 40 s each. Weights come by shared memory or by ``broadcast``.
+
+    With ``idle`` a single group is granted, which takes hours.
+    """
+    groups = 1 if idle else max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
     return validate_config(
         {
             "run": {"name": "scale", "dir": str(folder), "samples_per_step": 0},
@@ -51,11 +56,11 @@ def config(folder: Path, rollouters: int, *, broadcast: bool) -> Config:
                 "gpus_per_replica": 0,
                 "samples_per_prompt": SAMPLES,
                 "concurrency": concurrency(rollouters),
-                "max_tokens": 2048,
+                "max_tokens": IDLE_TOKENS if idle else 2048,
                 "stream_interval": 32,
                 "sim": {
-                    "length": "lognormal",
-                    "length_median": 400.0,
+                    "length": "constant" if idle else "lognormal",
+                    "length_median": float(IDLE_TOKENS) if idle else 400.0,
                     "length_sigma": 0.5,
                     "decode_step_s": 0.06,
                     "decode_step_per_request_s": 0.0005,
@@ -71,7 +76,7 @@ def config(folder: Path, rollouters: int, *, broadcast: bool) -> Config:
                 "dynamic_sampling": False,
                 "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
             },
-            "staleness": {"max": STALENESS_MAX, "adapt": False},
+            "staleness": {"max": 0 if idle else STALENESS_MAX, "adapt": False},
             "weights": {"max_paused_fraction": 0.25, "transport": "gloo" if broadcast else "auto"},
             "checkpoint": {"every_versions": 0, "export_at_end": False},
             "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
@@ -123,6 +128,10 @@ class Processes:
     def hosts(self) -> list[subprocess.Popen[bytes]]:
         """The processes of the rollouters."""
         return [process for name, process in self.started.items() if name.startswith("rollouters-")]
+
+    def ask_to_end(self) -> None:
+        """Have the run end in good order."""
+        self.hosts[0].send_signal(signal.SIGTERM)
 
     def close(self, grace_s: float) -> None:
         """Wait for their ends, and end those that are still there."""
