@@ -68,7 +68,7 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class RolloutStats(Message, frozen=True, kw_only=True):
-    """Rollouter to learner, cast: what generation did since the last one."""
+    """Rollouter to learner, cast: what generation did since the last one. Twice a second while it generates."""
 
     senders = ROLLOUTER
     sampled_tokens: Count
@@ -80,3 +80,5 @@ class RolloutStats(Message, frozen=True, kw_only=True):
     served_version: int = -1
     reprefill_tokens: Count = 0
     """Tokens that its engines have computed again because of updates, since the start of this incarnation."""
+    idle: bool = False
+    """Whether it generates nothing. The next statistics then come when it begins to, or after some seconds."""

@@ -97,6 +97,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Memory (RSS) of the process and its children."""
     gpus: list[Gpu] = []
     """The GPUs that it may use, where they can be asked."""
+    left_out: Annotated[int, Meta(ge=0, le=8)] = 0
+    """Number of heartbeats that may be left out after this one, as nothing changes."""
     events: list[EventRecord] = []
     """Events of the last few beats, the oldest first."""
     unreached: Annotated[list[UnreachedRecord], Meta(max_length=MOST_UNREACHED)] = []

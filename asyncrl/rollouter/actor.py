@@ -12,6 +12,7 @@ asks again when it serves a newer version, since the gate counts with that.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
@@ -58,11 +59,13 @@ DATALOADER, LEARNER, PARAMETER_SERVER = "dataloader/0", "learner/0", "parameter_
 STORY_S = 30.0
 """Interval at which the stories of groups that run are told, for questions before they leave, or after a death."""
 STATS_S = 0.5
-"""Interval of statistics to the learner."""
+"""Interval of statistics to the learner while anything is generated."""
+IDLE_STATS_S = 10.0
+"""Longest interval of statistics to the learner."""
 STATS_KEPT = 1000
 """Updates and intervals kept for a learner that is away."""
-LEARNER_LOOK_S = 0.05
-"""Interval of looks whether the learner has been reached for the first time."""
+LEARNER_LOOK_S = 1.0
+"""Interval at which a learner that was not reached so far is connected to again."""
 GIVE_BACK_S = 5.0
 """Longest time in which the dataloader hears of a rollouter that leaves."""
 
@@ -132,6 +135,8 @@ class Rollouter(Actor):
         """Accounts of the tickets that run."""
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
+        self._stats_due = asyncio.Event()
+        """Set when statistics are to be sent at once."""
         self._updates: list[UpdateTimes] = []
         self._stall_s: float | None = None
         """Stall (s) of the newest update."""
@@ -289,6 +294,7 @@ class Rollouter(Actor):
                     # Also for a ticket that is held already: a grant that is not seen is given again with each call.
                     self._seen = max(self._seen, ticket.grant)
                     if ticket.uid not in self._held:
+                        self._stats_due.set()
                         self._held[ticket.uid] = ticket
                         self._leased[ticket.uid] = self.clock.now()
                         self._generating += ticket.samples
@@ -310,7 +316,7 @@ class Rollouter(Actor):
         with self.awaits.on(LEARNER, "HELLO"):
             while not self.peer(LEARNER).ready:
                 self.peer(LEARNER).connect()
-                await asyncio.sleep(LEARNER_LOOK_S)
+                await self.peer(LEARNER).reached(LEARNER_LOOK_S)
 
     async def _lease(self, free: int) -> Leased | None:
         """One lease call; given up when the version or what is held changes, since the gate then counts differently."""
@@ -548,11 +554,13 @@ class Rollouter(Actor):
         self.param_version = version
         self._ask_again.set()
         self._room.set()
+        self._stats_due.set()
         self.progress()
 
     def _updated(self, times: UpdateTimes) -> None:
         self._updates.append(times)
         self._stall_s = times.stall_s
+        self._stats_due.set()
 
     # --- statistics ---
 
@@ -564,7 +572,6 @@ class Rollouter(Actor):
 
     async def _report_stats(self) -> None:
         while True:
-            await asyncio.sleep(STATS_S)
             self._sampling += self._host.take_sampling()
             stats = RolloutStats(
                 sampled_tokens=self._host.sampled_tokens,
@@ -573,10 +580,23 @@ class Rollouter(Actor):
                 updates=self._updates,
                 in_flight=self._generating,
                 served_version=self._host.version,
+                idle=not (self._generating or self._sampling or self._updates),
             )
-            if self.peer(LEARNER).cast(stats):
+            is_sent = self.peer(LEARNER).cast(stats)
+            if is_sent:
                 self._updates, self._sampling = [], []
             del self._updates[:-STATS_KEPT], self._sampling[:-STATS_KEPT]
+            if not (is_sent and stats.idle):
+                await asyncio.sleep(STATS_S)
+                continue
+            # Nothing is awaited between the look and this, so no ``set`` is lost.
+            self._stats_due.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_STATS_S):
+                    await self._stats_due.wait()
+
+    def pulse(self) -> tuple[object, ...]:
+        return *super().pulse(), self._generating, len(self._held)
 
     def figures(self) -> dict[str, float]:
         host = self._host

@@ -276,6 +276,14 @@ class Actor:
             unreached=self._unreached(),
         )
 
+    def pulse(self) -> tuple[object, ...]:
+        """Values that change whenever this actor does something; called from any thread.
+
+        While they stay the same, heartbeats are left out. A class that overrides this adds to it.
+        """
+        states = self.states
+        return self._progress, self.ready, states.state, states.awaiting, self.events.number, self.run_state.number
+
     def figures(self) -> dict[str, float]:
         """Figures that can be read off at any time; called from any thread. A class that overrides it adds to it."""
         return {

@@ -4,8 +4,9 @@ The thread has its own socket and codec. It tells progress apart from being aliv
 the lag of the event loop go along with each beat. A last beat tells the figures with which an actor ends, or the
 controller would know those of up to a heartbeat earlier. It never fails the actor: what cannot be gathered is as it was
 at the beat before, a beat that fails is left out, and a controller that is away is said HELLO again when it asks for
-it. When this process is asked for its stacks, the thread adds those of the tasks, which it can even while the event
-loop is blocked.
+it. While nothing changes, it leaves beats out, and says so before: a thousand idle actors would keep the processors
+from those that start. When this process is asked for its stacks, the thread adds those of the tasks, which it can even
+while the event loop is blocked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from asyncrl.config.operation import SupervisionConfig, WatchdogConfig
 from asyncrl.errors import ProtocolError
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.runtime import stacks
@@ -30,6 +32,11 @@ from asyncrl.wire.envelope import Kind, decode_header
 from asyncrl.wire.pieces import cut
 from asyncrl.wire.zeromq import find_half_open
 
+LEFT_OUT = 3
+"""Beats that are left out in a row while nothing changes."""
+LEAST_BEATS = 5 * (1 + LEFT_OUT)
+"""Intervals that every deadline of silence must leave for beats to be left out."""
+
 
 class Heartbeats:
     """The heartbeats of one actor. All methods are called by one thread."""
@@ -37,15 +44,22 @@ class Heartbeats:
     def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self._actor = actor
         self._loop = loop
-        self._interval = actor.config.supervision.heartbeat_s
         self._address = address
         self._beats = 0
         self._cpu_s = 0.0
         """The cost of telling, the last time excepted."""
         self._context: zmq.Context[Any]
         self._socket: Any
-        self._loop_seen = time.monotonic()
+        self._loop_seen = self._loop_asked = time.monotonic()
+        """Times at which the event loop came round last, and at which it was last asked to."""
         self._stacks_asked = 0
+        self._pulse: tuple[object, ...] = ()
+        self._announced = 0
+        """Beats of which the last one has said that they may be left out."""
+        self._left_out = 0
+        """Beats left out since the last one."""
+        # An agent speaks for its host.
+        self._may_leave_out = leaves_room(actor.config.supervision, actor.config.watchdog) and actor.is_restarted
         self._said: Heartbeat | None = None
         """The last heartbeat."""
         self._failures: set[str] = set()
@@ -82,7 +96,14 @@ class Heartbeats:
         self._send(self._endpoint.hello(1))
 
     def beat(self) -> None:
-        """Tell how the actor is, and take in what has come since."""
+        """Tell how the actor is, and take in what has come since; or leave this beat out."""
+        before, self._pulse = self._pulse, self._actor.pulse()
+        is_calm = self._may_leave_out and self._pulse == before
+        if is_calm and self._left_out < self._announced and stacks.requests.count == self._stacks_asked:
+            self._left_out += 1
+            return
+        self._left_out = 0
+        self._announced = LEFT_OUT if is_calm else 0
         self.tell()
         self._attempt(self._listen)
         self._attempt(self._write_stacks)
@@ -117,7 +138,10 @@ class Heartbeats:
         self._said = self._gather(self._beats)
         if self._said is None:
             return
-        message = self._actor.telling.trim(self._said)
+        if self._said.unreached:
+            # The controller counts for how long.
+            self._announced = 0
+        message = msgspec.structs.replace(self._actor.telling.trim(self._said), left_out=self._announced)
         header = self._endpoint.header(Kind.CAST, type(message).__name__)
         frames = [header, *self._endpoint.codec.encode(message)]
         if not self._send(frames):
@@ -141,12 +165,15 @@ class Heartbeats:
         counters["facts/cpu_s"] = self._cpu_s
 
     def _loop_lag(self) -> float:
-        """Seconds that the event loop has not come round, beyond the beat itself."""
-        # Read before the loop is asked to mark again, which it may do at once.
-        seen = self._loop_seen
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._mark)
-        return max(0.0, time.monotonic() - seen - self._interval)
+        """Seconds since the event loop was asked to come round, if it has not done so."""
+        # Read before the loop is asked again, which it may do at once.
+        seen, asked, now = self._loop_seen, self._loop_asked, time.monotonic()
+        if seen >= asked:
+            self._loop_asked = now
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._mark)
+            return 0.0
+        return now - asked
 
     def _mark(self) -> None:
         self._loop_seen = time.monotonic()
@@ -183,6 +210,12 @@ class Heartbeats:
             # The controller is away; the next beat says the same and more.
             return False
         return True
+
+
+def leaves_room(supervision: SupervisionConfig, watchdog: WatchdogConfig) -> bool:
+    """Whether every deadline of silence is so long that a beat may be left out."""
+    shortest = min(supervision.silence_s, supervision.unreachable_s, supervision.host_lost_s, watchdog.stall_s)
+    return shortest >= LEAST_BEATS * supervision.heartbeat_s
 
 
 class HeartbeatThread:

@@ -45,6 +45,11 @@ class UntoldEvents:
         self.dropped = 0
         """Events that were never in any heartbeat."""
 
+    @property
+    def number(self) -> int:
+        """Number of the newest event."""
+        return self._number
+
     def add(self, level: str, text: str) -> None:
         """Add an event that is worth knowing."""
         text = encodable(text)[:LONGEST_EVENT]

@@ -41,8 +41,10 @@ class Figures(dict[str, float]):
         return self[name]
 
     def update(self, *others: Any, **named: float) -> None:
-        for name, value in dict(*others, **named).items():
-            self[name] = value
+        values = dict(*others, **named)
+        for name in values.keys() - self.keys():
+            check_name(name)
+        super().update(values)
 
     def add(self, name: str, by: float = 1) -> None:
         """Add to a counter."""

@@ -36,7 +36,9 @@ BATCH = 64
 """Messages that are read in one turn of the loop: a thousand heartbeats at once are not to hold up everything else."""
 SEND_BATCH = 32
 """Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
-HEARTBEAT_MS = 5000
+HEARTBEAT_MS = 10_000
+"""Interval at which a client makes sure of its server. That costs a message there and one back on every connection,
+which is most of what an idle actor sends."""
 HANDSHAKE_MS = 30_000
 """Time for the handshake: a peer that has not got through it by then is dropped, however slowly it goes on sending."""
 TURNED_AWAY = int(
@@ -151,7 +153,7 @@ def find_half_open(client: RawSocket) -> None:
     4.3.5, ``Assertion failed: !_io_error``).
     """
     client.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    client.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    client.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS * 3 // 2)
     client.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
 
 

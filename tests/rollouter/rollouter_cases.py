@@ -34,6 +34,7 @@ class Learner:
         self.open = asyncio.Event()
         self.came = asyncio.Event()
         self.answered = False
+        self.stats = []
         if open:
             self.open.set()
 
@@ -53,7 +54,7 @@ class Learner:
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
-        pass
+        self.stats.append(request)
 
 
 class Dataloader:

@@ -9,7 +9,7 @@ from inprocess import CREDENTIALS, sim_config
 
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext
-from asyncrl.runtime.heartbeat import HeartbeatThread
+from asyncrl.runtime.heartbeat import Heartbeats, HeartbeatThread
 from asyncrl.wire.envelope import decode_header
 from tools.memory_transport import MemoryNetwork
 
@@ -67,6 +67,45 @@ def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
                 await asyncio.to_thread(thread.stop)
 
     return asyncio.run(main())
+
+
+def test_beats_are_left_out_and_announced_only_while_nothing_changes(tmp_path):
+    ended = [{"silence_s": 60.0, "host_lost_s": 60.0}, {"silence_s": 60.0, "host_lost_s": 15.0}]
+    calm, short = (asyncio.run(ticks(tmp_path, supervision)) for supervision in ended)
+    # The first says that the next will come; then three at a time are left out, until something happens.
+    assert calm == [(1, 0), (2, 3), (6, 3), (8, 0), (9, 3)]
+    # A late beat must not count as silence.
+    assert short == [(tick, 0) for tick in range(1, 11)]
+
+
+async def ticks(tmp_path, supervision):
+    """The ticks at which there was a heartbeat, and what it announced; something happens before the eighth."""
+    actor = Actor(
+        ActorContext(
+            config=sim_config(supervision=supervision | {"heartbeat_s": 1.0}),
+            name="rollouter/0",
+            incarnation=1,
+            run_dir=tmp_path,
+            transport=MemoryNetwork().transport(),
+            credentials=CREDENTIALS,
+            controller="tcp://nowhere:1",
+        )
+    )
+    beats = Heartbeats(actor, "tcp://127.0.0.1:1", asyncio.get_running_loop())
+    beats.open()
+    sent = []
+    try:
+        for tick in range(1, 11):
+            if tick == 8:
+                actor.progress()
+            before = actor.counters.get("heartbeats/sent", 0)
+            beats.beat()
+            if actor.counters.get("heartbeats/sent", 0) > before:
+                sent.append((tick, beats._announced))
+            await asyncio.sleep(0)
+    finally:
+        beats.close()
+    return sent
 
 
 def receive(server, count):

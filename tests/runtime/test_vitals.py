@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from asyncrl.runtime.vitals import LAG, PROBE_S, VitalSigns
+from asyncrl.runtime.vitals import CALM_PROBE_S, LAG, PROBE_S, VitalSigns
 from asyncrl.telemetry import machine
 from asyncrl.telemetry.catalogue import EDGES
 from asyncrl.telemetry.machine import LOOK_S, GpuWatch, ProcessTimes, family
@@ -32,6 +32,20 @@ async def test_a_loop_that_was_blocked_shows_it():
     assert sum(counts[EDGES[LAG].index(0.2) + 1 :]) >= 5
     # Asleep it uses no processor, however late it is.
     assert blocked.loop_busy < 0.5
+
+
+async def test_an_idle_loop_is_probed_less_often_and_its_lag_counts_for_all_the_time():
+    histograms = Histograms()
+    vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
+    began = time.monotonic()
+    async with asyncio.timeout(60):
+        while vitals._probe_s == PROBE_S:
+            await asyncio.sleep(PROBE_S)
+    await asyncio.sleep(3 * CALM_PROBE_S)
+    counted = sum(histograms.taken()[LAG].counts)
+    vitals.stop()
+    elapsed = time.monotonic() - began
+    assert abs(counted * PROBE_S - elapsed) <= max(2 * CALM_PROBE_S, 0.2 * elapsed)
 
 
 async def test_a_loop_that_computes_is_busy():

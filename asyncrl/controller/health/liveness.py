@@ -50,12 +50,14 @@ def look_at(registry: Registry, names: Collection[str], now: float) -> Mapping[s
     return found
 
 
-def standings(registry: Registry, names: Collection[str], now: float, fresh_s: float) -> Iterator[ReadyActor]:
-    """Standings of those of ``names`` that are ready and have beaten within ``fresh_s``."""
+def standings(registry: Registry, names: Collection[str], now: float, beat_s: float) -> Iterator[ReadyActor]:
+    """Standings of those of ``names`` that are ready and have missed less than BEATS of the heartbeats to come."""
     for name in names:
         entry = registry.entries.get(name)
-        if entry is not None and entry.ready and entry.heartbeat is not None and now - entry.beaten < fresh_s:
-            unreached = {record.whom: record.seconds for record in entry.heartbeat.unreached}
+        if entry is None or not entry.ready or (beat := entry.heartbeat) is None:
+            continue
+        if now - entry.beaten < (BEATS + beat.left_out) * beat_s:
+            unreached = {record.whom: record.seconds for record in beat.unreached}
             yield ReadyActor(name=name, incarnation=entry.record.incarnation, unreached=unreached)
 
 
@@ -187,8 +189,7 @@ class Oversight:
 
     def _look_at_paths(self, names: Collection[str], now: float) -> None:
         """Fence those of ``names`` that are cut off from the actors that they work with, though they beat."""
-        fresh_s = BEATS * self._supervision.heartbeat_s
-        cuts = self._reach.look(standings(self._registry, names, now, fresh_s), now)
+        cuts = self._reach.look(standings(self._registry, names, now, self._supervision.heartbeat_s), now)
         self._condemn([Condemned(cut.name, cut.incarnation, cut.reason) for cut in cuts])
         for cut in cuts:
             # The last reward pool holds no tickets that another restart would take along.

@@ -263,8 +263,10 @@ def _condition(entry: Entry, registry: Registry, constants: Constants, now: floa
         return "dead"
     if entry.condemned:
         return "condemned"
-    if entry.heartbeat is not None and registry.silence_of(entry, now) > SILENT_BEATS * constants.heartbeat_s:
-        return "silent"
+    if (beat := entry.heartbeat) is not None:
+        longest_s = (SILENT_BEATS + beat.left_out) * constants.heartbeat_s
+        if registry.silence_of(entry, now) > longest_s:
+            return "silent"
     # An agent is called by nobody, so that its being there is all.
     return "ready" if entry.ready or role_of(entry.record.name) not in ROLES else "starting"
 

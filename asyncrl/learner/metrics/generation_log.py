@@ -32,6 +32,8 @@ class _Source:
     incarnation: int
     tokens: Tokens
     heard: float
+    idle: bool = False
+    """Whether it has said that it generates nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class GenerationLog:
             source = self._sources[name] = _Source(incarnation, known, began)
         more = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
         self._reports.append(_Report(name, more, source.heard, now))
-        source.tokens, source.heard = tokens, now
+        source.tokens, source.heard, source.idle = tokens, now, stats.idle
         self._intervals += stats.sampling
         if len(self._reports) > max(MOST_HELD, 2 * len(self._sources)):
             self._reports = in_pairs(self._reports)
@@ -91,14 +93,19 @@ class GenerationLog:
         self._updates += [(name, update) for update in stats.updates]
 
     def covers(self, time: float, *, now: float, patience_s: float) -> bool:
-        """Whether every rollouter has been heard of since ``time``; one silent for ``patience_s`` is not waited for."""
-        return all(source.heard >= time or source.heard < now - patience_s for source in self._sources.values())
+        """Whether every rollouter that generates has been heard of since ``time``.
+
+        One that was silent for ``patience_s`` is not waited for.
+        """
+        return all(
+            source.idle or source.heard >= time or source.heard < now - patience_s for source in self._sources.values()
+        )
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
-        """Tokens of [start, end); None if nobody told of that time. Forgets those before ``end``."""
+        """Tokens of [start, end); None if no statistics cover any of that time. Forgets those before ``end``."""
         told = [each for each in self._reports if each.until > start]
         self._reports = [each for each in told if each.until > end]
-        if not told:
+        if not told and not any(source.idle for source in self._sources.values()):
             return None
         return Tokens(
             sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in told)),

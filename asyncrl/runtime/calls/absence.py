@@ -7,7 +7,7 @@ only small packets through. Times are those of the loop's clock (s).
 
 from __future__ import annotations
 
-PROVEN_S = 20.0
+PROVEN_S = 25.0
 """Time after which a connection that holds is known to lead to the peer, also if nothing was asked: ZeroMQ ends a
 half-open one sooner."""
 

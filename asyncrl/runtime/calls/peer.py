@@ -38,6 +38,9 @@ from asyncrl.wire.transport import ClientConnection, Frames
 
 REPEAT_S = 5.0
 """Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
+IDLE_REPEATS = 4
+"""A call that is parked until there is news is asked after so many times less often: to have no answer is normal for
+it, and a thousand idle actors would ask all the time."""
 SET_UP_REPEAT_S = 0.5
 """Longest first pause before a call to a peer that is not set up so far is asked after."""
 ASKED_WITHIN_SILENCE = 3
@@ -81,6 +84,8 @@ class Peer:
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
+        self._reached = asyncio.Event()
+        """Set while the peer is ready."""
         self._absence = Absence()
 
     # --- the caller's side ---
@@ -111,7 +116,7 @@ class Peer:
             future.set_exception(self._expired(future))
             return future
         self._pending[future.id] = future
-        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        future.tick = self._deadlines.add(future, self._next_look(future, self._first_pause(future)))
         if self.ready:
             self._turns.add(future.id, future.size)
             self._let_go()
@@ -163,6 +168,8 @@ class Peer:
 
     def oldest_calls(self) -> list[AwaitRecord]:
         """Waits on this peer, of the LOOKED_AT calls in flight for longest; callable from any thread."""
+        if not self._pending:
+            return []
         oldest: dict[type[Request], float] = {}
         for future in list(self._pending.values())[:LOOKED_AT]:
             oldest.setdefault(future.kind, future.started)
@@ -206,6 +213,7 @@ class Peer:
     def _miss(self) -> None:
         self._absence.miss(self._loop.time(), was_ready=self.ready)
         self.ready = False
+        self._reached.clear()
 
     def connect(self) -> None:
         """Say HELLO, unless that is done already. Raises OSError where no connection can be opened."""
@@ -228,6 +236,13 @@ class Peer:
             raise
         self._hellos = 0
         self._say_hello()
+
+    async def reached(self, within_s: float) -> bool:
+        """Wait until the peer is ready, for ``within_s`` at most; whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._reached.wait()
+        return self.ready
 
     def _connect_for_all(self) -> None:
         """Connect; where that cannot be done the calls in flight end with the reason."""
@@ -351,7 +366,7 @@ class Peer:
         is_out = future.id in self._turns
         # Pauses lengthen with the asking alone, and a call whose turn has not come is not asked after.
         future.times += is_out
-        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        future.tick = self._deadlines.add(future, self._next_look(future, self._first_pause(future)))
         if not self.ready:
             self._connect_for(future)
         elif is_out and not future.placed:
@@ -363,6 +378,10 @@ class Peer:
             # Payloads of calls that are over may hold its turn up, and nobody else asks whether they have arrived.
             for id in self._turns.abandoned:
                 self._ask(id)
+
+    @staticmethod
+    def _first_pause(future: CallFuture) -> float:
+        return REPEAT_S * IDLE_REPEATS if future.kind.idle else REPEAT_S
 
     def _next_look(self, future: CallFuture, first_s: float) -> float:
         """Time at which to ask after a call, or to end it."""
@@ -486,6 +505,7 @@ class Peer:
         self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
         self.ready = True
+        self._reached.set()
         self._turns.begin(body.credit)
         for future in list(self._pending.values()):
             future.lacked = False

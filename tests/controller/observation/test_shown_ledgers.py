@@ -106,11 +106,11 @@ BEAT = Heartbeat(beat=1, progress=1, state="ready", state_s=1.0)
 ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "waiting": 5.0})
 
 
-def shown(now, then=None, lost=False):
+def shown(now, then=None, lost=False, left_out=0):
     """A rollouter that told of its engine at 10 s, and ``then`` something at 14 s, as it is seen at ``now``."""
     registry = Registry()
     registry.register(ActorRecord(name="rollouter/0", incarnation=1, address="x"), 0.0)
-    registry.heartbeat("rollouter/0", 1, replace(BEAT, resources=[ENGINE]), 10.0)
+    registry.heartbeat("rollouter/0", 1, replace(BEAT, resources=[ENGINE], left_out=left_out), 10.0)
     if then is not None:
         registry.heartbeat("rollouter/0", 1, then, 14.0)
     if lost:
@@ -140,6 +140,11 @@ def test_an_actor_that_stands_still_or_is_lost_does_not_go_on_in_its_last_state(
     (engine,) = view.resources
     assert (view.condition, (view.state_s, engine.state_s)) == (condition, seconds)
     assert engine.spent == ENGINE.seconds
+
+
+def test_beats_that_were_to_be_left_out_are_no_silence():
+    assert shown(10.0 + (SILENT_BEATS + 3) * BEAT_S, left_out=3).condition == "ready"
+    assert shown(10.1 + (SILENT_BEATS + 3) * BEAT_S, left_out=3).condition == "silent"
 
 
 def test_a_recorded_snapshot_of_before_is_read_as_it_was_meant():

@@ -98,6 +98,17 @@ def told(log, name, *reports, incarnation=1):
         log.add(name, incarnation, RolloutStats(sampled_tokens=tokens, sampling=[(now - 0.5, now)]), now)
 
 
+def test_an_idle_rollouter_is_not_waited_for_and_its_time_counts_as_known():
+    log = GenerationLog()
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[]), 1.0)
+    assert not log.covers(1.5, now=2.0, patience_s=3.0)
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[], idle=True), 2.0)
+    assert log.covers(9.0, now=9.0, patience_s=60.0)
+    assert log.take_tokens(5.0, 9.0) == Tokens(sampled=0, reprefill=0)
+    log.add("rollouter/0", 1, RolloutStats(sampled_tokens=100, sampling=[]), 10.0)
+    assert not log.covers(10.5, now=11.0, patience_s=3.0)
+
+
 def test_tokens_and_updates_are_counted_over_restarts_of_a_rollouter():
     log, update = GenerationLog(), UpdateTimes(version=1, stall_s=0.5)
     assert log.take_tokens(0.0, 1.0) is None

@@ -57,6 +57,12 @@ class Count(Request, frozen=True, kw_only=True):
     idempotent = False
 
 
+class Watch(Request, frozen=True, kw_only=True):
+    reply = Done
+    senders = ANYBODY
+    idle = True
+
+
 class Park(Request, frozen=True, kw_only=True):
     reply = Done
     senders = ANYBODY
@@ -98,6 +104,11 @@ class Server:
     @handler
     def count(self, request: Count, caller: Caller) -> Done:
         self.counted += 1
+        return Done()
+
+    @handler
+    async def watch(self, request: Watch, caller: Caller) -> Done:
+        await self.answer.wait()
         return Done()
 
     @handler
@@ -311,6 +322,34 @@ async def test_calls_that_wait_behind_a_long_one_go_on_when_it_has_ended(memory,
         await long
         await asyncio.wait_for(waiting, 20)
         assert server.counted == 23
+
+
+async def test_a_peer_is_reached_once_it_has_answered_and_not_before(memory):
+    async with Net(memory=memory) as net:
+        peer = net.client("server/0")
+        peer.connect()
+        assert not await peer.reached(0.05)
+        net.serve(Server(), "server/0")
+        async with asyncio.timeout(30):
+            while not await peer.reached(1.0):
+                peer.connect()
+        assert peer.ready
+
+
+async def test_a_parked_call_is_asked_after_less_often_than_another(memory, monkeypatch):
+    monkeypatch.setattr(peer_module, "REPEAT_S", 0.02)
+    monkeypatch.setattr(peer_module, "IDLE_REPEATS", 1e6)
+    async with Net(memory=memory) as net:
+        server, tap = Server(), Tap()
+        net.serve(server, "server/0", tap=tap)
+        peer = net.client("server/0")
+        parked = peer.call(Watch(), timeout=60.0)
+        await asyncio.sleep(0.5)
+        assert not tap.taken["ASK"]
+        other = peer.call(Park(), timeout=60.0)
+        await until(lambda: tap.taken["ASK"] > 1)
+        server.answer.set()
+        await asyncio.gather(parked, other)
 
 
 async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(memory, monkeypatch):
