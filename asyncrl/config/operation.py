@@ -121,7 +121,8 @@ class SupervisionConfig(Section):
     """Starting, watching and restarting actors."""
 
     heartbeat_s: Seconds = 1.0
-    """Interval of heartbeats."""
+    """Interval of heartbeats. While nothing changes in an actor, it leaves out up to three in a row, if silence_s,
+    unreachable_s, host_lost_s and watchdog.stall_s are all at least 20 times as long."""
     silence_s: Seconds = 60.0
     """Silence of an actor on a living host after which it counts as frozen: it is killed and started again. A node
     agent that is silent for as long, and 10 s at least, is killed by its guard, with its host's part of the run."""

@@ -193,6 +193,6 @@ def test_what_an_idle_rollouter_costs_and_how_the_start_slows_down_are_figures()
     report_idle(report, slices, 400)
     assert report.figures["idle"]["rollouters"] == {"ms_per_s": 1.0, "low": 0.5, "high": 2.25}
     assert report.figures["idle"]["all"]["ms_per_s"] == 1.25
-    report_start(report, [Mark(0.0, 0.0, 0), Mark(2.0, 3.0, 100), Mark(12.0, 6.0, 400)], 400)
+    report_start(report, [Mark(0.0, 0.0, 0), Mark(2.0, 3.0, 100), Mark(12.0, 6.0, 400)])
     assert report.ratios["start_last_over_first"] == pytest.approx(10 / 3 / 2)
     assert report.met == {"start_last_over_first": False, "start_cpu_last_over_first": True}

@@ -43,11 +43,11 @@ class Mark:
     """How far the start was at a moment."""
 
     at: float
-    """Seconds since the start of the rollouters' processes began."""
-    cpu_s: float
+    """Seconds since the first process was started."""
+    cpu_s: float = 0.0
     """Processor time of all processes so far."""
-    ready: int
-    """Rollouters that were ready."""
+    ready: int = 0
+    """Rollouters that were ready, or all actors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def measure(report: Report, *, rollouters: int, per_process: int, seconds: float
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report_idle(report, costs, rollouters)
-    report_start(report, marks, rollouters)
+    report_start(report, marks)
 
 
 def report_idle(report: Report, slices: Sequence[Mapping[str, float]], rollouters: int) -> None:
@@ -104,10 +104,16 @@ def report_idle(report: Report, slices: Sequence[Mapping[str, float]], rollouter
         )
 
 
-def report_start(report: Report, marks: Sequence[Mark], rollouters: int) -> None:
+def first_and_last(marks: Sequence[Mark]) -> tuple[int, Part, Part]:
+    """Size of a part of the start, what the first one took, and the last."""
+    everybody = marks[-1].ready
+    count = min(PART, max(1, everybody // 4))
+    return count, part_of(marks, 0, count), part_of(marks, everybody - count, everybody)
+
+
+def report_start(report: Report, marks: Sequence[Mark]) -> None:
     """Add the time that the first and the last rollouters took to get ready."""
-    count = min(PART, max(1, rollouters // 4))
-    first, last = part_of(marks, 0, count), part_of(marks, rollouters - count, rollouters)
+    count, first, last = first_and_last(marks)
     report.figures["start"] = {
         "ready_s": round(marks[-1].at, 1),
         "part": count,
@@ -128,7 +134,7 @@ async def _follow(
     target: WatchedRun, processes: Processes, rollouters: int, seconds: float
 ) -> tuple[list[Mark], list[dict[str, float]]]:
     began = time.monotonic()
-    marks = [Mark(0.0, sum(_cpu_s(processes).values()), 0)]
+    marks = [Mark(0.0, sum(_cpu_s(processes).values()))]
     with Viewer(target) as viewer:
         async for news in viewer.snapshots():
             processes.check()

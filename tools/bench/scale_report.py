@@ -13,6 +13,7 @@ from asyncrl.telemetry.metrics import Histograms
 from asyncrl.telemetry.snapshots.rates import Interval
 from asyncrl.telemetry.states import StateLedger
 from tools.bench.report import Report, Target
+from tools.bench.scale_idle import first_and_last
 from tools.bench.scale_watch import Seen, Watched, total
 
 LAG = "loop/lag_s"
@@ -67,6 +68,11 @@ def report_all(report: Report, seen: Watched, recorded: int) -> None:
     figures = report.figures
     figures["start"] = {"ready_s": round(seen.ready_s, 1), "first_step_s": round(seen.first_step_s, 1)}
     report.say(f"all ready after {seen.ready_s:.0f} s, the first step trained after {seen.first_step_s:.0f} s")
+    if seen.marks[-1].ready:
+        count, first_part, last_part = first_and_last(seen.marks)
+        figures["start"] |= {"part": count, "first_s": first_part.seconds, "last_s": last_part.seconds}
+        report.ratio("start_last_over_first", last_part.seconds / first_part.seconds, Target("<=", 1.0))
+        report.say(f"the first {count} took {first_part.seconds:.1f} s, the last {count} {last_part.seconds:.1f} s")
     report_traffic(report, seen.phases[0], recorded)
     if seen.drawing is not None:
         drawing = seen.drawing

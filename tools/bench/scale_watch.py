@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Snapshot
 from asyncrl.top.source.client import Viewer, WatchedRun
+from tools.bench.scale_idle import Mark
 from tools.bench.scale_phases import Phase
 from tools.bench.scale_run import END_S, READY_S, Processes
 from tools.bench.scale_top import Drawing, Top
@@ -48,6 +49,8 @@ class Watched:
     phases: list[Seen] = field(default_factory=list)
     ready_s: float = 0.0
     """Seconds from the start of the first process until everybody was ready."""
+    marks: list[Mark] = field(default_factory=lambda: [Mark(0.0)])
+    """How many actors were ready when, until all were."""
     first_step_s: float = 0.0
     """Seconds from that start until a step was trained."""
     drawing: Drawing | None = None
@@ -82,11 +85,13 @@ class Follower:
             raise ActorFailed("the run", run.reason or f"{run.phase} before everything was measured")
         if not watched.ready_s and run.phase == "running":
             watched.ready_s, self._since = now - self._began, now
+            watched.marks.append(Mark(watched.ready_s, ready=self._actors))
         if not watched.first_step_s and run.step:
             watched.first_step_s = now - self._began
         in_flight = total(snapshot, "rollout/in_flight")
         if not watched.ready_s:
             ready = self._actors - len(run.waiting_for)
+            watched.marks.append(Mark(now - self._began, ready=ready))
             self._wait(now, READY_S, f"{ready} of {self._actors} actors ready", _some(run.waiting_for))
         elif not watched.phases:
             if in_flight >= IN_FLIGHT_SHARE * self._wanted and run.step:
