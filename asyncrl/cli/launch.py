@@ -12,6 +12,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,7 @@ from asyncrl.launcher.terms.signals import heeded
 from asyncrl.text.printable import say
 
 if TYPE_CHECKING:
+    from asyncrl.config import Config
     from asyncrl.launcher.fleet.hostfile import HostLine
     from asyncrl.launcher.fleet.start import StartCommand
     from asyncrl.launcher.terminal.detach import Detached
@@ -37,6 +39,8 @@ A value is read as TOML, and as plain text where it is none or the key holds tex
 
 Before anything starts, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked;
 --dry-run shows placement and what was found, and starts nothing; --dry-run --json shows the resolved configuration.
+--dry-run --generate N loads the engine on this host, samples a response to each of the first N prompts, scores them
+with the reward function and prints them.
 
 Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
 within preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN has it make way from another
@@ -70,6 +74,7 @@ terminal, 143 by SIGTERM or --stop, 140 by SIGUSR2.
 """
 
 
+MOST_GENERATED = 100
 ALLOWED = (("data", "the prompts"), ("seed", "run.seed"), ("batch", "the geometry of a batch"))
 """Inputs of a run that may have changed when it is resumed: the end of the flag, and words for people."""
 
@@ -83,13 +88,17 @@ class _Interrupted(KeyboardInterrupt):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    for stopping in heeded():
-        signal.signal(stopping, _raise_interrupted)
+    _heed_signals()
     try:
         return flushed(PROGRAM, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
     except (_Interrupted, KeyboardInterrupt) as interrupt:
         number = interrupt.number if isinstance(interrupt, _Interrupted) else int(signal.SIGINT)
         return complain(PROGRAM, f"ended by {signal.Signals(number).name}", 128 + number)
+
+
+def _heed_signals() -> None:
+    for stopping in heeded():
+        signal.signal(stopping, _raise_interrupted)
 
 
 def _raise_interrupted(number: int, _frame: FrameType | None) -> None:
@@ -117,6 +126,7 @@ def _main(argv: list[str]) -> int:
     if given.json and (not given.dry_run or given.slurm or speaks_to_living):
         parser.error("--json belongs to --dry-run: it shows the resolved configuration")
     _check_slurm_flags(parser, given)
+    _check_generate(parser, given, speaks_to_living)
     detached: Detached | None = None
     if given.detach:
         from asyncrl.launcher.terminal.detach import Detached, detach
@@ -155,6 +165,12 @@ def _parser() -> Parser:
         "--dry-run", action="store_true", help="show placement, checks and the run folder, start nothing"
     )
     parser.add_argument("--json", action="store_true", help="with --dry-run: show the resolved configuration instead")
+    parser.add_argument(
+        "--generate",
+        metavar="N",
+        type=int,
+        help="with --dry-run: sample responses to the first N prompts, and score them",
+    )
     parser.add_argument("--detach", action="store_true", help="start a run that outlives this terminal")
     parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
@@ -202,7 +218,26 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
         from asyncrl.launcher.fleet.start import SshStart
 
         start = SshStart(config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
-    return run_hosts(config, lines, start, resume=given.resume, dry_run=dry_run, detached=detached, command=command)
+    return run_hosts(
+        config,
+        lines,
+        start,
+        resume=given.resume,
+        dry_run=dry_run,
+        detached=detached,
+        command=command,
+        planned=partial(_generate, given.generate),
+    )
+
+
+def _generate(count: int | None, config: Config) -> None:
+    """Sample responses to the first prompts. Raises ConfigError."""
+    if count is not None:
+        from asyncrl.doctor.generate.printing import print_generated
+
+        # The event loop of the plan has put the handlers back to what Python begins with.
+        _heed_signals()
+        print_generated(config, count)
 
 
 def without_resume(argv: list[str]) -> str:
@@ -242,6 +277,20 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--container belongs to --slurm and --inside-slurm")
     if given.slurm and given.nodes is None:
         parser.error("--slurm: say how many nodes, as in --nodes 2")
+
+
+def _check_generate(parser: Parser, given: argparse.Namespace, speaks_to_living: bool) -> None:
+    """Ends the program on wrong usage of --generate."""
+    if given.generate is None:
+        return
+    if not given.dry_run or given.json or speaks_to_living:
+        parser.error("--generate belongs to --dry-run, without --json")
+    if given.hosts is not None or given.slurm or given.inside_slurm:
+        parser.error("--generate samples on this host; leave out --hosts and --slurm")
+    if given.resume is not None:
+        parser.error("--generate samples from model.path; leave out --resume")
+    if not 1 <= given.generate <= MOST_GENERATED:
+        parser.error(f"--generate takes 1 to {MOST_GENERATED} prompts, got {given.generate}")
 
 
 def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:

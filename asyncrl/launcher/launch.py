@@ -22,7 +22,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -99,13 +99,15 @@ def run_hosts(
     everywhere: bool = False,
     detached: Detached | None = None,
     command: str = "",
+    planned: Callable[[Config], None] = lambda config: None,
 ) -> int:
     """Run on these hosts, or on this one alone, to the end and show it; the exit code. With ``dry_run`` only what would
     run is shown, with "json" its configuration.
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
     that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
-    folder, and that the run runs; ``command`` goes on with it where --resume is added.
+    folder, and that the run runs; ``command`` goes on with it where --resume is added. After a dry run ``planned`` is
+    called with the configuration as it was resolved.
     """
     here = [HostLine(socket.gethostname())]
     launch = Launch(
@@ -113,7 +115,10 @@ def run_hosts(
     )
     # First: nothing is to be checked of a run that lives or is finished.
     launch.look_here(resume, shared=shared, everywhere=everywhere)
-    return asyncio.run(launch.main())
+    code = asyncio.run(launch.main())
+    if dry_run:
+        planned(launch.config)
+    return code
 
 
 @dataclass

@@ -25,7 +25,7 @@ from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.data.columns import column_of
 from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
-from asyncrl.messages.reward import Completion, Score
+from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.process import ask_process
@@ -99,6 +99,10 @@ class RewardTrial:
             fix = "see what its module does when it is imported; each worker of the pool does it, too"
             return warn("reward", told, fix, key=KEY)
         return None
+
+    async def score(self, asked: Score) -> Scores:
+        """Rewards by the function. Raises RewardFailed."""
+        return await self._pool.score(asked)
 
     async def call(self, samples: Sequence[Sample]) -> Finding:
         """Call the function on each sample, until the time is over."""

@@ -88,7 +88,7 @@ def title_of(group: SampleGroup) -> str:
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     parts = [
         " ".join(filter(None, (group.kind, _short(group.name)))),
-        f"step {group.step}",
+        f"step {group.step}" if group.step is not None else "",
         f"version {group.version}" if group.version is not None and group.version >= 0 else "",
         f"prompt {_short(group.uid)}" if group.uid else "",
         f"reward {_rewards(rewards)}" if rewards else "",

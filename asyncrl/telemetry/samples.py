@@ -46,12 +46,13 @@ class SampleGroup(msgspec.Struct, frozen=True):
     """A prompt group as it lies in samples/."""
 
     trajectories: list[SampleTrajectory]
-    kind: SampleKind = TRAINED
+    kind: str = TRAINED
+    """A SampleKind; "generated" for one that a dry run has made, without a step."""
     name: str = ""
     """Name of the evaluation."""
     reason: str = ""
     """Reason why the group was filtered."""
-    step: int = 0
+    step: int | None = None
     version: int | None = msgspec.field(name="weights/version", default=None)
     uid: str = ""
     prompt: str = ""

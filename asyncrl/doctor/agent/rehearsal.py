@@ -47,7 +47,7 @@ from asyncrl.messages.episodes import (
     TurnRewarded,
 )
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Ticket, Trajectory
 from asyncrl.preflight.inputs import check_inputs
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
@@ -162,7 +162,9 @@ class Rehearsal:
         self._speaker = Speaker(thinks=renderer.report.reasoning_parser != "none")
         self._playing: dict[str, Playing] = {}
         self._session: Session | None = None
-        self._failure = ""
+        self.failure = ""
+        """Reason why the attempt gave no trajectory."""
+        self.trajectory: Trajectory | None = None
         self._told: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._hidden: list[str] = []
@@ -170,7 +172,6 @@ class Rehearsal:
         self._printed = ""
         self._moments: dict[str, float] = {}
         self._host_fault = ""
-        self._reward: float | None = None
 
     @asynccontextmanager
     async def hosting(self, sessions: Sessions) -> AsyncIterator[None]:
@@ -216,12 +217,12 @@ class Rehearsal:
         longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
         try:
             async with asyncio.timeout(longest_s):
-                self._reward = (await player.play(ticket, account)).reward
+                self.trajectory = await player.play(ticket, account)
         except TimeoutError:
             state = self._session.stages.state if self._session else "start"
             raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
         except (EpisodeFailed, TrajectoryFailed) as failed:
-            self._failure = str(failed)
+            self.failure = str(failed)
 
     # --- requests of the player to the host ---
 
@@ -313,9 +314,9 @@ class Rehearsal:
             if not any(text in told for told in refused.values()):
                 refused[field] = text
         return Played(
-            failure=self._failure,
+            failure=self.failure,
             outcome=session.stages.outcome,
-            reward=self._reward,
+            reward=self.trajectory.reward if self.trajectory is not None else None,
             turn_rewards=len(conversation.rewards),
             turns=[
                 RehearsedTurn(
