@@ -1,7 +1,7 @@
 """The samples of a run on a screen: one prompt group at a time, as a conversation with its scores.
 
 A thread reads and lays out the groups, so that a large one does not hold up the terminal. The screen looks for newer
-groups every LOOK_S; the group that is read stays where it is. What cannot be read is said on the screen.
+groups every LOOK_S; the group on the screen stays. A folder that cannot be read is named on the screen.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from model_files import write_model
 from safetensors import safe_open
 from tiny_models import make_model, save_model
 
@@ -130,7 +131,11 @@ def assert_staged_as_written(config, model):
 
 async def test_a_model_is_sampled_with_the_weights_in_its_folder(tmp_path):
     model = save_model(tmp_path / "model", make_model(3))
+    (tmp_path / "model" / "tokenizer.json").write_bytes(
+        (write_model(tmp_path / "other") / "tokenizer.json").read_bytes()
+    )
     tables = {"model": {"path": model}, "learner": {"backend": "fsdp2", "device": "cpu"}, "lora": {"rank": 4}}
+    tables["data"] = {"max_prompt_tokens": 100}
     config = sim(**tables, rollout={"engine": "reference", "samples_per_prompt": 2, "max_tokens": 4})
     assert_staged_as_written(config, model)
     answer = await generate(config, 1)

@@ -1,10 +1,10 @@
 """The weights in the model's folder as version 0, in sealed memory as an engine loads them.
 
 Engines read no weights by themselves: the first update of a run brings them. A dry run has no learner, so the tensors
-are copied from the safetensors files as they stand; an engine converts them to its own dtype.
+are copied from the safetensors files without a change. An engine converts them to its own dtype.
 
-Fails with ConfigError where the folder has no safetensors files or a tensor has a dtype that no engine loads, and with
-OSError where a file cannot be read or memory runs out. Nothing is left open then.
+Fails with ConfigError where the folder has no safetensors files or a tensor has a dtype that no engine loads. Fails
+with OSError where a file cannot be read or memory runs out. Nothing is left open then.
 """
 
 from __future__ import annotations

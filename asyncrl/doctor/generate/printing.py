@@ -1,6 +1,6 @@
 """The command behind ``--dry-run --generate N``: a process makes the samples, under a deadline, and they are printed.
 
-Invariant: the process and all that it has started have ended when ``print_generated`` returns.
+Invariant: the process and its descendants have ended when ``print_generated`` returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.text.printable import say
 
 ARGV = (sys.executable, "-m", "asyncrl.doctor.generate.generator")
 SAMPLE_S = 120.0
-"""Time for a response and its score (s), beside the times that the configuration gives to episodes and rewards."""
+"""Time for a response (s); the configuration bounds rewards and episodes."""
 
 
 def print_generated(config: Config, count: int) -> None:

@@ -3,8 +3,8 @@
 Each name becomes a metric of every step, an array of every group and a series in every sink. A function whose names
 follow from the data would grow them without bound.
 
-Invariant: the groups that a learner takes have at most ``outcome.MOST_NAMES`` names in all, besides those that the
-configuration or asyncrl itself reads. The reward of a trajectory stays as it is.
+Invariant: the groups that a learner takes have at most ``outcome.MOST_NAMES`` names in all. Names that the
+configuration or asyncrl itself reads are kept as well. The reward of a trajectory does not change.
 """
 
 from __future__ import annotations
