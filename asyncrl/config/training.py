@@ -309,3 +309,5 @@ class EvalConfig(Section):
     """Sampling temperature; 0 is greedy."""
     max_tokens: Positive | None = None
     """Longest response; by default rollout.max_tokens."""
+    pass_at: Annotated[float, Field(ge=-1e18, le=1e18)] = 1.0
+    """Reward from which a sample passes: the threshold of pass@k."""

@@ -610,7 +610,7 @@ class Learner(Actor):
             self._rounds_changed.clear()
             for round, groups in self._evals.complete():
                 name = round.rpartition("@")[0]
-                step, metrics = self._training.step, eval_metrics(name, groups)
+                step, metrics = self._training.step, eval_metrics(name, groups, self.config.eval[name].pass_at)
                 await self._lines.emit({"kind": "eval", "step": step} | metrics)
                 shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.ticket.index)
                 version = metrics.get("weights/version", self._training.version)

@@ -9,11 +9,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from asyncrl.report.svg import Curve, Panel
 from asyncrl.report.utilisation import KINDS, Span
-from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in, served_versions, versions_in_words
+from asyncrl.telemetry.metrics_line import (
+    Line,
+    component_numbers,
+    eval_names,
+    eval_numbers,
+    is_eval_mean,
+    number_in,
+    pass_at_numbers,
+    served_versions,
+    versions_in_words,
+)
 
 MOST_POINTS = 600
 HALF, THIRD = 540, 360
@@ -80,6 +90,32 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
             name = key.removesuffix("/mean")
             curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
     return _unless_empty(Panel(curves=curves, unit="reward"))
+
+
+def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
+    """pass@k, cut responses, components and lengths of each evaluation, at the steps of ``reward``."""
+    steps = _StepsOfVersions(train)
+    panels = []
+    for name in sorted({name for line in evals for name in eval_names(line)}):
+        rows = sorted(
+            ({"step": steps.of(line), **eval_numbers(line, name)} for line in evals if "step" in line),
+            key=lambda row: row["step"],
+        )
+        ks = sorted({k for row in rows for k in pass_at_numbers(row)})
+        components = sorted({key for row in rows for key in component_numbers(row)})[: len(OTHERS)]
+        shares = [(f"pass_at/{k}", f"pass@{k}") for k in ks] + [("truncated_fraction", "cut by a limit")]
+        for title, unit, curves in (
+            ("pass@k and cut responses", "share", shares),
+            ("components of the reward", "reward", [(f"component/{each}", each) for each in components]),
+            ("lengths", "tokens", [("length_mean", "mean"), ("length_p95", "95th percentile")]),
+        ):
+            drawn = [
+                curve
+                for (key, words), colour in zip(curves, cycle(OTHERS), strict=False)
+                for curve in _curve(rows, key, words, colour)
+            ]
+            panels.append(Panel(curves=drawn, title=f"{name}: {title}", unit=unit, width=THIRD, height=210))
+    return [panel for given in panels for panel in _unless_empty(given)]
 
 
 class _StepsOfVersions:

@@ -70,6 +70,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             "Mean over everything scored since the last step. An evaluation stands at the step that made the newest of "
             "the weights that sampled it.",
         ),
+        *_evaluations(train, evals),
         ("Learning", charts.learning(train), no_lines, "Of each step."),
         ("Staleness", charts.staleness(train), no_lines, "Of trained tokens, in versions of the weights."),
         ("Utilisation", charts.utilisation(spans(snapshots)), no_recording, "Shares of time by state (UTC)."),
@@ -98,6 +99,12 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             f"</main><script>{_beside('report.js')}</script></body></html>\n",
         ]
     )
+
+
+def _evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
+    """A section of evaluations, if there were any."""
+    panels = charts.evaluations(train, evals)
+    return [("Evaluations", panels, "", "A sample passes from a reward of eval.NAME.pass_at on.")] if panels else []
 
 
 def _episodes(train: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:

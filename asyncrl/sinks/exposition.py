@@ -29,6 +29,8 @@ LABELS = {
     "rollout/forks/": "cause",
 }
 """Label by the beginning of a name, the rest of which is its value."""
+EVAL_LABELS = {"component": "component", "pass_at": "k"}
+"""Label of a number of an evaluation that has members, by its name."""
 GAUGES = {
     "version": ("version", "newest weights that it knows of"),
     "heard_s": ("heard_s", "age of its last heartbeat"),
@@ -104,8 +106,11 @@ def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
         if kind == "update":
             found.add(f"update/{name.rpartition('/')[2]}", value, _text(name), replica=str(line.get("replica", "")))
         elif kind == "eval" and name.startswith("eval/"):
-            evaluation, _, figure = name.removeprefix("eval/").rpartition("/")
-            found.add(f"eval/{figure}", value, _text(name), eval=evaluation)
+            evaluation, _, figure = name.removeprefix("eval/").partition("/")
+            figure, _, member = figure.partition("/")
+            # ``eval/*/pass_at`` and the older ``pass_at_k`` have one name each.
+            labels = {EVAL_LABELS.get(figure, "of"): member} if member else {}
+            found.add(f"eval/{figure}", value, _text(name), eval=evaluation, **labels)
         elif kind == "train":
             family, labels = _labelled(name)
             found.add(family, value, _text(name), **labels)

@@ -65,7 +65,8 @@ def find(name: str) -> Metric | None:
         return metric
     group, _, rest = name.partition("/")
     if group == "eval":
-        return _BY_NAME.get(f"eval/*/{rest.rpartition('/')[2]}")
+        figure, _, member = rest.partition("/")[2].partition("/")
+        return _BY_NAME.get(f"eval/*/{figure}/*" if member else f"eval/*/{figure}")
     _declared_in_sources()
     return _BY_NAME.get(name) or next((metric for metric in _FAMILIES if name.startswith(metric.name[:-1])), None)
 

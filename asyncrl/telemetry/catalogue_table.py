@@ -403,12 +403,16 @@ weights/checksum | | of the engine's own copy, under weights.verify = full
 
 [line] eval
 eval/*/mean | | mean reward over samples
-eval/*/pass_at_k | share | of prompts with a sample of reward 1 or more
+eval/*/pass_at_k | share | of prompts with a sample that passes: its reward is eval.NAME.pass_at or more
+eval/*/pass_at/* | share | pass@k for k of 1, 2, 4, ... and all samples of a prompt: the probability that one of k
+    samples passes, by the unbiased estimator of arXiv 2107.03374
+eval/*/component/* | | mean of a component that the reward function names
 eval/*/k | samples | of a prompt
 eval/*/prompts | prompts | in the round
 eval/*/failed | prompts | without rewards; they count in no mean
 eval/*/version_min | version | the oldest that sampled any of it
 eval/*/truncated_fraction | share | of responses that ran out of tokens, turns or time
-eval/*/length_mean | tokens | of responses
+eval/*/length_mean | tokens | sampled, of responses
+eval/*/length_p95 | tokens | likewise, 95th percentile
 """
 METRICS = tuple(read(TABLE))

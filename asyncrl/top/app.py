@@ -94,7 +94,7 @@ class Top(App[int]):
     .wide .pane:focus-within { border: round #7aa2c4; border-title-color: #ffffff; }
     .wide #rollouters { height: 2fr; }
     .wide #episodes { max-height: 33%; }
-    .wide #learner { max-height: 25%; }
+    .wide #learner { max-height: 30%; }
     .wide #staleness { max-height: 21%; }
     .wide .pane.absent { display: none; }
     .wide #pair { height: 10; }

@@ -8,13 +8,23 @@ from typing import Any
 
 from asyncrl.snapshot import OVER, ActorView
 from asyncrl.telemetry.catalogue import EDGES, quantile
-from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in, served_versions
+from asyncrl.telemetry.metrics_line import (
+    Line,
+    component_numbers,
+    eval_names,
+    eval_numbers,
+    is_eval_mean,
+    number_in,
+    pass_at_numbers,
+    served_versions,
+)
 from asyncrl.telemetry.snapshots.rates import Shares, total
 from asyncrl.top.episodes import episodes
 from asyncrl.top.facts import Facts
 from asyncrl.top.figures.bottleneck import Flow, Stage, Verdict, by_kind, find_bottleneck
 from asyncrl.top.figures.document import (
     Document,
+    EvalRow,
     LearningView,
     LedgerView,
     PhaseRow,
@@ -82,6 +92,7 @@ LEARNING = {
     "lr": "learner/lr",
     "reward": "reward/mean",
     "reward_std": "reward/std",
+    "truncated": "rollout/truncated_fraction",
 }
 """Keys of a line of metrics by field of LearningView."""
 
@@ -97,6 +108,7 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
         for key in filter(is_eval_mean, line)
         if (value := number_in(line, key)) is not None
     }
+    eval_rows = {name: eval_row(eval_numbers(line, name)) for line in facts.snapshot.evals for name in eval_names(line)}
     told = [number_in(line, "reward/mean") for line in facts.snapshot.train[-REWARDS:]]
     rewards = [value for value in told if value is not None]
     return RunRow(
@@ -109,8 +121,19 @@ def run_row(facts: Facts, rollouters: Sequence[RollouterRow]) -> RunRow:
         rewards=rewards,
         evals={name: value for name, (value, _) in evals.items()},
         eval_versions={name: versions for name, (_, versions) in evals.items() if versions is not None},
+        eval_rows=eval_rows,
         down=_down(facts),
         disk_free_bytes=run.disk_free_bytes,
+    )
+
+
+def eval_row(numbers: Mapping[str, float]) -> EvalRow:
+    """Row of an evaluation with these numbers."""
+    return EvalRow(
+        pass_at={str(k): value for k, value in pass_at_numbers(numbers).items()},
+        components=component_numbers(numbers),
+        truncated=numbers.get("truncated_fraction"),
+        length_mean=numbers.get("length_mean"),
     )
 
 

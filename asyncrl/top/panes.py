@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
+from asyncrl.telemetry.metrics_line import HIGH_TRUNCATION
 from asyncrl.telemetry.snapshots.rates import total
 from asyncrl.text.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
 from asyncrl.top.drawing.columns import DATE, EVENTS, RANKS, ROLLOUTERS, SHORT, UPDATES, is_amiss, is_there
@@ -100,7 +101,7 @@ def _host_row(host: str, rows: Sequence[RollouterRow]) -> Row:
 def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
     """Phases of a step, figures of the newest one, and a row for each rank."""
     ranks = [row for row in document.ranks if choice.matches(row.name, row.host, row.state)]
-    head = [_step(document), _learning(document, width), _speed(document)]
+    head = [_step(document), _learning(document, width), _speed(document), *_evaluations(document, width)]
     return Pane(head, table_of(RANKS, ranks, glyphs), "learner/0")
 
 
@@ -141,10 +142,27 @@ def _speed(document: Document) -> Line:
     if found.reward is not None:
         spread = f" ± {fixed(found.reward_std, 3)}" if found.reward_std is not None else ""
         parts.append([*said("reward", fixed(found.reward, 3)), (spread, "dim")])
+    if found.truncated is not None:
+        parts.append(said("cut", percent(found.truncated), "bad" if found.truncated >= HIGH_TRUNCATION else ""))
     if found.engine_kl is not None:
         # A step without tokens of equal weights has none.
         parts.append(said("engine KL", fixed(found.engine_kl, 3)))
     return joined(parts)
+
+
+def _evaluations(document: Document, width: int) -> list[Line]:
+    """A line for each evaluation that has more to show than the mean in the header."""
+    lines = []
+    for name, found in sorted(document.run.eval_rows.items()):
+        parts = [said(f"pass@{k}", fixed(value, 3)) for k, value in found.pass_at.items()]
+        if found.length_mean is not None:
+            parts.append(said("length", count(found.length_mean)))
+        if found.truncated is not None:
+            parts.append(said("cut", percent(found.truncated), "bad" if found.truncated >= HIGH_TRUNCATION else ""))
+        parts += [said(component, fixed(value, 3)) for component, value in sorted(found.components.items())]
+        if parts:
+            lines.append(fitting([[(f"eval {name}", "dim")], *parts], width))
+    return lines
 
 
 # --- weights ---

@@ -234,6 +234,22 @@ def of_versions(number, oldest, newest):
     return evaluation(number) | {"weights/version": newest, "eval/gsm/version_min": oldest}
 
 
+def test_an_evaluation_has_curves_of_pass_at_k_components_and_lengths():
+    more = {"eval/gsm/pass_at/1": 0.25, "eval/gsm/pass_at/8": 0.5, "eval/gsm/component/mean": 0.9}
+    more |= {"eval/gsm/truncated_fraction": 0.1, "eval/gsm/length_mean": 30.0}
+    panels = charts.evaluations([step(1), step(2)], [evaluation(number) | more for number in (2, 1)])
+    found = {panel.title: [(curve.name, curve.x, curve.y) for curve in panel.curves] for panel in panels}
+    assert found == {
+        "gsm: pass@k and cut responses": [
+            ("pass@1", [1.0, 2.0], [0.25, 0.25]),
+            ("pass@8", [1.0, 2.0], [0.5, 0.5]),
+            ("cut by a limit", [1.0, 2.0], [0.1, 0.1]),
+        ],
+        "gsm: components of the reward": [("mean", [1.0, 2.0], [0.9, 0.9])],
+        "gsm: lengths": [("mean", [1.0, 2.0], [30.0, 30.0])],
+    }
+
+
 def test_an_evaluation_stands_at_the_step_that_made_what_it_sampled():
     # The learner went back to step 2 and published its weights as 10; from step 4 on two steps make a version.
     train = [step(n, **{"weights/version": version}) for n, version in ((1, 1), (2, 2), (3, 11), (4, 11), (5, 12))]

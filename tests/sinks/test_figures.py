@@ -54,6 +54,14 @@ def test_who_has_left_the_run_is_shown_no_more():
     assert len(families_of(lines, None)["asyncrl_update_stall_s"].values) == 2
 
 
+def test_members_of_an_evaluation_are_labels():
+    numbers = {"eval/gsm/component/a/b": 0.5, "eval/gsm/pass_at/4": 0.75, "eval/gsm/pass_at_k": 0.8}
+    found = families_of([evaluation(1) | numbers], None)
+    assert found["asyncrl_eval_component"].values == {(("component", "a/b"), ("eval", "gsm")): 0.5}
+    assert found["asyncrl_eval_pass_at"].values == {(("eval", "gsm"), ("k", "4")): 0.75}
+    assert found["asyncrl_eval_pass_at_k"].values == {(("eval", "gsm"),): 0.8}
+
+
 def test_stages_of_episodes_are_labels():
     made = snapshot()
     figures = {"rollout/episodes_at/tool search": 3.0, "rollout/episodes_ended/stop": 7.0}

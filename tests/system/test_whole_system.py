@@ -231,10 +231,23 @@ def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(pla
     assert 0 < empty < 12
     uids = trained_uids(system)
     assert len(set(uids)) == len(uids) == 12
-    told = [line for line in system.ended.lines if (line["kind"], line.get("actor")) == (NOTICE, "learner/0")]
+    notices = [line for line in system.ended.lines if (line["kind"], line.get("actor")) == (NOTICE, "learner/0")]
+    truncation = [notice["text"] for notice in notices if notice["key"] == "truncation"]
+    assert truncation and "of the responses of the last 8 groups were cut at rollout.max_tokens = 16" in truncation[0]
+    told = [notice for notice in notices if notice["key"] != "truncation"]
     assert len({notice["key"] for notice in told}) == 1 and told[-1]["count"] == empty
     assert "2 trajectories are masked, 2 because they were cut at rollout.max_tokens = 16" in told[-1]["text"]
     assert 'reward.truncated = "mask"' in told[-1]["text"]
+
+
+def test_the_user_sees_what_the_check_at_start_gives_up(played, monkeypatch):
+    def setup(self, host, port):
+        self.given_up = ["one way is off", "the other, too"]
+
+    monkeypatch.setattr(SimTrainer, "setup", setup)
+    lines = played(learner={"steps": 1}).ended.lines
+    texts = [line["text"] for line in lines if (line["kind"], line.get("actor")) == (NOTICE, "learner/0")]
+    assert texts == ["one way is off", "the other, too"]
 
 
 @pytest.mark.parametrize("every", [0, 20])

@@ -28,8 +28,16 @@ from asyncrl.launcher.terms.spec import (
 )
 from asyncrl.roles import role_of
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
-from asyncrl.telemetry.metrics_line import Line, is_eval_mean, versions_in_words
-from asyncrl.text.numbers import count, duration, fixed
+from asyncrl.telemetry.metrics_line import (
+    HIGH_TRUNCATION,
+    Line,
+    component_numbers,
+    eval_numbers,
+    is_eval_mean,
+    pass_at_numbers,
+    versions_in_words,
+)
+from asyncrl.text.numbers import count, duration, fixed, percent
 from asyncrl.text.printable import printable
 from asyncrl.text.streams import PRINTER
 
@@ -224,6 +232,7 @@ class Progress:
 _STEP_WORDS: dict[str, Callable[[float], str]] = {
     "weights/version": lambda value: f"version {value}",
     "reward/mean": lambda value: f"reward {fixed(value, 3)}",
+    "rollout/truncated_fraction": lambda value: f"cut {percent(value)}",
     "staleness/token_mean": lambda value: f"staleness {fixed(value)}",
     "rollout/tokens_per_s": lambda value: f"{count(value)} tokens/s",
     "time/step_s": duration,
@@ -240,6 +249,8 @@ def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] 
         value = line.get(key)
         if key == "rollout/tokens_per_s" and not value:
             # As in the last step, when there is nothing more to sample: true, and of no use to anybody.
+            continue
+        if key == "rollout/truncated_fraction" and (value or 0.0) < HIGH_TRUNCATION:
             continue
         if isinstance(value, int | float):
             parts.append(words(value))
@@ -286,9 +297,26 @@ def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[s
 
 def describe_eval(line: Line) -> str:
     """An evaluation's line in a few words: the versions that were sampled, which the step of the line does not tell."""
-    means = [f"{key.removesuffix('/mean')} {mean_in_words(line[key])}" for key in sorted(line) if is_eval_mean(key)]
+    parts = []
+    for key in filter(is_eval_mean, sorted(line)):
+        name = key.removesuffix("/mean")
+        parts += [f"{name} {mean_in_words(line[key])}", *_eval_parts(eval_numbers(line, name.removeprefix("eval/")))]
     where = versions_in_words(line) or f"step {line.get('step', '?')}"
-    return "  ".join([where, *(means or ["evaluation without results"])])
+    return "  ".join([where, *(parts or ["evaluation without results"])])
+
+
+def _eval_parts(numbers: Mapping[str, float]) -> list[str]:
+    """Words for the other numbers of an evaluation: the ends of pass@k, length, cut responses, and components."""
+    passed, components = pass_at_numbers(numbers), component_numbers(numbers)
+    parts = [f"pass@{k} {fixed(passed[k], 3)}" for k in dict.fromkeys([*passed][:1] + [*passed][-1:])]
+    if "length_mean" in numbers:
+        parts.append(f"{count(numbers['length_mean'])} tokens")
+    if numbers.get("truncated_fraction"):
+        parts.append(f"cut {percent(numbers['truncated_fraction'])}")
+    parts += [f"{name} {fixed(components[name], 3)}" for name in sorted(components)[:NAMES_SHOWN]]
+    if len(components) > NAMES_SHOWN:
+        parts.append(f"{len(components) - NAMES_SHOWN} more components")
+    return parts
 
 
 def mean_in_words(mean: Any) -> str:

@@ -1,16 +1,18 @@
-"""Evaluation rounds: their groups as they come in, and their figures when a round is complete. Pure.
+"""Evaluation rounds: their groups as they come in, and their metrics when a round is complete. Pure.
 
-A round is labelled with the versions that really sampled it, taken from the spans. A group that failed has no
-rewards and is counted as failed; it is not a reward of 0.
+The spans of a round's tokens give the versions that sampled it. A group that failed has no rewards and counts as
+failed, not as a reward of 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from asyncrl.learner.algorithm.advantage.group_metrics import component_means
 from asyncrl.messages.dataloader import EvalRound
 from asyncrl.messages.groups import Group, Ticket
 from asyncrl.trajectories import is_truncated, sampled_tokens, versions_of
@@ -97,11 +99,27 @@ def round_of(uid: str) -> str:
     return uid.rpartition("-")[0]
 
 
-def eval_metrics(name: str, groups: list[Group]) -> dict[str, Any]:
-    """Figures of one complete round.
+def estimate_pass_at(k: int, samples: int, passed: int) -> float:
+    """Probability that at least one of ``k`` samples of a prompt passes, if ``passed`` of ``samples`` do; k <= samples.
 
-    ``mean`` is the mean reward over samples; ``pass_at_k`` the share of prompts with a sample of reward 1 or more,
-    k being the samples of a prompt.
+    The unbiased estimator 1 - C(n - c, k) / C(n, k): Chen et al., "Evaluating Large Language Models Trained on Code",
+    2021, arXiv 2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def pass_at_ks(samples: int) -> list[int]:
+    """The values of k that are reported: powers of 2 below ``samples``, and ``samples`` itself."""
+    return sorted({1 << power for power in range(samples.bit_length()) if 1 << power < samples} | {samples})
+
+
+def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[str, Any]:
+    """Metrics of one complete round.
+
+    ``mean`` is the mean reward over samples, and ``component/*`` the mean of each component over the samples that have
+    it. A sample passes if its reward is ``pass_at`` or more. ``pass_at/K`` is the mean of estimate_pass_at over the
+    prompts with K scored samples or more. ``pass_at_k`` is the share of prompts with a sample that passes, and ``k``
+    the samples of a prompt. Lengths are in sampled tokens.
     """
     scored = [group for group in groups if group.failure is None]
     trajectories = [trajectory for group in scored for trajectory in group.trajectories]
@@ -114,10 +132,19 @@ def eval_metrics(name: str, groups: list[Group]) -> dict[str, Any]:
     versions = [version for trajectory in trajectories for version in versions_of(trajectory)]
     if versions:
         found |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
-    return found | {
+    counts = [(len(g.trajectories), sum((t.reward or 0) >= pass_at for t in g.trajectories)) for g in scored]
+    most = max(samples for samples, _ in counts)
+    lengths = np.array([sampled_tokens(t) for t in trajectories], dtype=np.float64)
+    found |= {
         f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
-        f"eval/{name}/pass_at_k": float(np.mean([any((t.reward or 0) >= 1 for t in g.trajectories) for g in scored])),
-        f"eval/{name}/k": max(len(group.trajectories) for group in scored),
+        f"eval/{name}/pass_at_k": float(np.mean([passed > 0 for _, passed in counts])),
+        f"eval/{name}/k": most,
         f"eval/{name}/truncated_fraction": float(np.mean([is_truncated(t) for t in trajectories])),
-        f"eval/{name}/length_mean": float(np.mean([sampled_tokens(t) for t in trajectories])),
+        f"eval/{name}/length_mean": float(lengths.mean()),
+        f"eval/{name}/length_p95": float(np.percentile(lengths, 95)),
     }
+    for k in pass_at_ks(most):
+        each = [estimate_pass_at(k, samples, passed) for samples, passed in counts if samples >= k]
+        found[f"eval/{name}/pass_at/{k}"] = float(np.mean(each))
+    means = component_means(trajectories)
+    return found | {f"eval/{name}/component/{component}": value for component, value in means.items()}

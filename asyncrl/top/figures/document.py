@@ -20,6 +20,19 @@ from asyncrl.top.figures.bottleneck import Kind, Stage, Verdict
 SCHEMA = 1
 
 
+class EvalRow(Struct, frozen=True, kw_only=True):
+    """The newest round of an evaluation. A number that its line lacks is None, or absent."""
+
+    pass_at: dict[str, float] = {}
+    """pass@k by k."""
+    components: dict[str, float] = {}
+    """Mean of each component of the reward."""
+    truncated: float | None = None
+    """Share of the responses that a limit cut."""
+    length_mean: float | None = None
+    """Tokens of a response."""
+
+
 class RunRow(Struct, frozen=True, kw_only=True):
     """The run as a whole."""
 
@@ -49,6 +62,8 @@ class RunRow(Struct, frozen=True, kw_only=True):
     """Newest mean reward of each evaluation."""
     eval_versions: dict[str, tuple[int, int]] = {}
     """The oldest and the newest version that sampled each evaluation."""
+    eval_rows: dict[str, EvalRow] = {}
+    """Other numbers of the newest round of each evaluation."""
     reason: str = ""
     exit_code: int = 0
     waiting_for: list[str] = []
@@ -162,6 +177,8 @@ class LearningView(Struct, frozen=True, kw_only=True):
     reward: float | None = None
     """Mean reward of everything scored since the step before."""
     reward_std: float | None = None
+    truncated: float | None = None
+    """Share of the responses scored since the step before that a limit cut."""
 
 
 class PhaseRow(Struct, frozen=True, kw_only=True):

@@ -68,6 +68,15 @@ def test_steps_and_evaluations_in_a_few_words():
     ):
         line = {"kind": "eval", "step": 4, "eval/gsm/mean": 0.25, "eval/gsm/prompts": 8} | versions
         assert describe_eval(line) == said
+    more = {"eval/gsm/pass_at/10": 0.5, "eval/gsm/pass_at/2": 0.3, "eval/gsm/pass_at/1": 0.2, "eval/gsm/pass_at_k": 0.5}
+    more |= {"eval/gsm/length_mean": 34.2, "eval/gsm/truncated_fraction": 0.875, "eval/gsm/component/mean": 0.9}
+    expected = "eval/gsm 0.250  pass@1 0.200  pass@10 0.500  34 tokens  cut 88%  mean 0.900"
+    assert describe_eval(line | more) == f"step 4  {expected}"
+
+
+def test_a_step_line_says_when_many_responses_were_cut():
+    assert "cut" not in describe_step(LINE | {"rollout/truncated_fraction": 0.49}, 10)
+    assert "reward 0.500  cut 88%" in describe_step(LINE | {"rollout/truncated_fraction": 0.875}, 10)
 
 
 def test_plain_lines(show):

@@ -1,5 +1,7 @@
 """The learner's accounts: buffer, reports, evaluations, generation and updates of the engines."""
 
+from itertools import combinations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,13 +10,14 @@ from msgspec.structs import replace
 from test_messages import make_group
 
 from asyncrl.learner.groups.buffer import GroupBuffer
-from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
+from asyncrl.learner.groups.evals import EvalCollector, estimate_pass_at, eval_metrics, pass_at_ks
 from asyncrl.learner.groups.outcomes import OutcomeQueue
 from asyncrl.learner.metrics import generation_log
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
+from asyncrl.telemetry.catalogue import find
 
 
 @given(st.permutations(range(8)))
@@ -78,6 +81,41 @@ def test_eval_figures_label_the_versions_served_and_count_failures_apart():
     assert figures["weights/version"] == 9
     nothing = eval_metrics("held", [failed])
     assert not {"eval/held/mean", "weights/version", "eval/held/version_min"} & nothing.keys()
+
+
+def test_eval_metrics_have_components_pass_at_k_and_lengths():
+    first, second = make_group("held@0-0", samples=4), make_group("held@0-1", samples=4)
+    for group, rewards in ((first, (0.4, 0.6, 0.0, 0.0)), (second, (0.0, 0.1, 0.2, 0.3))):
+        for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+            trajectory.reward, trajectory.components = reward, {"right": reward, "mean": 2 * reward}
+    del second.trajectories[3].components["right"]
+    second.trajectories[3].sequences.append(make_sequence(list(range(40))))
+    metrics = eval_metrics("held", [first, second], pass_at=0.4)
+    # Two of four samples of the first prompt pass: C(2, 2) / C(4, 2) = 1/6 of all pairs have none that does.
+    assert {key: value for key, value in metrics.items() if "/pass_at" in key or "/k" in key} == {
+        "eval/held/pass_at/1": 0.25,
+        "eval/held/pass_at/2": pytest.approx(5 / 12),
+        "eval/held/pass_at/4": 0.5,
+        "eval/held/pass_at_k": 0.5,
+        "eval/held/k": 4,
+    }
+    assert metrics["eval/held/component/right"] == pytest.approx(1.3 / 7)
+    assert metrics["eval/held/component/mean"] == pytest.approx(0.4)
+    assert metrics["eval/held/length_p95"] > metrics["eval/held/length_mean"] == 3.0 + 40 / 8
+    assert eval_metrics("held", [first, second])["eval/held/pass_at_k"] == 0.0
+    assert all((found := find(key)) is not None and found.text for key in metrics)
+
+
+@given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_choices_with_a_sample_that_passes(case):
+    samples, passed, k = case
+    choices = list(combinations(range(samples), k))
+    expected = sum(min(choice) < passed for choice in choices) / len(choices)
+    assert estimate_pass_at(k, samples, passed) == pytest.approx(expected)
+
+
+def test_pass_at_1_and_n_are_among_those_reported():
+    assert [pass_at_ks(n) for n in (1, 2, 8, 10)] == [[1], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8, 10]]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=15), st.integers(0, 40), st.integers(1, 30))

@@ -8,7 +8,7 @@ left out rather than reported as 0.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -44,12 +44,17 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
     }
     if trained:
         found["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
+    means = component_means(t for group in (*trained, *filtered) for t in group.trajectories)
+    return found | {f"reward/component/{name}": value for name, value in means.items()}
+
+
+def component_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """Mean of each reward component, by name in order, over the trajectories that have it."""
     components: dict[str, list[float]] = {}
-    for group in (*trained, *filtered):
-        for trajectory in group.trajectories:
-            for name, value in trajectory.components.items():
-                components.setdefault(name, []).append(value)
-    return found | {f"reward/component/{name}": float(np.mean(values)) for name, values in sorted(components.items())}
+    for trajectory in trajectories:
+        for name, value in trajectory.components.items():
+            components.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(components.items())}
 
 
 def rollout_metrics(trained: Sequence[Group], filtered: Sequence[Group]) -> dict[str, float]:
