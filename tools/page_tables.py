@@ -14,7 +14,7 @@ from asyncrl.config import resuming
 from asyncrl.learner.algorithm import losses
 from asyncrl.learner.algorithm.advantage import advantages
 from asyncrl.reward import arguments
-from tools import message_table
+from tools import message_table, reference_tables
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
@@ -22,6 +22,9 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
     "advantages": ("algorithms.md", partial(advantages.BUILT_IN.document, "`advantage`", "A of a turn", "for")),
     "resume": ("runs.md", resuming.document),
+    "rewards": ("first-run.md", reference_tables.rewards),
+    "token batch": ("algorithms.md", reference_tables.token_batch),
+    "memory": ("learner.md", reference_tables.memory),
     "senders": ("protocol.md", message_table.document),
 }
 

@@ -25,11 +25,11 @@ RewardFunction = Callable[..., float]
 
 
 def exact(*, answer_key: str = "answer", normalize: str = "strip") -> RewardFunction:
-    """1 if the completion is the row's answer, or one of them when that is a list.
+    """1 if the completion is the row's answer, or one of them when that is a list; else 0.
 
-    ``normalize`` names differences that do not count: none; strip: white space at both ends; text: also case, and
-    how much white space is between words; number: how a number is written (1,234.50 is 1234.5), and text
-    for others.
+    ``answer_key`` is the column of the answer. ``normalize`` names differences that do not count: none; strip: white
+    space at both ends; text: also case, and how much white space is between words; number: how a number is written
+    (1,234.50 is 1234.5), and text for others.
     """
     key = _normalizer(normalize)
 
@@ -47,11 +47,11 @@ def regex(
     match: str = "last",
     normalize: str = "strip",
 ) -> RewardFunction:
-    """1 if the text that ``pattern`` captures in the completion is the row's answer; 0 also where it matches nothing.
+    """1 if the text that ``pattern`` captures in the completion is the row's answer; else 0, also without a match.
 
-    The answer is the group named ``answer``, else the first group, else the whole match, of the first or
-    the last match. ``answer_pattern`` captures the answer in the row's column in the same way.
-    ``normalize`` as in exact.
+    The text is the group named ``answer``, else the first group, else the whole match. ``match`` chooses the match:
+    "first" or "last". ``answer_pattern`` captures the answer in the row's column ``answer_key`` in the same way.
+    ``normalize`` is as in exact.
     """
     key = _normalizer(normalize)
     if match not in ("first", "last"):
@@ -73,9 +73,10 @@ def regex(
 
 
 def math_verify(*, answer_key: str = "answer") -> RewardFunction:
-    """1 if the completion's final answer equals the row's as mathematics, by the math-verify library.
+    """1 if the completion's final answer equals the row's as mathematics, by the math-verify library; else 0.
 
-    The library's own timeouts are off: they need SIGALRM, and the pool ends a worker that runs too long.
+    ``answer_key`` is the column of the answer. The library's own timeouts are off: they need SIGALRM, and the pool ends
+    a worker that runs too long.
     """
     from math_verify import parse, verify
 
@@ -101,7 +102,7 @@ def math_verify(*, answer_key: str = "answer") -> RewardFunction:
 def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
     """The score of the reasoning-gym task that made the row, as the library computes it.
 
-    The answer is the text in the last <tag> of the completion, else the whole completion. The row holds ``task``,
+    The answer is the text in the completion's last element ``tag``, else the whole completion. The row holds ``task``,
     ``options`` (of the task) and ``item`` (the library's own entry); with ``index``, ``size`` and ``seed`` the item is
     made again, because some tasks compare tuples, which messages turn into lists.
     """
@@ -141,7 +142,7 @@ def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
 
 
 def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0) -> RewardFunction:
-    """``value`` after ``duration_s``, for simulations; ``spread`` around it by a hash of the texts."""
+    """``value`` after ``duration_s`` seconds, for simulations; it varies by ``spread`` with a hash of the texts."""
     if duration_s < 0:
         raise ValueError(f"duration_s must not be negative, got {duration_s}")
 
@@ -157,7 +158,7 @@ def constant(*, value: float = 1.0, spread: float = 0.0, duration_s: float = 0.0
 
 
 def episode() -> RewardFunction:
-    """No reward beyond the episode's own."""
+    """The reward that the episode itself returns or credits to its turns; an episode without one is an error."""
 
     def reward() -> float:
         raise ValueError(
