@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.chat.prompt import PromptEncoder
 from asyncrl.config import Config
 from asyncrl.dataloader.rows import BadRow, check_row, unpack
 from asyncrl.dataloader.sources import open_source
@@ -35,17 +36,18 @@ def first_prompts(config: Config, tokenizer: Tokenizer, count: int) -> list[Firs
     """At most ``count`` prompts, in the order of the data."""
     data = config.data
     _, rows, prompt_key = open_source(data)
+    encode = PromptEncoder(tokenizer, data, config)
     found: list[FirstPrompt] = []
     for row in islice(rows, LOOKED_AT):
         try:
-            prompt, packed = check_row(row, prompt_key)
-            ids, text = tokenizer.encode_prompt(prompt, data.template, data.system)
+            checked = check_row(row, prompt_key, data.tools_column, continues=data.continue_final_message)
+            ids, text = encode(checked.prompt, checked.tools)
         except ConfigError:
             raise
         except (BadRow, ValueError):
             continue
         if 0 < len(ids) <= data.max_prompt_tokens:
-            found.append(FirstPrompt(np.array(ids, np.int32), text, unpack(packed)))
+            found.append(FirstPrompt(np.array(ids, np.int32), text, unpack(checked.packed)))
         if len(found) == count:
             break
     return found

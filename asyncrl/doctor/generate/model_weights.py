@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.messages.weights import Bucket, Manifest
-from asyncrl.preflight.model import Unreadable, weight_files
+from asyncrl.preflight.weights import Unreadable, weight_files
 from asyncrl.weights.segments import Segment, layout
 from asyncrl.weights.staging import StagedVersion, layout_of
 

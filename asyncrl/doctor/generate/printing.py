@@ -18,7 +18,7 @@ from asyncrl.preflight.process import ask_process
 from asyncrl.telemetry.sample_text import sample_page
 from asyncrl.text.printable import say
 
-ARGV = (sys.executable, "-m", "asyncrl.doctor.generate.generator")
+MODULE = "asyncrl.doctor.generate.generator"
 SAMPLE_S = 120.0
 """Time for a response (s); the configuration bounds rewards and episodes."""
 
@@ -29,7 +29,7 @@ def print_generated(config: Config, count: int) -> None:
     say(f"sampling {count} prompts with the engine {config.rollout.engine}, within {limit_s:g} s", sys.stderr)
     order = msgspec.msgpack.encode(Order(config_to_json(config), count))
     try:
-        data, ended = asyncio.run(ask_process(ARGV, order, limit_s))
+        data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s))
         answer = msgspec.msgpack.decode(data, type=Answer)
     except TimeoutError:
         engine = config.rollout.engine
