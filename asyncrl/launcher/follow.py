@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import PREEMPTED_EXIT_CODE, HostFailed
+from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, HostFailed
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,
@@ -34,7 +34,7 @@ from asyncrl.launcher.agent_handle import (
     watch_silence,
 )
 from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.run_folder.ended import read_ended
+from asyncrl.launcher.run_folder.ended import find_left, read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
@@ -118,8 +118,17 @@ class Follower:
         await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
         if member.ended is None and not member.lost and not self._killing:
             member.ended = await self._unread_end(member)
+        elif member.ended is None and member is self._head and self._killing and self.interrupts.second:
+            # It was killed because it hung, and that is what the user wanted.
+            member.ended = await asyncio.to_thread(self._end_at_once)
         self._take_end(member)
         self._news.set()
+
+    def _end_at_once(self) -> EndedEvent:
+        """The end of a run whose user did not wait for it: as always, a checkpoint decides how it can be resumed."""
+        if find_left(self.config, self.folder).checkpoint is None:
+            return EndedEvent(result="stopped", reason=AT_ONCE, exit_code=STOPPED_EXIT_CODE)
+        return EndedEvent(result="preempted", reason=AT_ONCE, exit_code=PREEMPTED_EXIT_CODE)
 
     async def _unread_end(self, member: AgentHandle) -> EndedEvent | None:
         """The end of an agent whose last event did not arrive, as where this process was stopped meanwhile."""
@@ -164,9 +173,9 @@ class Follower:
                 for other in self.members[1:]:
                     assert other.contact is not None
                     other.contact.hang_up()
-        elif member.ended is None:
+        elif member.ended is None and not (self._killing and self.interrupts.second):
             log = str(self.folder.logs / member.log)
-            why = "it did not end its actors, and was killed" if self._killing else member.exit_words
+            why = "it did not end its actors in time, and was killed" if self._killing else member.exit_words
             self._fail(EndedEvent(result="failed", actor=member.name, reason=why, log=log))
 
     def _fail(self, event: EndedEvent) -> None:
@@ -350,9 +359,8 @@ class Follower:
         """The end with the signal that asked for it."""
         if ended.result not in ("stopped", "preempted") or not self.interrupts.signal:
             return ended
-        cause = cause_of(self.interrupts.signal)
         if ended.reason == AT_ONCE:
-            ended = msgspec.structs.replace(ended, reason=f"{AT_ONCE} by {cause}")
+            ended = msgspec.structs.replace(ended, reason=self.interrupts.describe_end_at_once())
         if ended.result == "stopped":
             ended = msgspec.structs.replace(ended, exit_code=128 + self.interrupts.signal)
         return ended

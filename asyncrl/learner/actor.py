@@ -37,6 +37,7 @@ from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.learner.groups.served_teacher import ServedTeacher, begin_all
 from asyncrl.learner.last_writes import LastWrites
 from asyncrl.learner.loop import Training
+from asyncrl.learner.metrics.grace_watch import GraceWatch
 from asyncrl.learner.metrics.learning_watch import LearningWatch
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
@@ -85,6 +86,7 @@ class Learner(Actor):
         self._components = ComponentNames(self.config)
         self._watch = LearningWatch(self.config)
         self._truncation = TruncationWatch(self.config)
+        self._grace_watch = GraceWatch(self.config)
         self._telling: set[asyncio.Task[None]] = set()
         """Messages under way to the controller, about checkpoints."""
         self._checkpoints_failed = 0
@@ -503,7 +505,7 @@ class Learner(Actor):
     def _tell_line(self, line: dict[str, Any]) -> None:
         self.peer(CONTROLLER).cast(MetricsLine(line=line))
         if line["kind"] == "train":
-            self._notify_all(self._watch.after_step(line))
+            self._notify_all([*self._watch.after_step(line), *self._grace_watch.after_step(line)])
 
     async def _checkpoint(self, *, final: bool = False) -> None:
         """Begin to write a checkpoint, of a version boundary. A ``final`` one waits for one that is being written."""

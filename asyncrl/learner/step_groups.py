@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from asyncrl.config import Config
+from asyncrl.config.grace import LAST_GROUPS_SHARE
 from asyncrl.errors import ActorFailed
 from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
@@ -25,9 +26,6 @@ from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.group_log import NOT_TRAINED, StoryLog
 from asyncrl.telemetry.trace import Track
 from asyncrl.trajectories import oldest_version
-
-LAST_GROUPS_SHARE = 0.3
-"""Share of preempt.grace_s: longest wait for the last groups of the rollouters."""
 
 
 class StepGroups:

@@ -64,6 +64,12 @@ def number_in(line: Line, key: str) -> float | None:
     return float(value)
 
 
+def busy_s(line: Line) -> float | None:
+    """Seconds in which a trained step could not be broken off: to train and to publish; None if they are unknown."""
+    train_s = number_in(line, "time/train_s")
+    return None if train_s is None else train_s + (number_in(line, "time/publish_s") or 0.0)
+
+
 def is_eval_mean(key: str) -> bool:
     """Whether this figure is the mean reward of an evaluation."""
     # A component may be called mean, too.

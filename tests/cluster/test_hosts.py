@@ -186,6 +186,20 @@ def test_an_agent_that_is_killed_ends_the_run_with_its_name(cluster, folder):
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
+@pytest.mark.parametrize("host", ["head", "b"])
+def test_an_agent_that_is_frozen_is_reported_with_its_host_and_ends_the_run(cluster, folder, host):
+    flags = ("--learner.steps", "4000", "--supervision.silence_s", "3", "--supervision.heartbeat_s", "0.5")
+    launch = Launch(cluster, folder, "head\na\nb\n", *flags)
+    launch.wait_to_show("step 2/")
+    os.kill(process(cluster[host], "asyncrl.launcher.node.agent"), signal.SIGSTOP)
+    code, shown = launch.end()
+    name = f"agent/{['head', 'a', 'b'].index(host)} on {host}"
+    assert code == 1
+    assert [line for line in shown if line.startswith(f"{name}: no sign of life for 5 s; ")], shown
+    assert shown[-1].startswith(f"{name}: frozen, without a sign of life for "), shown
+    assert not [host for host in cluster.all_hosts if host.processes()]
+
+
 def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, folder):
     code, shown = Launch(standing, folder, "head\na\nb\n", "--dry-run", "--exclude", "b").end()
     assert code == 0, shown

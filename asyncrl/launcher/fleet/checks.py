@@ -5,15 +5,23 @@ An error ends the launch as a wrong configuration does, with all others at once;
 
 from __future__ import annotations
 
+import asyncio
+import statistics
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.config.grace import too_short
 from asyncrl.config.monitor import SinksConfig
 from asyncrl.launcher.fleet.hosts import SINK_PACKAGES, installed_sinks
 from asyncrl.launcher.run_folder.folders import free_run_folder
 from asyncrl.launcher.run_folder.resume import Resumption
-from asyncrl.preflight.findings import Finding, fail, ok
+from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.preflight.part import Part, check_part
+from asyncrl.telemetry.metrics_line import busy_s, read_metrics
+
+METRICS = "metrics.jsonl"
+LAST_STEPS = 20
 
 
 async def check_head(
@@ -23,6 +31,8 @@ async def check_head(
     run = free_run_folder(config) if resumption is None else resumption.folder.path
     known = resumption.prompts if resumption is not None else None
     found, _ = await check_part(Part(config=config, actors=actors, address=address, run=run, known=known))
+    resumed = resumption.folder.path if resumption is not None else None
+    found += await asyncio.to_thread(check_grace, config, resumed)
     return found + check_sinks(config.sinks, installed_sinks())
 
 
@@ -46,6 +56,18 @@ def summary(findings: Sequence[Finding]) -> list[str]:
     width = max((len(finding.check) for finding in findings), default=0)
     rows = [f"  {each.result:<4}  {each.check:<{width}}  {on(each)}{each.told}" for each in findings]
     return ["", "checks:", *rows]
+
+
+def check_grace(config: Config, resumed: Path | None = None) -> list[Finding]:
+    """Compare preempt.grace_s with the time of a step, where that is known: of a simulated learner, and of the last
+    steps of the run in ``resumed``.
+    """
+    lines = read_metrics(resumed / METRICS, ("train",)) if resumed is not None else []
+    steps_s = [step_s for line in lines[-LAST_STEPS:] if (step_s := busy_s(line)) is not None]
+    if not steps_s and config.learner.backend == "sim":
+        steps_s = [config.learner.sim.step_s]
+    problem, fix = too_short(config, statistics.median(steps_s)) if steps_s else ("", "")
+    return [warn("grace", problem, fix, key="preempt.grace_s")] if problem else []
 
 
 def check_sinks(sinks: SinksConfig, installed: Collection[str], host: str = "") -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Actors that hold up the run: a report is shown with the stacks of the process, which is killed after that."""
+"""Actors that hold up the run: a report is shown, the stacks of the process go to the log, and then it is killed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncrl.launcher.terms.spec import Event, MovingEvent, StacksEvent, StuckEv
 from asyncrl.messages.actors import Stuck
 from asyncrl.telemetry.logging import get_logger, write_text
 
-STACK_LINES = 30
-"""Lines of stacks that the launcher shows."""
+STACK_LINES = 1
+"""Lines of stacks that the launcher shows: the state of the process. The log has the rest."""
 
 
 class StuckActors:

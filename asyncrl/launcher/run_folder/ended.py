@@ -118,22 +118,23 @@ def write_command(folder: RunFolder, command: str) -> None:
 
 
 def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> list[str]:
-    """Lines on a run that ended before its last step: what is left, and how it goes on; none on one that is done.
+    """Lines on a run that ended before its last step: what is left, and how to resume it; none on one that is done.
 
-    The last line tells why it ended.
+    The last line says why it ended.
     """
     if ended.result == "done":
         return []
     rows = [row] if (row := left.describe()) else []
-    goes_on = f"{_command(folder)} --resume {shlex.quote(str(folder.path))} goes on"
-    if ended.exit_code == ConfigError.exit_code:
-        goes_on += " once that is put right"
+    when = ", once that is put right" if ended.exit_code == ConfigError.exit_code else ""
+    resume = f"to resume{when}: {_command(folder)} --resume {shlex.quote(str(folder.path))}"
     if ended.result == "preempted":
-        return [*rows, f"{ended.reason}; {goes_on}"]
+        return [*rows, f"{ended.reason}; {resume}"]
     if left.checkpoint is not None:
-        rows = [f"{row}; {goes_on}" for row in rows]
+        rows = [f"{row}; {resume}" for row in rows]
     if ended.result == "stopped":
-        return [*rows, f"ended before the last step: {ended.reason}"]
+        anew = "; without a checkpoint, the same command begins a new run"
+        anew = anew if left.trained and left.checkpoint is None else ""
+        return [*rows, f"ended before the last step: {ended.reason}{anew}"]
     first, _, rest = ended.reason.partition("\n")
     return [*rows, *rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
 
@@ -142,7 +143,7 @@ def _command(folder: RunFolder) -> str:
     try:
         return os.fsdecode((folder.logs / COMMAND).read_bytes()).strip()
     except OSError:
-        return "the command that began it with"
+        return "the command that began it, with"
 
 
 def _steps(count: int) -> str:

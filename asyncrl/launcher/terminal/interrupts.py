@@ -12,7 +12,7 @@ import signal
 from collections.abc import Awaitable
 
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.signals import heeded
+from asyncrl.launcher.terms.signals import cause_of, heeded
 
 
 class Interrupts:
@@ -21,6 +21,8 @@ class Interrupts:
     def __init__(self) -> None:
         self.signal = 0
         """The first one, or the first after SIGHUP; 0 for none."""
+        self.second = 0
+        """The one that asked for the end at once; 0 for none."""
         self._came = asyncio.Event()
 
     def listen(self) -> None:
@@ -35,7 +37,16 @@ class Interrupts:
         if before in (0, signal.SIGHUP):
             self.signal = number
         if not before or signal.SIGHUP not in (before, number):
+            self.second = self.second or (number if before else 0)
             self._came.set()
+
+    def describe_end_at_once(self) -> str:
+        """Why the run was stopped at once, for the user who asked for it, or did not."""
+        if not self.second:
+            return f"stopped at once, as it did not end in time after {cause_of(self.signal)}"
+        if self.second == self.signal == signal.SIGINT:
+            return "stopped at once at your second Ctrl-C"
+        return f"stopped at once at the second signal, {cause_of(self.second)}"
 
     async def first(self) -> None:
         """Wait for a signal, be it one that has come since the last wait for the next."""

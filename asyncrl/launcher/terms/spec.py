@@ -248,7 +248,7 @@ class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
 
 
 class StacksEvent(Struct, frozen=True, kw_only=True, tag="stacks"):
-    """The stacks of such an actor: the first lines, and the file that holds all of them."""
+    """The stacks of such an actor: the first line, on its process, and the file that holds all of them."""
 
     name: str
     lines: list[str]

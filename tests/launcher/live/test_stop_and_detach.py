@@ -83,5 +83,6 @@ def test_an_agent_that_hangs_is_named_by_stop_and_ended_by_the_second_ctrl_c(stu
     run.wait_to_show("making way")
     run.process.send_signal(signal.SIGINT)
     code, shown = run.end()
-    assert code == 1 and shown[-1].startswith("agent/0: it did not end its actors, and was killed (log: "), shown
+    how = "stopped at once at your second Ctrl-C"
+    assert (code, shown[-1]) == (130, f"ended before the last step: {how}"), shown
     assert read_ended(RunFolder(path=run.run_dir, run_id="")) is None

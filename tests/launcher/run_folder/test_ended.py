@@ -48,17 +48,18 @@ def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
 
 
 @pytest.mark.parametrize("result", ["preempted", "stopped", "failed"])
-def test_it_goes_on_by_the_path_of_the_run(tmp_path, result):
+def test_the_command_that_resumes_a_run_has_the_path_of_its_folder(tmp_path, result):
     folder = RunFolder(path=tmp_path / "my run-2", run_id="")
     left = RunProgress(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)
     ended = EndedEvent(result=result, actor="learner/0" if result == "failed" else "", reason="why", exit_code=1)
     rows = describe_end(folder, ended, left)
-    assert any(f"the command that began it with --resume '{folder.path}' goes on" in row for row in rows)
+    assert any(f"to resume: the command that began it, with --resume '{folder.path}'" in row for row in rows)
     folder.logs.mkdir(parents=True)
     write_command(folder, "asyncrl-launch caf\udce9.toml --detach")
-    goes_on = f"asyncrl-launch caf\udce9.toml --detach --resume '{folder.path}' goes on"
-    assert any(row.endswith(goes_on) for row in describe_end(folder, ended, left))
+    resume = f"to resume: asyncrl-launch caf\udce9.toml --detach --resume '{folder.path}'"
+    assert any(row.endswith(resume) for row in describe_end(folder, ended, left))
     refused = describe_end(folder, msgspec.structs.replace(ended, exit_code=78), left)
-    assert any(row.endswith(f"{goes_on} once that is put right") for row in refused)
+    put_right = resume.replace("to resume:", "to resume, once that is put right:")
+    assert any(row.endswith(put_right) for row in refused)
     assert any("lost: 2 steps trained since" in row for row in rows)
     assert "why" in rows[-1]

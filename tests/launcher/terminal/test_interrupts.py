@@ -55,6 +55,23 @@ def test_a_second_signal_hurries_unless_a_terminal_closes(numbers, named, hurrie
     assert run_virtual(main()) == (named, hurries)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([SIGINT, SIGINT], "stopped at once at your second Ctrl-C"),
+        ([SIGUSR2, SIGTERM], "stopped at once at the second signal, SIGTERM"),
+        ([SIGINT, SIGTERM, SIGINT], "stopped at once at the second signal, SIGTERM"),
+        ([SIGHUP, SIGTERM], "stopped at once, as it did not end in time after SIGTERM"),
+        ([SIGINT], "stopped at once, as it did not end in time after Ctrl-C"),
+    ],
+)
+def test_an_end_at_once_is_described_as_what_the_user_did(numbers, words):
+    interrupts = Interrupts()
+    for number in numbers:
+        interrupts.note(number)
+    assert interrupts.describe_end_at_once() == words
+
+
 def test_what_nohup_protects_from_is_not_taken_and_causes_are_named_as_users_know_them():
     # A shell without job control has what it starts in the background ignore Ctrl-C.
     for number in (SIGHUP, SIGINT):

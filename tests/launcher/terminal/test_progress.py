@@ -191,14 +191,11 @@ def test_a_host_that_is_lost_or_back_is_told_once(states, told):
 
 STUCK = [
     StuckEvent(name="reward/0", report="nothing has moved for 301 s, because of reward/0"),
-    StacksEvent(name="reward/0", lines=["Thread 1", "  in score"], more=70, log="/logs/agent-0.log"),
+    StacksEvent(name="reward/0", lines=["process 12: S (sleeping)"], more=70, log="/logs/agent-0.log"),
     MovingEvent(),
 ]
 TOLD = """watchdog: nothing has moved for 301 s, because of reward/0
-stacks of reward/0:
-  Thread 1
-    in score
-  ... 70 more lines in /logs/agent-0.log
+reward/0: process 12: S (sleeping) (70 lines of stacks in /logs/agent-0.log)
 watchdog: the run moves again
 """
 

@@ -1,0 +1,40 @@
+"""One notice if a measured step is longer than preempt.grace_s allows. Pure.
+
+The median of STEPS steps counts, so that a slow first step, which compiles, says nothing. Without a line's times
+nothing is said.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.config.grace import too_short
+from asyncrl.messages.actors import Notice
+from asyncrl.telemetry.metrics_line import busy_s
+
+STEPS = 3
+
+
+class GraceWatch:
+    """The watch of one run."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._steps_s: deque[float] = deque(maxlen=STEPS)
+        self._said = False
+
+    def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
+        """Notices after a trained step with this line of metrics."""
+        step_s = busy_s(line)
+        if step_s is None or self._said:
+            return []
+        self._steps_s.append(step_s)
+        if len(self._steps_s) < STEPS:
+            return []
+        problem, fix = too_short(self._config, statistics.median(self._steps_s))
+        self._said = bool(problem)
+        return [Notice(key="grace", text=f"{problem}. To do: {fix}")] if problem else []
