@@ -6,8 +6,8 @@ figures are processor time (user and system), which other load on the machine ch
 - of a rollouter: the time of the processes of all rollouters, divided by their number;
 - of the control plane: the time of each of its actors, divided by the number of rollouters.
 
-The start is compared within the run: the time until the last part of the rollouters is up, and what all processes
-took meanwhile, over those of the first part. A part is PART rollouters, or a quarter where there are fewer.
+The start is compared within the run: the time that the last part of the rollouters takes to get ready over that of the
+first part, and the same for the processor time of all processes. A part is PART rollouters, or a quarter of fewer.
 
 Fails with ActorFailed when an actor ends, or the rollouters are not all ready within READY_S.
 """
@@ -52,7 +52,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a part of the start took."""
+    """The time that a part of the start took."""
 
     seconds: float
     cpu_s: float
