@@ -107,7 +107,7 @@ def test_conversations_have_roles_and_calls_and_what_they_share_is_shown_once():
     two = [SampleTrajectory(messages=each, reward=1.0, finish_reason="stop", turns=2) for each in (WEATHER, other)]
     lines = shown(*two, reason="all rewards are equal", kind="filtered")
     assert lines == [
-        "filtered  step 0  reward 1  all rewards are equal",
+        "filtered  reward 1  all rewards are equal",
         "system",
         "  Be brief.",
         "user",

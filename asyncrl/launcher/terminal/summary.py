@@ -54,6 +54,7 @@ def summarise(
     if restarts:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in sorted(restarts.items()))))
     rows.append(("run folder", str(run_dir)))
+    top = f"asyncrl-top {shlex.quote(str(run_dir))}"
     for label, place in (
         ("metrics", run_dir / "metrics.jsonl"),
         ("samples", run_dir / "samples"),
@@ -63,8 +64,7 @@ def summarise(
         ("logs", log_dir),
     ):
         if place is not None and place.exists() and not (label == "samples" and not any(place.iterdir())):
-            rows.append((label, str(place)))
-    top = f"asyncrl-top {shlex.quote(str(run_dir))}"
+            rows.append((label, f"{place}; {top} --samples prints the newest" if label == "samples" else str(place)))
     if (quarantine := run_dir / "quarantine.jsonl").exists():
         rows.append(("quarantine", f"{quarantine}; {top} --explain UID tells what became of one of its groups"))
     if (run_dir / "monitor").exists():
