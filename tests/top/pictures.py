@@ -15,6 +15,10 @@ RANK = {"training": 0.8, "waiting": 0.15, "publishing": 0.05}
 
 
 SERVED = {"weights/version": 3, "eval/heldout/version_min": 2}
+HELD_OUT = {
+    **{"eval/heldout/pass_at/1": 0.25, "eval/heldout/pass_at/4": 0.5, "eval/heldout/component/form": 0.9},
+    **{"eval/heldout/length_mean": 34.0, "eval/heldout/truncated_fraction": 0.625},
+}
 
 
 @dataclass
@@ -118,7 +122,7 @@ class Run:
                 }
                 for n in range(32 if step else 0)
             ],
-            evals=[{"kind": "eval", "step": 3, "eval/heldout/mean": 0.25} | SERVED],
+            evals=[{"kind": "eval", "step": 3, "eval/heldout/mean": 0.25} | SERVED | HELD_OUT],
             events=self.events
             or [
                 Event(number=1, wall=WALL, level="info", actor="controller/0", text="the run has begun"),
@@ -277,6 +281,7 @@ class Run:
             "policy/behaviour_kl": 0.00042,
             "learner/lr": 1e-6,
             "reward/std": 0.25,
+            "rollout/truncated_fraction": 0.625,
             "reward/mean": 0.2 + 0.6 * step / self.steps + 0.03 * (step * 7 % 5),
             "time/step_s": self.step_s,
             "time/train_s": 0.7 * self.step_s,
