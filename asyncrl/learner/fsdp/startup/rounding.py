@@ -9,7 +9,7 @@ the bound.
 
 The bound of a position is MARGIN times the largest of three numbers: its own measured difference, the root mean square
 of all positions, and one unit in the last place of the log-prob. Differences between ways of scoring were at most 3
-times that (SmolLM2-135M-Instruct, float32, CPU with AVX-512 and with AVX2, eight seeds). No GPU was measured.
+times that for SmolLM2-135M-Instruct in float32 on a CPU (five seeds with AVX2, four with AVX-512). No GPU was measured.
 
 A score that is not finite has no bound, and nothing agrees with it.
 """
