@@ -72,7 +72,7 @@ def test_whoever_freezes_is_named_with_the_chain_killed_and_started_again(launch
         told = run.output[shown:]
         assert f"because of {name}: learner/0 " in told, told
         assert f"{name} has not been heard of for " in told, told
-        assert f"stacks of {name}:\n  process {pid}: T (stopped)" in told, told
+        assert f"stacks of {name}: process {pid}: T (stopped)" in told, told
         shows(run, f"{name} died (killed by SIGKILL: it held up the run for ", shown)
         goes_on(run)
     assert "stacks of" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
@@ -107,12 +107,12 @@ def test_whoever_is_silent_is_named_before_it_is_killed_the_controller_too(launc
     shows(run, "rollouter/1 died (killed by SIGKILL: it did not beat for ")
     told = run.output
     assert "watchdog: rollouter/1 has not been heard of for " in told
-    assert f"stacks of rollouter/1:\n  process {pid}: T (stopped)" in told
+    assert f"stacks of rollouter/1: process {pid}: T (stopped)" in told
     goes_on(run)
     pid = freeze(run, "controller/0")
     shows(run, "controller/0 died (killed by SIGKILL: it did not answer for ")
     assert "watchdog: controller/0 holds up the run: it did not answer for " in run.output
-    assert f"stacks of controller/0:\n  process {pid}: T (stopped)" in run.output
+    assert f"stacks of controller/0: process {pid}: T (stopped)" in run.output
     goes_on(run)
     assert run.stop() == 75
 

@@ -117,8 +117,8 @@ class Progress:
             case StuckEvent(report=report):
                 self.warn([f"watchdog: {report}"])
             case StacksEvent(name=name, lines=lines, more=more, log=log):
-                rest = f"{more} lines of stacks in {log}" if more else f"log: {log}"
-                self.warn([f"{name}: {' '.join(lines)} ({rest})"])
+                rest = f"{more} more lines in {log}" if more else f"log: {log}"
+                self.warn([f"stacks of {name}: {' '.join(lines)} ({rest})"])
             case NoticeEvent():
                 if line := self.notices.take(event, self._now_s()):
                     self.warn([line])

@@ -195,7 +195,7 @@ STUCK = [
     MovingEvent(),
 ]
 TOLD = """watchdog: nothing has moved for 301 s, because of reward/0
-reward/0: process 12: S (sleeping) (70 lines of stacks in /logs/agent-0.log)
+stacks of reward/0: process 12: S (sleeping) (70 more lines in /logs/agent-0.log)
 watchdog: the run moves again
 """
 
