@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds, Section
+
+LAST_GROUPS_SHARE = 0.3
+"""Share of preempt.grace_s: longest wait for the last groups of the rollouters."""
 
 
 class CheckpointConfig(Section):
@@ -37,10 +41,26 @@ class ResumeConfig(Section):
 
 
 class PreemptConfig(Section):
-    """Making way when somebody asks for the end: Ctrl-C, a closed terminal, SIGTERM, SIGUSR2, --stop."""
+    """The end of a run that is preempted: by Ctrl-C, a closed terminal, SIGTERM, SIGUSR2 or --stop."""
 
     grace_s: Seconds = 60.0
     """Time until the checkpoint must be complete; past it the last one counts."""
+
+    def too_short(self, step_s: float) -> tuple[str, str]:
+        """The problem with grace_s if a step takes ``step_s`` (s, publication included), and what to do.
+
+        Both are empty if there is no problem. A preempted run finishes the step that it has begun, waits for the last
+        groups for LAST_GROUPS_SHARE of the time at most, and writes a checkpoint.
+        """
+        left_s = (1.0 - LAST_GROUPS_SHARE) * self.grace_s
+        if step_s <= left_s:
+            return "", ""
+        least = math.ceil(step_s / (1.0 - LAST_GROUPS_SHARE)) + 1
+        problem = (
+            f"a step takes {step_s:.3g} s, and preempt.grace_s = {self.grace_s:g} leaves {left_s:.3g} s for it: a run "
+            "that is asked to end may not reach a checkpoint"
+        )
+        return problem, f"set preempt.grace_s to {least} or more"
 
 
 ActorState = Literal[

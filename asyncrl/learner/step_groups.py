@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from asyncrl.config import Config
-from asyncrl.config.grace import LAST_GROUPS_SHARE
+from asyncrl.config.operation import LAST_GROUPS_SHARE
 from asyncrl.errors import ActorFailed
 from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.groups.dataloader_link import DataloaderLink

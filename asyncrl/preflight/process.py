@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.disk import in_bytes
 from asyncrl.runtime.lifecycle.supervision import describe_exit
@@ -19,12 +19,14 @@ LAST_WORDS_BYTES = 1 << 16
 """Bytes at the end of what it writes to standard error in which its last line is looked for."""
 
 
-async def ask_process(module: str, arguments: Sequence[str], order: bytes, limit_s: float) -> tuple[bytes, str]:
-    """Its answer to ``order``, and how it ended, with its last words. It ends here, with all that it has started.
+async def ask_process(
+    module: str, arguments: Sequence[str], order: bytes, limit_s: float, *, env: Mapping[str, str] | None = None
+) -> tuple[bytes, str]:
+    """Run ``python -m MODULE ARGUMENTS...`` below a warden (runtime/workers/warden.py), with ``order`` as its input.
 
-    It runs ``python -m MODULE ARGUMENTS...`` below a warden (runtime/workers/warden.py).
-
-    An answer of more than LONGEST_ANSWER_BYTES is none: it is empty. Raises TimeoutError.
+    Returns its output, and how it ended with the last line of its standard error. The process and its descendants have
+    ended then. ``env`` is added to the environment. Output of more than LONGEST_ANSWER_BYTES counts as empty. Raises
+    TimeoutError.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
         # A file cannot fill up as a pipe does where the process does not read its order.
@@ -36,6 +38,7 @@ async def ask_process(module: str, arguments: Sequence[str], order: bytes, limit
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             process_group=0,
+            env={**os.environ, **(env or {})},
         )
         try:
             assert process.stdout is not None

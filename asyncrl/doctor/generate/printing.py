@@ -1,12 +1,14 @@
 """The command behind ``--dry-run --generate N``: a process makes the samples, under a deadline, and they are printed.
 
-Invariant: the process and its descendants have ended when ``print_generated`` returns.
+Invariant: the process and its descendants have ended when ``print_generated`` returns, and their temporary files are
+gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 
 import msgspec
 
@@ -29,7 +31,9 @@ def print_generated(config: Config, count: int) -> None:
     say(f"sampling {count} prompts with the engine {config.rollout.engine}, within {limit_s:g} s", sys.stderr)
     order = msgspec.msgpack.encode(Order(config_to_json(config), count))
     try:
-        data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s))
+        # A process that is killed leaves its temporary files.
+        with tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True) as folder:
+            data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s, env={"TMPDIR": folder}))
         answer = msgspec.msgpack.decode(data, type=Answer)
     except TimeoutError:
         engine = config.rollout.engine

@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.config.grace import too_short
 from asyncrl.config.monitor import SinksConfig
 from asyncrl.launcher.fleet.hosts import SINK_PACKAGES, installed_sinks
 from asyncrl.launcher.run_folder.folders import free_run_folder
@@ -66,7 +65,7 @@ def check_grace(config: Config, resumed: Path | None = None) -> list[Finding]:
     steps_s = [step_s for line in lines[-LAST_STEPS:] if (step_s := busy_s(line)) is not None]
     if not steps_s and config.learner.backend == "sim":
         steps_s = [config.learner.sim.step_s]
-    problem, fix = too_short(config, statistics.median(steps_s)) if steps_s else ("", "")
+    problem, fix = config.preempt.too_short(statistics.median(steps_s)) if steps_s else ("", "")
     return [warn("grace", problem, fix, key="preempt.grace_s")] if problem else []
 
 

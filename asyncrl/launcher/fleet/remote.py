@@ -30,7 +30,6 @@ from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
 from asyncrl.launcher.run_folder.begun import CONFIG, PART
-from asyncrl.launcher.run_folder.ended import read_end_of
 from asyncrl.launcher.run_folder.private import RUN_ID, hold_private, is_living, remove_abandoned, remove_part
 from asyncrl.launcher.terms.spec import (
     EndOrder,
@@ -171,6 +170,9 @@ def end(order: EndOrder) -> HostEnded:
         time.sleep(LOOK_S)
     ended = None
     with contextlib.suppress(OSError):
+        # Here, since it imports the configuration, and a host answers before it needs that.
+        from asyncrl.launcher.run_folder.ended import read_end_of
+
         ended = read_end_of(run_dir, Path(order.log_dir).name)
     for path in remove_abandoned(run_dir.parent):
         sys.stderr.write(f"removed {path}\n")

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.config.grace import too_short
 from asyncrl.messages.actors import Notice
 from asyncrl.telemetry.metrics_line import busy_s
 
@@ -35,6 +34,6 @@ class GraceWatch:
         self._steps_s.append(step_s)
         if len(self._steps_s) < STEPS:
             return []
-        problem, fix = too_short(self._config, statistics.median(self._steps_s))
+        problem, fix = self._config.preempt.too_short(statistics.median(self._steps_s))
         self._said = bool(problem)
         return [Notice(key="grace", text=f"{problem}. To do: {fix}")] if problem else []

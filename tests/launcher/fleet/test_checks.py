@@ -35,7 +35,16 @@ def problems(tmp_path, **tables):
 def test_nothing_is_wrong_and_nothing_is_left(tmp_path):
     found = findings(tmp_path, model={"path": str(write_model(tmp_path / "model"))})
     assert errors_of(found) == [] and not (tmp_path / "runs").exists()
-    assert [each.check for each in found] == ["model", "tokenizer", "data", "reward", "ports", "run_dir", "descriptors"]
+    assert [each.check for each in found] == [
+        "model",
+        "tokenizer",
+        "data",
+        "prompt",
+        "reward",
+        "ports",
+        "run_dir",
+        "descriptors",
+    ]
 
 
 def test_everything_is_reported_at_once(tmp_path):

@@ -128,7 +128,7 @@ def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves
     assert cut.result == missing.result == "fail" and cut.key == missing.key == "model.path"
     assert f"{tmp_path}/m: model.safetensors is cut off" in cut.detail
     assert missing.detail == "/nowhere/m is not a folder here"
-    assert said[4] == {"type": "gone", "living": False, "killed": False}
+    assert said[4] == {"type": "gone", "living": False, "killed": False, "ended": None}
     assert (said[5], code) == ({"type": "prepared", "shared": False}, 1)
     assert not list((tmp_path / "runs").iterdir())
     said, code = ask(spec(tmp_path, version="9.9"))

@@ -96,7 +96,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(watche
     )
     how = f"preempted by asyncrl-launch --stop with a checkpoint of version {left.version}"
     began = f"asyncrl-launch {run.folder}/sim.toml --detach --learner.steps 4000"
-    assert last == f"{how}; {began} --resume {run.run_dir} goes on"
+    assert last == f"{how}; to resume: {began} --resume {run.run_dir}"
     written = log.read_text().splitlines()
     assert (written[0], written[-2:]) == (f"run folder: {run.run_dir}", [kept, last])
     again = stop(run.run_dir)

@@ -5,7 +5,6 @@ import json
 import pytest
 from run_settings import simulated_run
 
-from asyncrl.config.grace import too_short
 from asyncrl.launcher.fleet.checks import check_grace, warnings_of
 from asyncrl.learner.metrics.grace_watch import STEPS, GraceWatch
 
@@ -23,13 +22,13 @@ def line(step, train_s, publish_s=0.0):
 
 @pytest.mark.parametrize(("step_s", "is_short"), [(0.0, False), (21.0, False), (21.1, True), (40.0, True)])
 def test_the_wait_for_the_last_groups_takes_its_share(step_s, is_short):
-    assert (too_short(CONFIG, step_s) != ("", "")) == is_short
+    assert (CONFIG.preempt.too_short(step_s) != ("", "")) == is_short
 
 
 def test_the_advice_is_enough():
     config = simulated_run(preempt={"grace_s": 59.0})
-    assert too_short(CONFIG, 40.0) == (SAID, FIX)
-    assert too_short(config, 40.0) == ("", "")
+    assert CONFIG.preempt.too_short(40.0) == (SAID, FIX)
+    assert config.preempt.too_short(40.0) == ("", "")
 
 
 @pytest.mark.parametrize(
