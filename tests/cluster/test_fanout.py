@@ -78,8 +78,9 @@ def test_nothing_is_left_of_the_benchmark_however_it_is_ended(number: signal.Sig
         stderr=subprocess.DEVNULL,
     )
     try:
-        # Itself, a holder for each host and for the switch, a process on each host, and the one that made these.
-        wait_until(lambda: len(marked(mark)) == 1 + 5 + 4 + 1, "the hosts", WAIT_S)
+        # The bench below its first process and its warden, a holder for each host and for the switch, a process on
+        # each host, and the one that made these.
+        wait_until(lambda: len(marked(mark)) == 3 + 5 + 4 + 1, "the hosts", WAIT_S)
         bench.send_signal(number)
         bench.wait(WAIT_S)
         wait_until(lambda: not marked(mark), "all processes to be gone", WAIT_S)
