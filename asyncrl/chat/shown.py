@@ -47,20 +47,23 @@ class ShownCheck:
     """The check of one template.
 
     ``render`` gives the text of a conversation; ``writes_calls`` and ``shows_reasoning`` say whether it can show them
-    at all.
+    at all. ``by_answer``: each answer is trained behind the messages before it, as in a supervised conversation, so a
+    part counts as shown if the model reads it there. Some templates show the system message only before the last user.
     """
 
-    def __init__(self, render: Render, *, writes_calls: bool, shows_reasoning: bool) -> None:
+    def __init__(self, render: Render, *, writes_calls: bool, shows_reasoning: bool, by_answer: bool = False) -> None:
         self._render, self._writes_calls, self._shows_reasoning = render, writes_calls, shows_reasoning
+        self._by_answer = by_answer
         self._known: dict[Any, Missing | None] = {}
 
     @classmethod
-    def of(cls, template: ChatTemplate, chat: ChatConfig) -> ShownCheck:
+    def of(cls, template: ChatTemplate, chat: ChatConfig, *, by_answer: bool = False) -> ShownCheck:
         """The check of a model's template; calls in the content count where the run's parser reads them there."""
         return cls(
             lambda messages, tools: template.text(messages, tools, generate=messages[-1]["role"] != "assistant"),
             writes_calls=template.writes_calls or chat.tool_parser == "json",
             shows_reasoning=template.shows_reasoning,
+            by_answer=by_answer,
         )
 
     def require(
@@ -92,7 +95,7 @@ class ShownCheck:
             if message.get("tool_calls") and not self._writes_calls:
                 return place, ".tool_calls", CALLS_LEFT_OUT
         try:
-            text = self._render(marked.messages, marked.tools)
+            text = self._text(marked.messages, marked.tools)
         except ChatRefused:
             # The template refuses these words or the conversation itself; its own render says so.
             return None
@@ -104,6 +107,12 @@ class ShownCheck:
             field = "tools" if place < 0 else part.partition("[")[0].removeprefix(".")
             return place, part, LEFT_OUT.format(CHANGES[field])
         return None
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The conversation, after the context of each answer if each is trained behind its own."""
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place]
+        ends = [*(answers if self._by_answer else ()), len(messages)]
+        return "\n".join(self._render(messages[:end], tools) for end in ends)
 
 
 def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:

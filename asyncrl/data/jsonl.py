@@ -60,7 +60,7 @@ def _open(path: str) -> BufferedIOBase:
     with open(path, "rb") as file:
         first = file.read(4)
     if first == PARQUET_MAGIC:
-        fix = 'leave data.source out, or set it to "parquet"'
+        fix = 'for data.path set data.source = "parquet"; sft.data takes JSON alone, so convert the file'
         raise DataError("is a Parquet file, and is read as JSON", path=path, fix=fix)
     return gzip.open(path, "rb") if first.startswith(GZIP_MAGIC) else open(path, "rb")
 

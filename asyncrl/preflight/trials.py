@@ -164,7 +164,9 @@ def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_o
         told = (
             f"{function} runs longer than {reward.timeout_s:g} s (reward.timeout_s) on {timed_out} of {calls} samples"
         )
-        then = f"such a response gets the reward {reward.on_timeout:g} (reward.on_timeout)"
+        then = "such a response counts as failed"
+        if isinstance(reward.on_timeout, float):
+            then = f"such a response gets the reward {reward.on_timeout:g} (reward.on_timeout)"
         return warn("reward", f"{told}; {then}", "make it faster, or raise reward.timeout_s", key=KEY)
     if not rewards:
         return ok("reward", f"{function} can be called", key=KEY)

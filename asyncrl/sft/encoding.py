@@ -120,11 +120,12 @@ class Encoder:
 def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> ShownCheck:
     """The check that the model reads all of a row, through the renderer that lays it out."""
     if config.chat.renderer == "template":
-        return ShownCheck.of(ChatTemplate(tokenizer, tokenizer.eos_ids), config.chat)
+        return ShownCheck.of(ChatTemplate(tokenizer, tokenizer.eos_ids), config.chat, by_answer=True)
     return ShownCheck(
         lambda messages, tools: tokenizer.decode(renderer.render(messages, tools, {}), keep_special=True),
         writes_calls=True,
         shows_reasoning=True,
+        by_answer=True,
     )
 
 

@@ -281,7 +281,7 @@ def test_the_kind_of_source_follows_from_the_file(tmp_path: Path) -> None:
         assert prompts(load(path=str(tmp_path / name))) == ["one"]
     folder = save_to_disk(tmp_path / "saved", [{"prompt": "of hf"}])
     assert prompts(load(path=folder)) == ["of hf"]
-    fails("is a Parquet file, and is read as JSON. To do: leave data.source out", source="jsonl", path=table)
+    fails("is a Parquet file, and is read as JSON. To do: for data.path set", source="jsonl", path=table)
     fails(r"holds files of several kinds \(.*a.json.* and .*a.parquet\)", path=str(tmp_path / "a.*"))
 
 

@@ -136,7 +136,11 @@ async def test_a_model_is_sampled_with_the_weights_in_its_folder(tmp_path):
     (tmp_path / "model" / "tokenizer.json").write_bytes(
         (write_model(tmp_path / "other") / "tokenizer.json").read_bytes()
     )
-    tables = {"model": {"path": model}, "learner": {"backend": "fsdp2", "device": "cpu"}, "lora": {"rank": 4}}
+    tables = {
+        "model": {"path": model},
+        "learner": {"backend": "fsdp2", "device": "cpu"},
+        "lora": {"rank": 4, "alpha": 9},
+    }
     tables["data"] = {"max_prompt_tokens": 100}
     config = sim(**tables, rollout={"engine": "reference", "samples_per_prompt": 2, "max_tokens": 4})
     assert_staged_as_written(config, model)

@@ -132,6 +132,8 @@ def test_a_reward_function_is_called_on_samples(tmp_path, function, settings, re
         ({"data": Trial([], ["bad", "bad"])}, False, "fail"),
         ({"data": Trial([], ["late"])}, True, "fail"),
         ({"data": Trial([1.0], ["late"])}, True, "warn"),
+        # The time for all calls ended before the error of the last one came.
+        ({"data": Trial([1.0], [])}, True, "warn"),
         # A set of its own, whose rows it cannot judge.
         ({"data": Trial([1.0], []), "eval.held.data": Trial([], ["bad"])}, False, "fail"),
     ],

@@ -85,6 +85,20 @@ def test_prompt_and_completion_go_by_the_template_of_the_data(family):
     assert "Or not." in own and "Be brief." not in own
 
 
+def test_a_system_message_that_stands_before_the_last_user_alone_is_shown(tmp_path):
+    # As in the templates of Mistral: it is in the context of an answer, and not in the whole conversation.
+    template = (
+        "{%- set system = messages[0].content if messages[0].role == 'system' else '' -%}"
+        "{%- for m in messages %}{% if m.role == 'user' %}[INST]{{ system + '|' if loop.last }}{{ m.content }}[/INST]"
+        "{%- elif m.role == 'assistant' %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    config = configured(
+        write_chat_model(tmp_path, template, eos="</s>"), prompts={"template": "chat", "system": "Brief."}
+    )
+    assert shown(config, {"messages": TALK[:2]}) == ["[INST]Brief.|Hello.[/INST][Hi there.</s>]"]
+    assert shown(config, {"messages": TALK})[-1].endswith("[INST]Brief.|And then?[/INST][The end.</s>]")
+
+
 def test_tools_of_a_row_are_shown(family):
     tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
     (found,) = shown(configured(family("tools first")), {"messages": TALK, "tools": [tool]})

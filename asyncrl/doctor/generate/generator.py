@@ -93,7 +93,7 @@ async def generate(config: Config, count: int) -> Answer:
 def _with_model_alone(config: Config) -> Config:
     """The configuration without adapters, with one process for users' code."""
     tree = config.model_dump(mode="json")
-    tree["lora"]["rank"] = 0
+    tree["lora"] = {}
     tree["episode"]["workers"] = tree["reward"]["workers"] = 1
     return validate_config(tree)
 

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
@@ -70,13 +70,31 @@ def result_text(value: Any) -> str:
     """The text of a tool's result: text as it stands, everything else as JSON whose letters are not escaped.
 
     Dataclasses, pydantic models, sets, tuples, enums, dates and arrays become JSON at any depth; None is ``null``.
-    An object of any other class is its ``str()``. Raises ValueError for a value that contains itself.
+    Bytes are text in UTF-8; other bytes are escaped, or base64 inside of a dataclass or a model. An object of any other
+    class is its ``str()``. Raises ValueError for a value that contains itself.
     """
     if isinstance(value, str):
         return value
-    plain = to_jsonable_python(value, fallback=_plain_value, bytes_mode="utf8", inf_nan_mode="constants")
+    try:
+        plain = _to_plain(value, "utf8")
+    except UnicodeDecodeError:
+        plain = _to_plain(_escape_bytes(value), "base64")
     # An object that JSON has no form for is its text, without the quotes of JSON.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+
+def _to_plain(value: Any, bytes_mode: Literal["utf8", "base64"]) -> Any:
+    return to_jsonable_python(value, fallback=_plain_value, bytes_mode=bytes_mode, inf_nan_mode="constants")
+
+
+def _escape_bytes(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="backslashreplace")
+    if isinstance(value, dict):
+        return {key: _escape_bytes(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape_bytes(each) for each in value]
+    return value
 
 
 def _plain_value(value: Any) -> Any:

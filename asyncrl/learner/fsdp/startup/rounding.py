@@ -11,7 +11,7 @@ The bound of a position is MARGIN times the largest of three numbers: its own me
 of all positions, and one unit in the last place of the log-prob. Differences between ways of scoring were at most 3
 times that for SmolLM2-135M-Instruct in float32 on a CPU (five seeds with AVX2, four with AVX-512). No GPU was measured.
 
-A score that is not finite has no bound, and nothing agrees with it.
+If a score is not finite, with random rounding or without, no position has a bound, and nothing agrees.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def measure_rounding(policy: Policy, rows: Sequence[PackedRow], scores: Tensor, 
     """The bound of each position, nats, float32 as ``scores``: the log-probs of ``rows``, one sequence each."""
     with _random_rounding(policy, dtype):
         differences = (score_rows(policy, rows) - scores).abs()
+    if not differences.isfinite().all():
+        return torch.full_like(scores, torch.nan)
     unit = torch.finfo(dtype).eps
     typical = differences.square().mean().sqrt()
     return MARGIN * torch.maximum(torch.maximum(differences, typical), unit * scores.abs().clamp_min(1.0))
