@@ -86,6 +86,10 @@ class ActorFailed(AsyncRLError, RuntimeError):
         super().__init__(f"{actor}: {reason}" + (f" (log: {log})" if log else ""))
 
 
+class CannotLearn(ActorFailed):
+    """The run ends because too many of its groups cannot be trained. Raised between two steps."""
+
+
 class HostFailed(AsyncRLError, ConnectionError):
     """A host of the run could not be reached, or cannot take part. ``host`` is its name in the hostfile."""
 

@@ -24,7 +24,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
-from asyncrl.errors import DeadlineExceeded, NonFiniteStep, NotGranted, RemoteError
+from asyncrl.errors import CannotLearn, DeadlineExceeded, NonFiniteStep, NotGranted, RemoteError
 from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend, create
@@ -371,7 +371,16 @@ class Learner(Actor):
         self.tasks.create_task(self._supply.report())
         self.tasks.create_task(self._supply.watch())
         self.tasks.create_task(training.plan_ahead())
-        await training.run()
+        try:
+            await training.run()
+        except CannotLearn:
+            # No trained step is to be lost.
+            await self._last_writes.begin(preempted=False)
+            await self._last_writes.finish(preempted=True)
+            await self._write_found()
+            await self._lines.finish()
+            await asyncio.gather(*self._telling)
+            raise
         self._is_trained = True
         preempted = training.step < self.config.learner.steps
         # The checkpoint is written beside the last evaluations.

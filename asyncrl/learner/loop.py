@@ -14,7 +14,8 @@ without the version that it owes: its successor publishes those steps.
 A step in which every trajectory is masked is none: optimizer, step number and version stay as they are, its groups are
 filtered, and others take their places.
 
-Fails with ActorFailed, which ends the run, when there is no signal or a step is not finite.
+Fails with ActorFailed, which ends the run, when a step is not finite, and with CannotLearn when there is no signal;
+all steps are published then.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import TypeVar
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.errors import NonFiniteStep
+from asyncrl.errors import ActorFailed, CannotLearn, NonFiniteStep
 from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness, requeue_metrics
 from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
@@ -190,8 +191,16 @@ class Training:
         learner, last_boundary = self._config.learner, self.step
         while self.step < learner.steps:
             began = self._clock.now()
-            if not await self._groups.there():
-                break
+            try:
+                if not await self._groups.there():
+                    break
+            except CannotLearn as problem:
+                # A checkpoint of all that was trained needs the boundary of a version.
+                try:
+                    await self._publish_the_rest()
+                except ActorFailed as failed:
+                    raise ActorFailed(problem.actor, f"{problem.reason}; {failed.reason}") from failed
+                raise
             step = await self._train_step(began)
             if step is None:
                 continue

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.config import Config
 from asyncrl.config.operation import LAST_GROUPS_SHARE
-from asyncrl.errors import ActorFailed
+from asyncrl.errors import CannotLearn
 from asyncrl.learner.boundaries import Boundaries
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
@@ -67,7 +67,7 @@ class StepGroups:
     async def there(self) -> bool:
         """Wait until a step's groups are there, or all that are ever to come are; False when the run makes way instead.
 
-        Raises ActorFailed when the run cannot go on.
+        Raises CannotLearn when too many groups cannot be trained.
         """
         with self._awaits.on("rollouter", "groups"):
             try:
@@ -101,7 +101,7 @@ class StepGroups:
             self.news.clear()
             self._requeue_late()
             if problem := intake.problem():
-                raise ActorFailed(self._name, problem)
+                raise CannotLearn(self._name, problem)
             if self._preempted():
                 await self._take_the_last()
                 return False

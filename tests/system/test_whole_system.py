@@ -351,6 +351,18 @@ def test_a_run_that_cannot_learn_ends_and_says_why(played, tables, told):
         played(**tables)
 
 
+def test_a_run_that_finds_no_signal_any_more_keeps_all_that_it_trained(tmp_path, monkeypatch):
+    """Also the steps inside a version, and though no checkpoint was due."""
+    monkeypatch.setattr(intake.Intake, "problem", lambda it: "no signal" if it.ledger.count("trained") >= 12 else None)
+    config = sim_config(
+        learner={"steps": 40, "groups_per_step": 4, "steps_per_version": 2}, checkpoint={"every_versions": 100}
+    )
+    with pytest.raises(Exception, match="no signal"):
+        System(config, tmp_path / "run").play()
+    kept = CheckpointFolder(tmp_path / "run" / "checkpoints").newest()
+    assert kept is not None and kept.step == 3
+
+
 @pytest.mark.parametrize(
     ("owner", "name"),
     [(Registry, "resolve"), (RunStateMachine, "checkpoint_written"), (RunStateMachine, "finish")],

@@ -302,12 +302,12 @@ class Intake:
 def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
     """Words on groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
-    see = "samples/ and reward.function" if has_trained else "reward.function"
+    see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"
     parts = [
         (
             len(flat),
             f"had equal rewards in themselves ({_counted(rewards)})",
-            _tell_apart(rewards, see, alone=not failed),
+            _tell_apart(rewards, see, alone=not failed, has_trained=has_trained),
         ),
         (
             masked,
@@ -335,9 +335,11 @@ def _counted(rewards: Counter[float]) -> str:
     return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")
 
 
-def _tell_apart(rewards: Counter[float], see: str, *, alone: bool) -> str:
+def _tell_apart(rewards: Counter[float], see: str, *, alone: bool, has_trained: bool) -> str:
     if len(rewards) <= 1:
-        return f"see in {see} why every response gets the same reward"
+        reward = next(iter(rewards), 0.0)
+        learned = f"if {reward:g} is the best reward, the model has learned these prompts, so take harder ones; else "
+        return f"{learned if has_trained else ''}see in {see} why every response gets the same reward"
     words = (
         f"see {see}: take prompts that the model answers now well, now badly, a reward with more steps between, or a "
         "larger rollout.samples_per_prompt"

@@ -188,10 +188,19 @@ def test_without_signal_the_run_ends_and_says_why():
         "prompts that the model answers now well, now badly, a reward with more steps between, or a larger "
         "rollout.samples_per_prompt; mend what failed (quarantine.jsonl has each with its reason)"
     )
-    alike = Intake(LEARNER)
+    alike, learned = Intake(LEARNER), Intake(LEARNER)
     for index in range(5):
         alike.deliver(group(index, rewards=(1.0, 1.0)))
     assert "To do: see in reward.function why every response gets the same reward" in (alike.problem() or "")
+    for index in range(4):
+        learned.deliver(group(index, rewards=(0.0, 1.0)))
+    learned.begin_step()
+    learned.end_step()
+    for index in range(4, 9):
+        learned.deliver(group(index, rewards=(1.0, 1.0)))
+    assert "if 1 is the best reward, the model has learned these prompts, so take harder ones" in (
+        learned.problem() or ""
+    )
 
 
 @pytest.mark.parametrize("failing", ["whole", "in part"])
