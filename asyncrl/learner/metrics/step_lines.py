@@ -75,6 +75,7 @@ class StepLines:
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
         self._writing = threading.Lock()
+        self._looking = asyncio.Lock()
         self._reported: tuple[bool, int] = False, 0
         """Whether lines wait, and how many are lost, as was reported."""
         self._early: list[dict[str, Any]] = []
@@ -202,9 +203,11 @@ class StepLines:
         }
 
     async def _write(self, write: Callable[[], None]) -> None:
-        await asyncio.to_thread(self._alone, write)
-        records = self._records
-        waits, lost = records.waiting > 0, records.lost
+        # What waits is looked at while nobody writes: a line that is being written is not one that waits for room.
+        async with self._looking:
+            await asyncio.to_thread(self._alone, write)
+            records = self._records
+            waits, lost = records.waiting > 0, records.lost
         if (waits, lost) == self._reported:
             return
         more, self._reported = lost > self._reported[1], (waits, lost)

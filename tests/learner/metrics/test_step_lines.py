@@ -5,11 +5,13 @@ import errno
 import json
 import os
 import threading
+import time
 
 import pytest
 from services import services
 from virtual import LoopClock, run_virtual
 
+from asyncrl.learner.metrics import records
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
@@ -115,3 +117,21 @@ def test_a_line_that_finds_no_room_takes_no_other_along(tmp_path, monkeypatch):
     assert lost == ["once"]
     train, ended = '{"kind":"train","step":1,"start":2}\n', '{"kind":"eval","step":0,"start":2}\n'
     assert (tmp_path / "metrics.jsonl").read_text() == train + ended
+
+
+def test_a_line_that_is_being_written_is_not_reported_as_one_that_waits(tmp_path, monkeypatch):
+    """Several tasks write lines. ``made`` fails the test at any report."""
+    append = records._append_data
+
+    def slowly(*arguments):
+        time.sleep(0.01)
+        append(*arguments)
+
+    monkeypatch.setattr(records, "_append_data", slowly)
+
+    async def live():
+        lines = made(tmp_path, [])
+        await asyncio.gather(*(lines.emit({"kind": "eval", "step": 0}) for _ in range(8)))
+
+    asyncio.run(live())
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 8
