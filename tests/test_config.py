@@ -363,6 +363,10 @@ def test_each_name_of_another_system_is_there_once_and_leads_to_a_key_or_says_wh
         # The spelling decides where no system has such a name.
         ({"evl": {"held": {"n": 3}}}, "evl: unknown key; did you mean eval?"),
         ({"rollout": {"max_token": 5}}, "rollout.max_token: unknown key; did you mean max_tokens?"),
+        (
+            {"eval": {"held": {"data": {"source": "synthetic"}, "path": "p.jsonl"}}},
+            "eval.held.path: unknown key; did you mean eval.held.data.path?",
+        ),
         ({"learner": {"foo": 5}}, "learner.foo: unknown key"),
     ],
 )

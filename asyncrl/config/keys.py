@@ -104,6 +104,10 @@ def _advice(path: tuple[str, ...], value: Any) -> str:
             return "".join(f"; {each}" for each in inner[:MOST_ADVICE]) + (f"; and {more} more" if more > 0 else "")
     if found := _meaning_at(path):
         return f"; {found}"
+    # A key of a table inside, as eval.NAME.data.path for eval.NAME.path.
+    for table in siblings:
+        if path[-1] in _siblings((*path[:-1], table, "")):
+            return f"; did you mean {'.'.join((*path[:-1], table, path[-1]))}?"
     if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5):
         return f"; did you mean {near[0]}?"
     # A key of another section is proposed only where it is nearly the same word.

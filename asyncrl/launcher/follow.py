@@ -206,11 +206,13 @@ class Follower:
         # The agents may have had the same signal, and have heard the wish before this process has.
         if self.has_run and self.phase != "draining":
             grace = self.config.preempt.grace_s
-            self.progress.say(f"making way: a checkpoint is written, within {grace:g} s; again to end at once")
+            self.progress.say(
+                f"stopping: a checkpoint is written within {grace:g} s; a second Ctrl-C ends the run at once"
+            )
             # The controller, and for want of it the agent, have the same time from when they hear of it.
             patience += grace + self.config.supervision.drain_s
         else:
-            self.progress.say("ending in good order; again to end at once")
+            self.progress.say("ending the actors in order; a second Ctrl-C ends the run at once")
         async with asyncio.TaskGroup() as tasks:
             telling = tasks.create_task(self._tell_head()) if self.phase != "draining" else None
             await self.interrupts.next(patience)

@@ -227,7 +227,9 @@ def _check_set(
         fix = "take a model that has one, or put chat_template.jinja into its folder"
         return [fail("data", told, fix, key=f"{key}.template")]
     found = [warn("data", remark.told, remark.fix, key=key) for remark in prompts.remarks(key)]
-    shown = _first_prompt(key, prompts)
+    is_plain = data.template == "plain" and config.model.path is not None
+    ignores_template = is_plain and tokenizer.template_text(with_tools=False) is not None
+    shown = _first_prompt(key, prompts, ignores_template=ignores_template)
     told = f"{name}: {_rows(len(prompts))} can be read; the longest prompt has {prompts.longest[0]} tokens"
     if reading.is_cut or not is_whole:
         until = f"read up to {reading.place} and tokenized up to {prompts.place}"
@@ -239,12 +241,15 @@ def _check_set(
     return [*found, ok("data", told, key=key), *shown]
 
 
-def _first_prompt(key: str, prompts: PromptSet) -> list[Finding]:
+def _first_prompt(key: str, prompts: PromptSet, *, ignores_template: bool) -> list[Finding]:
     """The first prompt of a set as the model gets it, for a person to look at; none where there is no prompt so far."""
     for index in range(len(prompts)):
         if index not in prompts.oversize:
             ids, text, _ = prompts.prompt(index)
-            return [ok("prompt", f'the first has {len(ids)} tokens: "{_shown(text)}"', key=key)]
+            told = f'the first has {len(ids)} tokens: "{_shown(text)}"'
+            if ignores_template:
+                told += f'; the chat template of the model is not used: {key}.template = "plain"'
+            return [ok("prompt", told, key=key)]
     return []
 
 

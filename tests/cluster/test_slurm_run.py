@@ -82,7 +82,7 @@ def test_i1_a_job_that_makes_way_goes_on_where_it_was(slurm: Slurm) -> None:
     job.wait_to_show("step 4/")
     slurm.run("scancel", "--batch", "--signal=USR2", str(job.number))
     job.start_again()
-    assert "making way: a checkpoint is written" in job.shown, job.shown
+    assert "stopping: a checkpoint is written" in job.shown, job.shown
     first = read_metrics(job.run_dir / "metrics.jsonl")
     done = max(line["step"] for line in first if line["kind"] == "train")
     ended = job.end()

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from chat_models import CHATML, write_chat_model
 from model_files import write_chat_template, write_model, write_weights
 from run_settings import simulated_run
 
@@ -343,6 +344,15 @@ def test_the_first_prompt_of_each_set_is_shown_as_the_model_gets_it(tmp_path):
     text = shown["eval.held.data"]
     assert text.startswith(r'the first has 935 tokens: "system: Add.\nuser: a\x1b[2Jbbb') and len(text) < 600
     assert text.endswith('b\\nassistant:"') and "[... 515 characters ...]" in text
+
+
+def test_a_chat_template_that_is_not_used_is_named(tmp_path):
+    config = config_of(write_chat_model(tmp_path, CHATML))
+    for template, is_named in (("plain", True), ("chat", False)):
+        given = config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+        (shown,) = (one for one in read_inputs(given, with_rows=True).findings if one.check == "prompt")
+        said = 'the chat template of the model is not used: data.template = "plain"'
+        assert (shown.result, said in shown.detail) == ("ok", is_named)
 
 
 def test_samples_are_rows_of_each_set_with_their_places(tmp_path):

@@ -24,10 +24,12 @@ OVER = 0.25
 """Share of cut responses at which the notice ends."""
 KEY = "truncation"
 ADVICE = {
-    "rollout.max_tokens": "raise it, ask for shorter answers in the prompt, or end responses with rollout.stop",
-    "episode.max_context_tokens": "raise it (the engine's context grows with it), or shorten what tools and users say",
-    "episode.max_turns": "raise it, or ask in the prompt for fewer turns",
-    "episode.timeout_s": "raise it, or make tools and environment faster",
+    "rollout.max_tokens": "raise rollout.max_tokens, ask for shorter answers in the prompt, or end responses with "
+    "rollout.stop",
+    "episode.max_context_tokens": "raise episode.max_context_tokens (the engine's context grows with it), or shorten "
+    "the texts of tools and users",
+    "episode.max_turns": "raise episode.max_turns, or ask in the prompt for fewer turns",
+    "episode.timeout_s": "raise episode.timeout_s, or make tools and environment faster",
 }
 """Advice by the key of the limit."""
 
@@ -58,7 +60,7 @@ class TruncationWatch:
             return [Notice(key=KEY, text=self._words(share, limits))]
         if self._up and share <= OVER:
             self._up = False
-            return [Notice(key=KEY, text=f"only {percent(share)} of {self._responses} were cut: no longer many")]
+            return [Notice(key=KEY, text=f"{percent(share)} of {self._responses} were cut, which is no longer high")]
         return []
 
     @property
@@ -68,7 +70,7 @@ class TruncationWatch:
     def _words(self, share: float, limits: Counter[str]) -> str:
         (limit, _), *others = limits.most_common()
         which = f", most of them at {limit}" if others else f" at {limit}"
-        advice = ADVICE.get(limit.partition(" ")[0], "raise it")
+        advice = ADVICE.get(key := limit.partition(" ")[0], f"raise {key}")
         return (
             f"{percent(share)} of {self._responses} were cut{which}. The reward of a cut response says little, so it "
             f"may not grow. To do: {advice}"

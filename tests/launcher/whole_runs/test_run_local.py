@@ -101,7 +101,7 @@ def test_a_signal_to_every_process_of_a_run_is_one_wish_to_make_way(stub):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
     run.process.send_signal(signal.SIGUSR2)
-    run.wait_to_show("making way: a checkpoint is written, within 60 s; again to end at once")
+    run.wait_to_show("stopping: a checkpoint is written within 60 s; a second Ctrl-C ends the run at once")
     (run.run_dir / "enough").touch()
     code, shown = run.end()
     assert code == 75, shown

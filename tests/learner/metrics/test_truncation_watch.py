@@ -32,7 +32,7 @@ def test_high_truncation_over_a_window_is_one_notice_with_its_key() -> None:
     [text] = notices(*[7] * 50)
     limit = f"rollout.max_tokens = {make_config().rollout.max_tokens}"
     assert text.startswith(f"88% of the responses of the last {WINDOW} groups were cut at {limit}. ")
-    assert "To do: raise it" in text
+    assert "To do: raise rollout.max_tokens" in text
 
 
 def test_the_notice_does_not_flicker_between_its_two_bounds() -> None:
@@ -43,7 +43,7 @@ def test_the_notice_does_not_flicker_between_its_two_bounds() -> None:
 
 def test_the_notice_ends_when_truncation_falls() -> None:
     found = notices(*[SAMPLES] * WINDOW, *[0] * 50, *[SAMPLES] * 50)
-    assert ["no longer many" in text for text in found] == [False, True, False]
+    assert ["no longer high" in text for text in found] == [False, True, False]
 
 
 def test_one_group_of_cut_responses_is_no_notice() -> None:
