@@ -1,4 +1,10 @@
-"""One actor's process: spawned with its own session, log and environment; ended with all that it started."""
+"""One actor's process: started in its own session, with its own log and environment.
+
+Invariant: after ``wait``, no process of the actor's group or session is left, except those in ``stuck``, which the
+kernel holds. Wardens (runtime/workers/warden.py) are in that session, and become children of the agent when the actor
+dies. They get END first: only a warden finds what users' code has started in other sessions. A process that is left
+after ``warden.END_S`` is killed.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +23,10 @@ from asyncrl.runtime.linux import (
     kill_group,
     reap_child,
 )
+from asyncrl.runtime.workers import warden
 
 LEFTOVERS_S = 10.0
-"""Time that killed processes have to end; a process that the kernel holds longer is given up and named."""
+"""Time for the leftovers of a process to end, longer than ``warden.END_S``; those that the kernel holds are named."""
 HINT_BYTES = 8192
 HINT_CHARACTERS = 300
 
@@ -73,11 +80,10 @@ class Child:
             raise
 
     async def wait(self, others: Collection[int]) -> int:
-        """Wait for its end, end what it leaves behind, reap it all; the exit code, negative for a signal.
+        """Wait for its end, end its leftovers and reap them all; the exit code, negative for a signal.
 
-        Its leftovers are the members of its process group and of its session, which have become our
-        children (this process is a subreaper). ``others`` are the pids of our other actors. The process must
-        not be waited for by anyone else.
+        Leftovers are the members of its process group and of its session, which become children of this process, a
+        subreaper. ``others`` are the pids of the other actors of this host. No other code may wait for the process.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
@@ -90,13 +96,19 @@ class Child:
         exit_code = reap_child(self.pid)
         self._reaped = True
         # As long as it has members, no other group or session can have this pid.
-        until = loop.time() + LEFTOVERS_S
+        began, asked = loop.time(), set[int]()
         while orphans := group_members([p for p in children_of(os.getpid()) if p not in others], self.pid):
-            if loop.time() >= until:
+            waited_s = loop.time() - began
+            if waited_s >= LEFTOVERS_S:
                 self.stuck = orphans
                 break
             for pid in orphans:
-                kill_child(pid)
+                if waited_s >= warden.END_S:
+                    kill_child(pid)
+                elif pid not in asked:
+                    # A process that is not a warden ends by the default action of the signal.
+                    warden.end(pid)
+                    asked.add(pid)
                 reap_child(pid)
             await asyncio.sleep(LOOK_AGAIN_S)
         assert exit_code is not None

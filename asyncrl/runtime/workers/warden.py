@@ -1,14 +1,15 @@
 """Keeps a process that runs users' code: ``python -m asyncrl.runtime.workers.warden PARENT MODULE ARGUMENT...``.
 
-The warden forks the worker, which runs ``python -m MODULE ARGUMENT...``, and is a subreaper: a process that the users'
-code starts, in any session or group, is a descendant of the warden. Invariant: when the worker ends, when the warden
-gets END, or when PARENT, which started the warden, dies (Linux sends END then), the warden kills descendants until none
-is left, and ends as the worker did. So nothing outlives PARENT, even if all processes above are killed at once. Signals
-for the whole job do not end the warden.
+The warden forks the worker, which runs ``python -m MODULE ARGUMENT...``. The warden is a subreaper: a process that the
+users' code starts, in any session or group, is a descendant of the warden. Invariant: the warden kills descendants
+until none is left, and ends as the worker did. It does so when the worker ends, when the warden gets END, or when
+PARENT, which started the warden, dies: Linux sends END then. So nothing outlives PARENT, even if all processes above
+are killed at once. Signals for the whole job do not end the warden. When PARENT dies, the node agent becomes the
+warden's parent. It sends END, too, and kills a warden only after END_S (launcher/node/child.py).
 
-A warden that is killed by SIGKILL takes the worker with it, and not what the worker has started; that is left to the
-node agent, which is a subreaper, too. Standard library alone and forked before the worker imports anything, for there
-is one for each worker.
+If the warden is killed by SIGKILL, the worker ends with it. Processes that the worker has put into other sessions then
+live until the node agent, which is a subreaper, too, ends. Standard library only, and forked before the worker imports
+anything, since there is one warden for each worker.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_childre
 
 MODULE = "asyncrl.runtime.workers.warden"
 END = signal.SIGRTMIN + 3
-"""Signal to a warden: end the worker and all that it has started, now."""
+"""Signal to a warden: end the worker and all processes below it, now."""
 END_S = 3.0
 """Time for killed processes to be gone."""
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
@@ -38,8 +39,11 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def end(pid: int) -> None:
-    """Ask a warden that is a child of this process, and not reaped, to end all that it keeps, and itself."""
-    with contextlib.suppress(ProcessLookupError):
+    """Ask a warden that is a child of this process, and not reaped, to end all processes below it, and itself.
+
+    A child that has changed its user, as by sudo, does not get the signal.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, END)
 
 

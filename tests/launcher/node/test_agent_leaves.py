@@ -1,6 +1,7 @@
 """How an agent parts: whom it tells, what it leaves where the run folder is not shared, and what an actor leaves."""
 
 import asyncio
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -155,6 +156,67 @@ def test_what_one_actor_leaves_behind_ends_with_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ONE_CHILD, str(tmp_path), LEAVING], capture_output=True, text=True, timeout=60
     )
+    left = marked(tmp_path)
+    end_marked(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert left == {}
+
+
+WORKER = """
+import subprocess, sys, time
+from pathlib import Path
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *sys.argv[1:]], start_new_session=True)
+Path(*sys.argv[1:]).touch()
+time.sleep(600)
+"""
+
+WITH_WORKERS = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from asyncrl.runtime.workers import warden
+for number in range(4):
+    worker = warden.command("worker_of_a_test", sys.argv[1], str(number))
+    subprocess.Popen([sys.executable, *worker], process_group=0)
+if sys.argv[2:]:
+    signal.signal(warden.END, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *sys.argv[1:]], process_group=0)
+    Path(*sys.argv[1:]).touch()
+time.sleep(600)
+"""
+
+KILLED = """
+import asyncio, os, sys, time
+from pathlib import Path
+sys.path[:0] = ["tests", "tests/launcher"]
+from launched import marked
+from asyncrl.launcher.node.child import Child
+from asyncrl.runtime.linux import become_subreaper, end_children
+from asyncrl.runtime.workers import warden
+become_subreaper()
+mark, actor, *deaf = sys.argv[1:]
+warden.END_S = 1.0
+async def main():
+    child = Child.spawn("x/0", 1, [sys.executable, "-c", actor, mark, *deaf], os.environ, Path(mark, "log"))
+    while not all(Path(mark, name).exists() for name in ("0", "1", "2", "3", *deaf)):
+        await asyncio.sleep(0.02)
+    assert len(marked(mark)) > 8
+    child.kill()
+    assert await child.wait(set()) == -9
+    assert child.stuck == []
+    left = {pid: words for pid, words in marked(mark).items() if pid not in (os.getpid(), os.getppid())}
+    assert left == {}, left
+asyncio.run(main())
+assert end_children(5.0) == []
+"""
+
+
+@pytest.mark.parametrize("deaf", [[], ["deaf"]], ids=["", "with a process that ignores END"])
+def test_wardens_of_a_killed_actor_end_what_their_workers_have_started(tmp_path, deaf):
+    """A process in a session of its own can be found only by its warden, so the agent lets the wardens finish."""
+    (tmp_path / "worker_of_a_test.py").write_text(WORKER)
+    argv = [sys.executable, "-c", KILLED, str(tmp_path), WITH_WORKERS, *deaf]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, env=env)
     left = marked(tmp_path)
     end_marked(tmp_path)
     assert done.returncode == 0, done.stderr
