@@ -205,9 +205,10 @@ async def test_metrics_reach_those_who_ask_for_them_once(cluster):
     without.cancel()
 
 
-async def beats(peer, *, until):
+async def beats(peer, *, until, above=0):
+    """Beat until the event ``until``; the numbers of the beats are above ``above``."""
     await peer.call(WatchRun())
-    beat = 0
+    beat = above
     while not until.is_set():
         beat += 1
         peer.cast(Heartbeat(beat=beat, progress=0, state="ready"))

@@ -167,7 +167,10 @@ class Oversight:
             self._changed()
 
     def _report_silent_agents(self, silent: Mapping[str, float]) -> None:
-        """Report the agents that are silent while something else of their host beats, once each."""
+        """Report each agent that is silent while an actor of its host beats, once, and the end of its silence.
+
+        An agent that is not in ``silent`` is on a host in doubt or lost: whether it was reported stays as it is.
+        """
         found = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
         for agent in found.keys() - self._silent_agents:
             host = self._hosts.known[agent]
@@ -176,7 +179,8 @@ class Oversight:
             self._actor.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
         for agent in self._silent_agents & silent.keys() - found.keys():
             self._watching.happened("info", agent, "is heard again")
-        self._silent_agents = set(found)
+        unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
+        self._silent_agents = found.keys() | unknown
 
     def _name_silent(self, silent: Sequence[Condemned], seen: Mapping[str, SeenActor]) -> None:
         """Name the silent before they are killed."""

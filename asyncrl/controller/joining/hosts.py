@@ -1,12 +1,14 @@
-"""The hosts of the run, and those of them that are lost.
+"""The hosts of the run, and which of them are lost.
 
-A host is what a node agent tells of: the agent and its actors. It is *lost* when nothing was heard of any of them for
-``lost_s``, and back as soon as its agent is heard of. It is lost as well when its agent alone was silent for
-``frozen_s``: without an agent nothing there is restarted or ended. Invariants: the head, where this controller is, is
-never lost; time in which nobody could be heard counts as nothing; and a host is either heard of, lost, or in doubt:
-nothing was heard for BEATS heartbeats, which is too long for a host that is well, and not long enough for one that is
-lost. An actor on a host in doubt is not judged by its own silence, for what happened to it may have happened to the
-host. An actor whose agent was never heard of is on no known host. Pure: the caller brings the time (s).
+A host is a node agent and its actors, as the agent reports them. It is *lost* when none of them was heard for
+``lost_s``, and back when its agent is heard. It is lost as well when its agent alone was silent for ``frozen_s``:
+without an agent, nothing there is restarted or ended. A host is *in doubt* while it is not lost and each of them has
+missed BEATS heartbeats. Beats that an actor has announced to leave out are not missed. An actor on a host in doubt is
+not judged by its own silence, since the whole host may be silent.
+
+Invariants: the head, the host of this controller, is never lost or in doubt. Time in which the controller did not
+listen does not count as silence. An actor whose agent was never heard is on no known host. Pure: the caller brings the
+time (s).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.runtime.lifecycle.registry import Registry
 
 BEATS = 3
-"""Heartbeats that nobody of a host may miss at once while it is well."""
+"""Heartbeats that all actors of a host miss at the same time before the host is in doubt."""
 ACTORS = "actors"
 """The fact of a node agent that names the actors of its host."""
 HOST = "host"
@@ -92,22 +94,17 @@ class Hosts:
 
     def silent_agents(self, registry: Registry, now: float) -> dict[str, float]:
         """Silence (s) of the agent of each host that is neither lost nor in doubt, the head among them."""
-        doubt_s = BEATS * self.heartbeat_s
         return {
             agent: registry.silence_of(entry, now)
             for agent, host in self.known.items()
             if agent not in self.lost
             and (entry := registry.entries.get(agent)) is not None
-            and self._silence_of(host, registry, now) < doubt_s
+            and not self._is_in_doubt(host, registry, now)
         }
 
     def in_doubt(self, registry: Registry, now: float) -> set[str]:
         """The actors whose host may be lost."""
-        doubtful = {
-            agent
-            for agent, host in self.known.items()
-            if self._silence_of(host, registry, now) >= BEATS * self.heartbeat_s
-        }
+        doubtful = {agent for agent, host in self.known.items() if self._is_in_doubt(host, registry, now)}
         return {actor for actor, agent in self._host_of.items() if agent in doubtful}
 
     def _add(self, host: ReportedHost, now: float) -> bool:
@@ -117,6 +114,17 @@ class Hosts:
         self.known[host.agent] = host
         self._host_of.update(dict.fromkeys(host.actors, host.agent))
         return True
+
+    def _is_in_doubt(self, host: ReportedHost, registry: Registry, now: float) -> bool:
+        """Whether the agent and all living actors of the host have missed BEATS heartbeats."""
+        if self.head in host.actors:
+            return False
+        limits = [(self._known_since[host.agent], BEATS)]
+        for name in self._living(host, registry):
+            if (entry := registry.entries.get(name)) is not None:
+                left_out = entry.heartbeat.left_out if entry.heartbeat is not None else 0
+                limits.append((entry.heard, BEATS + left_out))
+        return all(registry.silence_since(heard, now) >= beats * self.heartbeat_s for heard, beats in limits)
 
     def _is_lost(self, host: ReportedHost, registry: Registry, now: float) -> bool:
         if self._silence_of(host, registry, now) >= self.lost_s:

@@ -12,6 +12,7 @@ from asyncrl.roles import gang_of
 from asyncrl.runtime.lifecycle.registry import Registry
 
 LOST_S, BEAT_S, FROZEN_S = 30.0, 1.0, 90.0
+IDLE = 3
 PLACED = {
     "agent/0": ["controller/0", "learner/0", "rollouter/0"],
     "agent/1": ["learner/1", "rollouter/1"],
@@ -27,6 +28,8 @@ class World:
         self.registry, self.now = Registry(gang_of), 0.0
         self.hosts = Hosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
         self.quiet = set()
+        self.idle = set()
+        """Actors that leave out IDLE of their beats in a row, and say so."""
         self.beats = 0
         for agent, names in PLACED.items():
             told = ActorRecord(name=agent, incarnation=1, address="", host=agent[-1], facts={"actors": names})
@@ -56,9 +59,11 @@ class World:
         for _ in range(int(seconds)):
             self.now += 1.0
             self.beats += 1
-            for name in sorted(self.registry.entries.keys() - self.quiet):
+            leaves_out = self.idle if self.beats % (1 + IDLE) else set()
+            for name in sorted(self.registry.entries.keys() - self.quiet - leaves_out):
                 incarnation = self.registry.entries[name].record.incarnation
-                beat = Heartbeat(beat=self.beats, progress=0, state="ready")
+                left_out = IDLE if name in self.idle else 0
+                beat = Heartbeat(beat=self.beats, progress=0, state="ready", left_out=left_out)
                 self.registry.heartbeat(name, incarnation, beat, self.now)
             newly, again = self.hosts.look(self.registry, self.now)
             for host in newly:
@@ -216,3 +221,22 @@ def test_an_agent_counts_as_silent_only_while_the_controller_runs_and_its_host_i
     world.cut("agent/1")
     world.passes(10)
     assert "agent/1" not in world.hosts.silent_agents(world.registry, world.now), "its host may be lost"
+
+
+def test_a_host_whose_actors_leave_beats_out_is_in_doubt_only_when_a_beat_is_overdue():
+    world = World()
+    world.idle = set(PLACED["agent/1"])
+    world.passes(4 * (1 + IDLE))
+    world.quiet.add("agent/1")
+    for _ in range(int(FROZEN_S) - 1):
+        world.passes(1)
+        assert "agent/1" in world.hosts.silent_agents(world.registry, world.now)
+        assert world.hosts.in_doubt(world.registry, world.now) == set()
+    world = World()
+    world.idle = set(PLACED["agent/1"])
+    world.passes(4 * (1 + IDLE))
+    world.cut("agent/1")
+    world.passes(BEATS + IDLE - 1)
+    assert world.hosts.in_doubt(world.registry, world.now) == set()
+    world.passes(1)
+    assert world.hosts.in_doubt(world.registry, world.now) == set(PLACED["agent/1"])

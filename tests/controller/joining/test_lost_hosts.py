@@ -10,11 +10,13 @@ from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.operation import SupervisionConfig
+from asyncrl.controller.health import liveness
 from asyncrl.controller.observation.observers import Watching
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
 from asyncrl.messages.hosts import Leave
+from asyncrl.messages.monitor import Heartbeat
 from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 
@@ -215,3 +217,41 @@ def test_a_host_whose_agent_alone_is_silent_is_lost_for_that_reason(tmp_path, mo
     run(tmp_path, scenario)
     ((level, text),) = [(level, text) for level, actor, text in events if actor == "agent/1"]
     assert level == "error" and text.startswith("agent/1 on b was silent for ") and "while its actors beat" in text
+
+
+def test_a_silent_agent_is_reported_once_though_its_host_is_in_doubt_at_times(tmp_path, monkeypatch):
+    """And so is the end of its silence."""
+    monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 60.0))
+    monkeypatch.setattr(liveness, "REPORT_SHARE", 0.3 / 60.0)
+    events = []
+    monkeypatch.setattr(Watching, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
+    config = validate_config(FAST.model_dump() | {"supervision": {"heartbeat_s": 0.05, "host_lost_s": 60.0}})
+
+    def reports():
+        return [(level, text) for level, actor, text in events if actor == "agent/1"]
+
+    async def scenario(cluster, tasks, over):
+        frozen = asyncio.Event()
+        await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
+        tasks.create_task(beats(cluster.caller("agent/1"), until=frozen))
+        for name in [*NEAR, *FAR]:
+            await cluster.register(name, address=f"memory://{name}")
+        for name in NEAR:
+            tasks.create_task(beats(cluster.caller(name), until=over))
+        await told(cluster.caller("learner/0"), lambda state: state.phase == "running")
+        frozen.set()
+        far = cluster.caller(FAR[0])
+        await far.call(WatchRun())
+        for beat in range(1, 1000):
+            far.cast(Heartbeat(beat=beat, progress=0, state="ready"))
+            # Longer than the three heartbeats after which a host is in doubt.
+            await asyncio.sleep(0.3 if beat % 5 == 0 else 0.05)
+            if beat >= 30 and reports():
+                break
+        tasks.create_task(beats(cluster.caller("agent/1"), until=over, above=1000))
+        await until(lambda: len(reports()) > 1)
+
+    run(tmp_path, scenario, config)
+    (first, text), second = reports()
+    assert first == "error" and "while its actors beat" in text
+    assert second == ("info", "is heard again")
