@@ -96,9 +96,11 @@ class Heartbeats:
         self._send(self._endpoint.hello(1))
 
     def beat(self) -> None:
-        """Tell how the actor is, and take in what has come since; or leave this beat out."""
-        before, self._pulse = self._pulse, self._actor.pulse()
-        is_calm = self._may_leave_out and self._pulse == before
+        """Send a heartbeat and take in what has come since; or leave this beat out."""
+        before, self._pulse = self._pulse, ()
+        self._attempt(self._take_pulse)
+        # A pulse that cannot be taken shows no calm.
+        is_calm = self._may_leave_out and bool(before) and self._pulse == before
         if is_calm and self._left_out < self._announced and stacks.requests.count == self._stacks_asked:
             self._left_out += 1
             return
@@ -117,6 +119,9 @@ class Heartbeats:
         began = time.thread_time()
         self._attempt(self._tell)
         self._cpu_s += time.thread_time() - began
+
+    def _take_pulse(self) -> None:
+        self._pulse = self._actor.pulse()
 
     def _attempt(self, step: Callable[[], None]) -> None:
         try:

@@ -38,6 +38,19 @@ class Unspeakable(Actor):
         return [ResourceRecord("\udce9" if 1 < self.asked < 5 else "engine", "idle", "", 0.0, {"idle": 0.0})]
 
 
+class Pulseless(Actor):
+    """Its pulse cannot be taken from the second beat on."""
+
+    role = "rollouter"
+    asked = 0
+
+    def pulse(self):
+        self.asked += 1
+        if self.asked > 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return super().pulse()
+
+
 def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
     """So many heartbeats of an actor, the last of which may be that at its end."""
 
@@ -140,3 +153,14 @@ def test_a_last_beat_tells_what_was_counted_since_the_one_before(tmp_path):
     """No other beat than the last comes in the time of this test."""
     (beat,) = beaten(tmp_path, 1, 5.0, lambda actor: actor.counters.add("ledger/trained", 40))
     assert beat["counters"]["ledger/trained"] == 40
+
+
+def test_an_actor_whose_pulse_cannot_be_taken_beats_on_and_leaves_no_beat_out(tmp_path):
+    logged = []
+
+    def listen(actor):
+        actor.log = SimpleNamespace(error=lambda text, exc_info: logged.append((text, type(exc_info))))
+
+    beats = beaten(tmp_path, 6, 0.05, listen, Pulseless)
+    assert [(beat["beat"], beat.get("left_out", 0)) for beat in beats] == [(number, 0) for number in range(1, 7)]
+    assert logged == [("a heartbeat failed", RuntimeError)]
