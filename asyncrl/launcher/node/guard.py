@@ -13,8 +13,9 @@ The lock is held as long as this process or the agent lives: a private folder wh
 run. Signals meant for the run go to the agent; this process ignores them, for it ends when the agent does.
 Should it be killed itself, the agent is told by SIGTERM: the run makes way, and ends as failed.
 
-An agent that is frozen (beats.py) is killed, and what follows is what follows the death of an agent: a frozen one
-restarts no actor, obeys no command, and would hold the run for ever.
+A frozen agent (beats.py) is killed: it restarts no actor, obeys no command, and would hold the run for ever. Then the
+guard ends what is left, as after any death of an agent. It writes to standard error only at its end: an output that
+takes nothing, as a terminal after Ctrl-S, would hold up the kill.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from asyncrl.launcher.terms.signals import STOPPING
 from asyncrl.runtime.linux import become_subreaper, end_children
 
 END_S = 10.0
+STANDARD_ERROR = 2
 IGNORED = (*STOPPING, signal.SIGUSR1, signal.SIGPIPE)
 
 
@@ -53,11 +55,9 @@ def main() -> int:
         setsigmask=STOPPING,
     )
     os.close(theirs)
+    silent_s = 0.0
     try:
         if silent_s := Watch(agent, beats).until_end_or_frozen():
-            sys.stderr.write(
-                f"guard: the agent did not beat for {silent_s:g} s (supervision.silence_s) and is killed\n"
-            )
             # Not reaped, so the pid is its own. It may wake up at any time, and would find that nothing waits for it.
             os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
@@ -71,10 +71,18 @@ def main() -> int:
         with contextlib.suppress(OSError):
             # The folder of a host that has only a part of the run: the agent has emptied it.
             folder.parent.rmdir()
+    if silent_s:
+        _report(f"the agent did not beat for {silent_s:g} s (supervision.silence_s) and was killed")
     if stuck:
-        sys.stderr.write(f"guard: processes {stuck} were killed but do not end\n")
+        _report(f"processes {stuck} were killed but do not end")
         return 1
     return status if status >= 0 else 128 - status
+
+
+def _report(text: str) -> None:
+    # Not by ``sys.stderr``, which raises where the output is closed, and again when this process ends.
+    with contextlib.suppress(OSError):
+        os.write(STANDARD_ERROR, f"guard: {text}\n".encode())
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_an_agent_that_is_frozen_is_reported_killed_by_its_guard_and_named_as_th
     assert code == 1 and shown[-1].startswith("agent/0: frozen, without a sign of life for "), shown
     assert "then killed by SIGKILL (log: " in shown[-1]
     wait_until(lambda: not marked(run.folder), "the end of all")
-    assert "guard: the agent did not beat for 10 s (supervision.silence_s) and is killed" in agent_log(run)
+    assert "guard: the agent did not beat for 10 s (supervision.silence_s) and was killed" in agent_log(run)
 
 
 def test_a_replica_that_keeps_dying_is_set_aside_until_somebody_brings_it_back_and_a_guard_ends_the_run(stub):
