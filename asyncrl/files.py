@@ -96,7 +96,8 @@ class KeptWrites:
     """Writes of records, in order. One that fails is kept in memory, with all that follow, until it succeeds.
 
     At most ``most_bytes`` are kept: beyond that the oldest records are lost, and counted. A write either does all of
-    its work or raises OSError. To be used by one thread at a time.
+    its work or raises OSError. To be used by one thread at a time. Code that interrupts this thread, such as a signal
+    handler, may add records as well. One that comes during a write is written after it, or with the next record.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -109,6 +110,8 @@ class KeptWrites:
         """Records that were dropped because too many were kept."""
         self.error: OSError | None = None
         """Reason that the last try failed; None if it did not."""
+        self._is_busy = False
+        """Whether the kept records are being written or dropped."""
 
     def add(self, write: Callable[[], None], size: int, records: int = 1) -> None:
         """Write ``records`` records of ``size`` bytes behind all that are kept, now or later."""
@@ -116,23 +119,38 @@ class KeptWrites:
         self._bytes += size
         self.records += records
         self.retry()
-        while self._bytes > self._most_bytes:
-            self.lost += self._forget()
 
     def retry(self) -> None:
-        """Write what is kept; ``error`` and ``records`` say what came of it."""
+        """Write what is kept; ``error`` and ``records`` show the result."""
+        self._alone(self._write)
+
+    def give_up(self) -> None:
+        """Count what is kept as lost."""
+        self._alone(self._drop)
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        """Do ``work`` unless this call interrupts such work, which then takes in what was added."""
+        if not self._is_busy:
+            self._is_busy = True
+            try:
+                work()
+            finally:
+                self._is_busy = False
+
+    def _write(self) -> None:
         self.error = None
         while self._kept:
             try:
                 self._kept[0][0]()
             except OSError as error:
                 self.error = error
-                return
+                break
             self._forget()
+        self._drop(self._most_bytes)
 
-    def give_up(self) -> None:
-        """Count what is kept as lost."""
-        while self._kept:
+    def _drop(self, above_bytes: int = -1) -> None:
+        """Count the oldest records as lost until at most ``above_bytes`` are kept; all of them without a limit."""
+        while self._kept and self._bytes > above_bytes:
             self.lost += self._forget()
 
     def _forget(self) -> int:

@@ -1,11 +1,12 @@
 """Files that are written as a whole, or stay as they are."""
 
 import os
+from functools import partial
 
 import pytest
 from disks import room_for
 
-from asyncrl.files import append_whole, replace_file
+from asyncrl.files import KeptWrites, append_whole, replace_file
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -50,3 +51,39 @@ def test_what_a_full_disk_takes_a_part_of_is_cut_off_again(tmp_path):
     finally:
         os.close(descriptor)
     assert path.read_bytes() == b"first\nthird\n"
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["there is room", "the disk is full"])
+def test_a_record_that_comes_during_a_write_is_written_after_it(is_full):
+    """As by a signal handler that logs while its thread writes a line."""
+    kept, written, full = KeptWrites(100), [], [is_full]
+
+    def write(name):
+        if name == "outer":
+            kept.add(lambda: write("inner"), 10)
+            kept.retry()
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        written.append(name)
+
+    kept.add(lambda: write("outer"), 10)
+    if is_full:
+        assert (written, kept.records, kept.error.errno) == ([], 2, 28)
+        full[0] = False
+        kept.add(lambda: write("last"), 10)
+    assert written == (["outer", "inner", "last", "inner"] if is_full else ["outer", "inner"])
+    assert (kept.records, kept.lost, kept.error) == (0, 0, None)
+
+
+def test_records_that_come_during_a_write_are_bounded_as_well():
+    kept, written = KeptWrites(100), []
+
+    def write():
+        for number in range(20):
+            kept.add(partial(written.append, number), 10)
+        raise OSError(28, "No space left on device")
+
+    kept.add(write, 10)
+    assert (kept.records, kept.lost, written) == (10, 11, [])
+    kept.give_up()
+    assert (kept.records, kept.lost) == (0, 21)
