@@ -117,7 +117,14 @@ class RecordFiles:
             return
         # Fast, because a step has many tokens; numbers that JSON cannot say (nan, inf) become null.
         data = b"".join(msgspec.json.encode(line, enc_hook=_number) + b"\n" for line in lines)
-        self._kept[kind].add(partial(_append_data, path, data), len(data), len(lines))
+        append = _append_sample if kind == "samples" else _append_data
+        self._kept[kind].add(partial(append, path, data), len(data), len(lines))
+
+
+def _append_sample(path: Path, data: bytes) -> None:
+    # A user may have deleted the folder to make room.
+    path.parent.mkdir(exist_ok=True)
+    _append_data(path, data)
 
 
 def _append_data(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -167,3 +168,22 @@ def test_lines_that_wait_are_bounded_and_the_oldest_are_lost(tmp_path, monkeypat
     records.retry()
     assert [line["step"] for line in lines(path)] == list(range(10))[-waiting:]
     assert records.waiting == 0 and len(lines(tmp_path / "quarantine.jsonl")) == 1
+
+
+def test_samples_are_written_after_their_folder_was_deleted(tmp_path):
+    records, path = RecordFiles(tmp_path, 1), tmp_path / "samples" / "step_000002.jsonl"
+    records.samples(1, 4, [make_group("0-6")])
+    shutil.rmtree(tmp_path / "samples")
+    records.samples(2, 5, [make_group("0-7")])
+    assert (records.waiting, records.error) == (0, None)
+    assert [line["uid"] for line in lines(path)] == ["0-7"]
+
+
+def test_a_run_folder_that_was_deleted_is_not_made_again(tmp_path):
+    (tmp_path / "run").mkdir()
+    records = RecordFiles(tmp_path / "run", 1)
+    shutil.rmtree(tmp_path / "run")
+    records.samples(1, 4, [make_group("0-6")])
+    records.metrics({"step": 1})
+    assert (records.waiting, records.error.errno) == (2, errno.ENOENT)
+    assert list(tmp_path.iterdir()) == []
