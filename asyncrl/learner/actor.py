@@ -84,6 +84,8 @@ class Learner(Actor):
         self._intake = Intake(self.config.learner, samples=self.config.run.samples_per_step)
         self._evals = EvalCollector()
         self._components = ComponentNames(self.config)
+        self._components_notice: asyncio.Task[str] | None = None
+        """Text of the notice that components are left out, once there are any."""
         self._watch = LearningWatch(self.config)
         self._truncation = TruncationWatch(self.config)
         self._grace_watch = GraceWatch(self.config)
@@ -459,7 +461,7 @@ class Learner(Actor):
         self.progress()
         if self._components.trim(group):
             self.counters["reward/components_left_out"] = self._components.left_out
-            self.notify("components", self._components.notice(), count=self._components.left_out)
+            self._notify_components()
         if group.ticket.purpose != "train":
             duplicate = not self._evals.add(group)
             self._story.tell(TAKEN, uid=uid, by=caller.name, into="duplicate" if duplicate else "evaluation")
@@ -481,6 +483,16 @@ class Learner(Actor):
             self._supply.changed()
             self._training.tell_news()
         return Delivered(duplicate=taken == "duplicate")
+
+    def _notify_components(self) -> None:
+        """Notify the user that components are left out, and of how many."""
+        notice = self._components_notice
+        if notice is None:
+            notice = self.tasks.create_task(asyncio.to_thread(self._components.notice))
+            notice.add_done_callback(lambda _: self._notify_components())
+            self._components_notice = notice
+        elif notice.done() and not notice.cancelled():
+            self.notify("components", notice.result(), count=self._components.left_out)
 
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -15,9 +16,10 @@ from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
 
 from asyncrl.errors import RewardFailed
+from asyncrl.learner.groups import components
 from asyncrl.messages.actors import NOTICE
 from asyncrl.outcome import MOST_NAMES
-from asyncrl.runtime.workers import memory
+from asyncrl.runtime.workers import memory, user_code
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run
@@ -192,8 +194,18 @@ async def test_i1_a_run_with_a_bad_prompt_of_each_kind_quarantines_these_alone_a
 
 
 async def test_names_of_components_that_follow_from_the_data_do_not_grow_the_metrics(tmp_path, monkeypatch):
-    """Each would be a metric of every line. The user reads whose names they are, and where the function is."""
+    """Each would be a metric of every line. The user reads whose names they are, and where the function is.
+
+    To find it, the learner parses a file: once, and not in the thread of the event loop.
+    """
     monkeypatch.chdir(tmp_path)
+    looked_up_in = []
+
+    def find_place(spec):
+        looked_up_in.append(threading.current_thread())
+        return user_code.find_place(spec)
+
+    monkeypatch.setattr(components, "find_place", find_place)
     path = tmp_path / "many_rewards.py"
     path.write_text("""
 import zlib
@@ -223,3 +235,4 @@ def judge(*, prompt, completion):
     [*_, notice] = [line for line in state.lines if line["kind"] == NOTICE and line["key"] == "components"]
     said = f"many_rewards:judge ({path}:4) returns rewards with more than 64 names of components; the first of"
     assert said in notice["text"] and "a name must not depend on the data" in notice["text"]
+    assert len(looked_up_in) == 1 and looked_up_in[0] is not threading.current_thread()

@@ -50,7 +50,10 @@ class ComponentNames:
         return self.left_out > before
 
     def notice(self) -> str:
-        """The text for the user: whose names they are, what follows, and what to do."""
+        """The text for the user: whose names they are, what follows, and what to do.
+
+        After ``trim`` has found any. It parses the file of the user's function, so call it once, in a thread.
+        """
         episode, reward = self._config.episode, self._config.reward
         spec = reward.function
         if reward.function == "episode":
