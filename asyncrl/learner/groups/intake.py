@@ -258,10 +258,12 @@ class Intake:
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
+            # The last may be in a restored ledger, which holds no reasons.
+            last = f"; the last one because: {self._last_problem}" if self._last_problem else ""
             return (
                 f"{quarantined} of {concluded} prompts were quarantined, over learner.max_quarantined_fraction = "
-                f"{learner.max_quarantined_fraction:g}; the last one because: {self._last_problem}. "
-                "quarantine.jsonl has all of them"
+                f"{learner.max_quarantined_fraction:g}{last}. quarantine.jsonl has all of them with their reasons. To "
+                "continue all the same, raise learner.max_quarantined_fraction, and resume"
             )
         sampled = self._kept_trajectories + self.dropped_trajectories
         if self._taken >= FRACTION_FROM and self.dropped_trajectories > learner.max_quarantined_fraction * sampled:

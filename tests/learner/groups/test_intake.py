@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake
-from asyncrl.ledger import KINDS
+from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake, IntakeState
+from asyncrl.ledger import KINDS, Ledger
 from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group
 
@@ -108,6 +108,21 @@ def test_prompts_that_the_data_rules_leave_out_are_no_failure_and_no_lack_of_sig
             intake.end_step()
     told = "11 of 100 prompts were quarantined, over learner.max_quarantined_fraction = 0.1"
     assert told in (intake.problem() or "")
+
+
+def test_quarantines_of_a_restored_ledger_end_the_run_with_the_key_to_raise():
+    """An earlier release counted prompts that are too long as quarantined."""
+    ledger = Ledger()
+    for index in range(1000):
+        ledger.record("quarantined" if index < 110 else "trained", 0, index)
+    restored = IntakeState(ledger.state, [], [])
+    intake = Intake(LearnerConfig(max_quarantined_fraction=0.1), restored)
+    assert intake.problem() == (
+        "110 of 1000 prompts were quarantined, over learner.max_quarantined_fraction = 0.1. quarantine.jsonl has all "
+        "of them with their reasons. To continue all the same, raise learner.max_quarantined_fraction, and resume"
+    )
+    raised = Intake(LearnerConfig(max_quarantined_fraction=0.12), restored)
+    assert raised.problem() is None
 
 
 def test_what_was_filtered_before_a_step_that_trained_nothing_counts_with_the_next():
