@@ -325,7 +325,12 @@ def test_paths_are_expanded_wherever_they_stand_and_only_once(monkeypatch, tmp_p
     assert {key: attrgetter(key)(config) for key in expanded} == expanded
     assert config_from_json(config_to_json(config)) == config
     for path in ("$NOT_SET/x", "http://host:1/~me/v1"):
-        assert load_config([], given | {"sft.weight": "0.1", "learner.teacher": path}).learner.teacher == path
+        kept = load_config([], given | {"sft.weight": "0.1", "learner.teacher": path})
+        assert kept.learner.teacher == path
+        # Another host may set a variable that the launcher's does not.
+        monkeypatch.setenv("NOT_SET", "/elsewhere")
+        assert config_from_json(config_to_json(kept)) == kept
+        monkeypatch.delenv("NOT_SET")
 
 
 def test_each_name_of_another_system_is_there_once_and_leads_to_a_key_or_says_why_not():

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from asyncrl.config import Config
 from asyncrl.config.checks import cross_check
 from asyncrl.config.keys import describe, holds_text
-from asyncrl.config.section import expand_path
+from asyncrl.config.section import AS_GIVEN, expand_path
 from asyncrl.errors import ConfigError
 
 REMOVED = (("rollout", "spool"),)
@@ -66,21 +66,26 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
         # A command that speaks of the run later may be called from another folder.
         checkpoints["dir"] = os.path.abspath(expand_path(checkpoints["dir"]) or "")
-    return validate_config(tree, problems, sources)
+    return validate_config(tree, problems, sources, context=AS_GIVEN)
 
 
 def validate_config(
-    tree: dict[str, Any], problems: Sequence[str] = (), sources: Mapping[tuple[str, ...], str] | None = None
+    tree: dict[str, Any],
+    problems: Sequence[str] = (),
+    sources: Mapping[tuple[str, ...], str] | None = None,
+    *,
+    context: str | None = None,
 ) -> Config:
     """Validate a plain tree. Raises ConfigError with ``problems`` and every one found here.
 
-    ``sources`` has the file or flag of each value in the tree, by the parts of its key, where these are known.
+    Paths are expanded only in the context AS_GIVEN. ``sources`` has the file or flag of each value in the tree, by the
+    parts of its key, where these are known.
     """
     found = list(problems)
     bad: set[tuple[str, ...]] = set()
     config: Config | None = None
     try:
-        config = Config.model_validate(tree)
+        config = Config.model_validate(tree, context=context)
     except ValidationError as error:
         for item in error.errors():
             path = _key_of(item["loc"], tree, is_missing=item["type"] == "missing")
@@ -88,7 +93,7 @@ def validate_config(
             found.append(describe(path, item) + _from(path, sources or {}))
         try:
             # Values that are right are checked against each other all the same, so that one run shows every problem.
-            config = Config.model_validate(_without(tree, bad))
+            config = Config.model_validate(_without(tree, bad), context=context)
         except ValidationError:
             config = None
     if config is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -23,9 +23,18 @@ def expand_path(path: str | None) -> str | None:
     return os.path.expandvars(os.path.expanduser(path))
 
 
-PathText = Annotated[str, AfterValidator(expand_path)]
-OptionalPath = Annotated[str | None, AfterValidator(expand_path)]
-"""A path on the hosts of the run, expanded once, where the configuration is read."""
+def _expand_given(path: str | None, info: ValidationInfo) -> str | None:
+    return expand_path(path) if info.context == AS_GIVEN else path
+
+
+AS_GIVEN = "as given"
+"""Context in which the user's TOML and flags are validated.
+
+Only there are paths expanded. A resolved configuration is read on other hosts and later, where variables may differ.
+"""
+PathText = Annotated[str, AfterValidator(_expand_given)]
+OptionalPath = Annotated[str | None, AfterValidator(_expand_given)]
+"""A path on the hosts of the run, expanded once, where TOML and flags are read."""
 
 
 class Section(BaseModel):
