@@ -13,11 +13,13 @@ Fails with ConfigError, on all ranks alike, when the model cannot be loaded or f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -119,15 +121,26 @@ def build_frozen(
     """
     model = config.model.model_copy(update={"path": path})
     mesh = make_mesh(ranks, ranks.device.type)
-    loaded, choice = _load(model, config, ranks, mesh)
-    policy = loaded.empty()
-    policy.requires_grad_(False)
-    offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
-    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
-    scoring = _confirm(policy, choice, config, ranks, dtype, model)
+    with _named(key):
+        loaded, choice = _load(model, config, ranks, mesh)
+        policy = loaded.empty()
+        policy.requires_grad_(False)
+        offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
+        _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
+        scoring = _confirm(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
     return policy, scoring
+
+
+@contextlib.contextmanager
+def _named(key: str) -> Iterator[None]:
+    """Give problems of the loaded model the name of ``key``; what loads a model takes it for that of model.path."""
+    try:
+        yield
+    except ConfigError as error:
+        problems = [re.sub(r"^model\.path: ", f"{key}: ", problem) for problem in error.problems]
+        raise ConfigError(problems, found=error.found) from error
 
 
 def _confirm(

@@ -177,6 +177,20 @@ def test_what_is_wrong_on_one_rank_is_told_by_all(tmp_path: Path, pools) -> None
     assert first == second and "its weights are quantized" in first[0] and str(folder) in first[0]
 
 
+def test_a_model_that_only_scores_is_refused_by_its_own_key(tmp_path: Path, pools) -> None:
+    policy = save_small_model(tmp_path / "policy")
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    reference = _rewrite(policy, tmp_path / "quantized", lambda weights: None, **quantized)
+    other = _rewrite(policy, tmp_path / "lacking", lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
+    for key, folder in (("learner.kl.path", reference), ("learner.teacher", other), ("learner.kl.path", tmp_path)):
+        ((problem,),) = _play(pools, _build_frozen, key, folder, policy, world=1)
+        assert problem.startswith(f"{key}: {folder} ") and "model.path" not in problem
+
+
+def _build_frozen(ranks: Ranks, mesh: Any, key: str, folder: Path, policy: Path) -> None:
+    sharding.build_frozen(key, str(folder), make_config(policy), ranks, torch.float32, packed=False)
+
+
 def _load(ranks: Ranks, mesh: Any, folder: Path) -> None:
     loading.load(ModelConfig(path=str(folder)), ranks, mesh)
 
