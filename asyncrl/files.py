@@ -2,7 +2,7 @@
 
 A file is durable once it and the folder that names it have been flushed; the functions say which of the two they do.
 A lock is flock's, on a file that is there for nothing else: it goes with the process that holds it. Records that a full
-disk refuses wait in memory (``KeptWrites``).
+disk refuses wait in memory (``KeptWrites``). ``find_source`` finds the file of a user's module without importing it.
 
 Fails with OSError, as the operating system says it.
 """
@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
 
 import msgspec
@@ -44,6 +46,43 @@ def write_file(path: Path, chunks: Iterable[bytes]) -> Digest:
     finally:
         os.close(descriptor)
     return Digest(size, hasher.hexdigest())
+
+
+def find_source(module: str) -> Path | None:
+    """The file that an import of ``module`` loads; None if neither the working directory nor the path has one.
+
+    Nothing is imported, and nothing is raised. Modules that only an import hook finds are not found.
+    """
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    places, file = ["", *sys.path], ""
+    for part in parts:
+        if file and not _is_package(file):
+            return None
+        folders: list[str] = []
+        file = ""
+        for place in places:
+            file = _module_file(os.path.join(place, part))
+            if file:
+                folders = [os.path.dirname(file)]
+                break
+            # Folders without __init__.py are parts of one namespace package, unless a later place has a module.
+            if os.path.isdir(folder := os.path.join(place, part)):
+                folders.append(folder)
+        places = folders
+    return Path(file).absolute() if file else None
+
+
+def _module_file(stem: str) -> str:
+    """The file of the package or module with this path, without its suffix; empty if no such file exists."""
+    suffixes = [*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES]
+    candidates = (f"{path}{suffix}" for path in (os.path.join(stem, "__init__"), stem) for suffix in suffixes)
+    return next(filter(os.path.isfile, candidates), "")
+
+
+def _is_package(file: str) -> bool:
+    return os.path.basename(file).startswith("__init__.")
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, aside: Path | None = None) -> None:

@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "wire": {"errors"},
     "weights": {"errors", "messages"},
     "telemetry": {"messages", "snapshot", "files", "text"},
-    "runtime": {"errors", "config", "messages", "snapshot", "wire", "telemetry"},
+    "runtime": {"errors", "files", "config", "messages", "snapshot", "wire", "telemetry"},
     "explain": {"errors", "telemetry", "text"},
     # It asks a controller from outside.
     "top": {"errors", "messages", "snapshot", "telemetry", "text", "runtime", "wire"},

@@ -12,11 +12,8 @@ and servers are not compared. Nothing is imported, and a file that is not found 
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.config.resuming import Applies, Change, applies, changes
+from asyncrl.files import find_source
 
 CODE = ("reward.function", "episode.function", "episode.env", "episode.tools", "learner.loss", "learner.advantage")
 """Keys that name users' code as MODULE:NAME, or a list of such names."""
@@ -92,22 +90,8 @@ def _files_of(key: str, config: Config) -> Iterator[Path]:
         yield from (Path(value) / file for file in MODEL_FILES if value is not None)
         return
     for spec in [value] if isinstance(value, str) else value or []:
-        if ":" in spec and (file := _source_of(spec.partition(":")[0])) is not None:
+        if ":" in spec and (file := find_source(spec.partition(":")[0])) is not None:
             yield file
-
-
-def _source_of(module: str) -> Path | None:
-    """The file of a module, found without importing it or its packages; None where it is not found so."""
-    places: Sequence[str] | None = [os.getcwd(), *sys.path]
-    spec: ModuleSpec | None = None
-    name = ""
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        spec = PathFinder.find_spec(name, places) if places is not None else None
-        if spec is None:
-            return None
-        places = spec.submodule_search_locations
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
 def _digest(files: Iterable[Path]) -> str:
@@ -116,7 +100,8 @@ def _digest(files: Iterable[Path]) -> str:
     for file in files:
         try:
             content = file.read_bytes()
-        except OSError:
+        except (OSError, ValueError):
+            # ValueError: no file can have this name.
             continue
         digest.update(f"{file.name} {len(content)}\n".encode())
         digest.update(content)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.files import find_source
 from asyncrl.wire.codec import encodable
 
 
@@ -138,20 +139,15 @@ def find_place(spec: str) -> str:
     The module is looked for as an import would: in the working directory, then on the path.
     """
     module, _, name = spec.partition(":")
-    if not name:
+    path = find_source(module) if name else None
+    if path is None:
         return ""
-    stem = Path(*module.split("."))
-    for path in (Path(at, end) for at in (os.getcwd(), *sys.path) for end in (f"{stem}.py", stem / "__init__.py")):
-        try:
-            tree = ast.parse(path.read_bytes())
-        except OSError:
-            continue
-        except (SyntaxError, ValueError):
-            return str(path)
-        defined = (node for node in tree.body if getattr(node, "name", None) == name)
-        node = next(defined, None)
-        return f"{path}:{node.lineno}" if isinstance(node, ast.stmt) else str(path)
-    return ""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return str(path)
+    node = next((node for node in tree.body if getattr(node, "name", None) == name), None)
+    return f"{path}:{node.lineno}" if isinstance(node, ast.stmt) else str(path)
 
 
 def _place(error: BaseException) -> str:
