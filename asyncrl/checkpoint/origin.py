@@ -7,21 +7,28 @@ prompts again. So a group is trained only under the configuration that made it.
 Files are compared by digests: the module that MODULE:FUNCTION names, and the files of the model's folder that decide
 about tokens, chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
 and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
+
+The launcher takes the digests once for each attempt of a run, before its processes load the files. Learners read them
+in the run folder (DIGESTS), so a file that is edited while the run lives changes no digest. The next resume sees the
+edit.
+
+A comparison does not fail. Files that cannot be read are not compared. If DIGESTS cannot be read, the files are read.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from asyncrl.checkpoint import DIGESTS
 from asyncrl.config import Config
 from asyncrl.config.resuming import Applies, Change, applies, changes
-from asyncrl.files import find_source
+from asyncrl.files import find_source, replace_file
 
 CODE = ("reward.function", "episode.function", "episode.env", "episode.tools", "learner.loss", "learner.advantage")
 """Keys that name users' code as MODULE:NAME, or a list of such names."""
@@ -42,8 +49,16 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: Config) -> Origin:
-        """The origin of what a run makes now. Reads files."""
-        found = {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, config)))}
+        """The origin of groups of a run that begins now. Reads files."""
+        return cls(settings=config.model_dump(mode="json"), files=digests(config))
+
+    @classmethod
+    def recorded(cls, config: Config, run_dir: Path) -> Origin:
+        """The origin of groups of the newest attempt in ``run_dir``; of a run that begins now if none is recorded."""
+        try:
+            found = msgspec.json.decode((run_dir / DIGESTS).read_bytes(), type=dict[str, str])
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return cls.of(config)
         return cls(settings=config.model_dump(mode="json"), files=found)
 
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
@@ -51,10 +66,12 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         now = Origin.of(config) if now is None else now
         found = changes(self.settings, config) if self.settings else []
         named = {change.key for change in found}
+        if self.files.get(MODEL, "") == now.files.get(MODEL):
+            found = [_of_same_model(change) if change.key == MODEL else change for change in found]
         for key, digest in now.files.items():
             if self.files.get(key, digest) != digest and key not in named:
                 found.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
-        return Comparison(found, is_known=bool(self.settings))
+        return Comparison(found, is_known=bool(self.settings), may_lose_prompts="data" in config.resume.allow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +81,12 @@ class Comparison:
     changes: list[Change]
     is_known: bool
     """Whether the checkpoint holds its configuration."""
+    may_lose_prompts: bool = False
+    """Whether the prompts of the run may differ from those of the checkpoint."""
 
     @property
     def gives_back(self) -> str:
-        """The reason that the groups of the checkpoint are generated again; empty if they are kept."""
+        """The reason that the groups of the checkpoint are not trained; empty if they are kept."""
         if not self.is_known:
             return "the checkpoint does not hold their configuration"
         return ", ".join(change.key for change in self.changes if change.applies is Applies.GENERATED)
@@ -79,8 +98,29 @@ class Comparison:
             lines.append("an earlier asyncrl wrote the checkpoint, without its configuration: changed keys are unknown")
         if self.gives_back and groups:
             which = "1 group of the checkpoint is" if groups == 1 else f"{groups} groups of the checkpoint are"
-            lines.append(f"{which} given back and generated again: {self.gives_back}")
+            if self.may_lose_prompts:
+                again = "are generated again only if the prompts of the run have not changed (--allow-changed-data)"
+                lines.append(f"{which} not trained: {self.gives_back}; their prompts {again}")
+            else:
+                lines.append(f"{which} given back and generated again: {self.gives_back}")
         return lines
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Digests of the files that ``config`` names, by key. Reads files."""
+    return {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, config)))}
+
+
+def record(run_dir: Path, found: dict[str, str]) -> None:
+    """Write the digests that an attempt begins with. Raises OSError."""
+    replace_file(run_dir / DIGESTS, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+
+
+def _of_same_model(change: Change) -> Change:
+    """The change of MODEL to a folder with equal files; groups do not depend on it."""
+    # The policy's weights come from the checkpoint.
+    same = "with the same tokenizer, chat template and configuration"
+    return replace(change, applies=Applies.NOW, difference=f"{change.difference}, {same}")
 
 
 def _files_of(key: str, config: Config) -> Iterator[Path]:

@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl.checkpoint import DIGESTS
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json, validate_config
@@ -378,6 +379,10 @@ def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
 
 def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
     """The part of the run of the host whose agent has this index."""
+    files = {}
+    # Runs of earlier releases have no digests.
+    with contextlib.suppress(FileNotFoundError):
+        files[DIGESTS] = (folder.path / DIGESTS).read_text()
     return HostSpec(
         version=version("asyncrl"),
         run_id=folder.run_id,
@@ -388,6 +393,7 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
         credentials=credentials,
         folder=os.getcwd(),
         env=passed_on(),
+        files=files,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.origin import digests, record
 from asyncrl.config import Config
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, write_command
 from asyncrl.launcher.run_folder.folders import RunFolder
@@ -41,6 +42,8 @@ def begin(
         progress.say(folder.describe())
     else:
         _resume(folder, resumption, config, progress)
+    # Before anything of the attempt loads these files.
+    record(folder.path, digests(config))
     if command:
         write_command(folder, command)
     return attempt_begins_above(folder.attempt, CheckpointFolder(checkpoint_dir(config, folder.path)).newest_writer())

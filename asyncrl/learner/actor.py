@@ -78,7 +78,7 @@ class Learner(Actor):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._backend: Backend
         self._origin = Origin()
-        """The configuration and the files of this learner."""
+        """The configuration and the files of this attempt of the run."""
         self._start = 0
         """Number of learners that have begun in this run folder."""
         self._intake = Intake(self.config.learner, samples=self.config.run.samples_per_step)
@@ -193,7 +193,7 @@ class Learner(Actor):
             on_failed=self._checkpoint_failed,
             on_damaged=damaged.__setitem__,
         )
-        self._origin = await asyncio.to_thread(Origin.of, self.config)
+        self._origin = await asyncio.to_thread(Origin.recorded, self.config, self.context.run_dir)
         contents = await self._checkpoints.restore()
         if contents is None:
             self._story.tell(RESTORED, step=0, uids=[])
@@ -201,7 +201,7 @@ class Learner(Actor):
         state, restored = contents.state, _restored(contents)
         # Also after a death within the run, until there is a checkpoint of this configuration.
         if reason := state.origin.compare(self.config, self._origin).gives_back:
-            self.log.info("gives the groups of the checkpoint back", groups=len(contents.buffered), reason=reason)
+            self.log.info("does not restore the groups of the checkpoint", groups=len(contents.buffered), reason=reason)
             self.counters.add("groups/given_back", len(contents.buffered))
             restored = IntakeState(state.ledger, [], [])
         buffered = [group.ticket.uid for group in restored.buffered]

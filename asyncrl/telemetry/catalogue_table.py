@@ -279,7 +279,7 @@ groups/buffered | groups | taken into the buffer
 groups/duplicate | groups | delivered though they were there already
 groups/filtered | groups | delivered without a signal
 groups/quarantined | groups | delivered and not to be trained
-groups/given_back | groups | of a checkpoint, generated again because a resume changed what they depend on
+groups/given_back | groups | of a checkpoint, not trained because a resume changed what they depend on
 weights/not_published | attempts | to write a version that failed, as for want of memory
 checkpoint/failed | checkpoints | that could not be written
 checkpoint/skipped | checkpoints | not begun because the one before was still being written

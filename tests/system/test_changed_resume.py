@@ -13,6 +13,7 @@ from test_restarts import STEPS, audit, config
 
 from asyncrl.checkpoint.contents import read_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.checkpoint.origin import record
 from asyncrl.config import Config
 from asyncrl.learner.steps.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
@@ -109,4 +110,20 @@ def test_without_such_a_change_the_groups_of_the_checkpoint_are_trained(tmp_path
     assert system.play(timeout=100).phase == "done"
     assert "groups/given_back" not in system.actors["learner/0"].counters
     assert waiting.items() <= {group.ticket.uid: tokens(group) for group in trained}.items()
+    audit(run_dir)
+
+
+@pytest.mark.parametrize("digest", ["as it was", "edited"])
+def test_code_is_compared_by_the_digests_that_the_attempts_began_with(tmp_path, trained, digest) -> None:
+    """Files may be edited while the run lives; a learner that starts then does not read them."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    record(run_dir, {"reward.function": "as it was"})
+    waiting = leave(run_dir)
+    trained.clear()
+    record(run_dir, {"reward.function": digest})
+    system = Resumed(settings(0.8, OLD, drift={"warn": 1.0}), run_dir)
+    assert system.play(timeout=100).phase == "done"
+    given_back = system.actors["learner/0"].counters.get("groups/given_back", 0)
+    assert given_back == (len(waiting) if digest == "edited" else 0)
     audit(run_dir)

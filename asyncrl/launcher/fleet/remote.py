@@ -114,7 +114,8 @@ def _become_guard(spec: HostSpec) -> NoReturn:
     try:
         if not shared:
             logs.mkdir(parents=True, exist_ok=True)
-            (run_dir / CONFIG).write_text(spec.config)
+            for name, content in {CONFIG: spec.config, **spec.files}.items():
+                (run_dir / name).write_text(content)
         log = os.open(logs / f"agent-{spec.index}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         with contextlib.suppress(OSError):
             os.chdir(spec.folder)

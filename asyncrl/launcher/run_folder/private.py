@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checkpoint import DIGESTS
 from asyncrl.errors import UsageError
 from asyncrl.files import try_lock
 from asyncrl.launcher.run_folder.begun import CONFIG, PART, leave_name
@@ -71,7 +72,7 @@ def is_living(path: Path, private: str = PRIVATE) -> bool:
 
 def remove_part(run_dir: Path) -> None:
     """Remove the folder of a host's part, but for what else lies in it."""
-    for name in ("logs", CONFIG, PART):
+    for name in ("logs", CONFIG, DIGESTS, PART):
         path = run_dir / name
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

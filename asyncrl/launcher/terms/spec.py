@@ -91,6 +91,8 @@ class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):
     """Folder in which the launcher was called; the agent works there too, if there is such a folder."""
     env: dict[str, str]
     """Variables laid over the host's own environment."""
+    files: dict[str, str] = {}
+    """Further files of the run folder, content by name."""
 
 
 class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):

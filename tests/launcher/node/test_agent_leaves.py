@@ -21,12 +21,14 @@ from asyncrl.messages.actors import Leaving, RunState
 CONFIG = simulated_run()
 
 
-@pytest.mark.parametrize(("others", "left"), [(["private-1"], []), (["private-3"], ["config.json", "logs", PART])])
+@pytest.mark.parametrize(
+    ("others", "left"), [(["private-1"], []), (["private-3"], ["config.json", "digests.json", "logs", PART])]
+)
 def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, others, left):
     run_dir = tmp_path / "run"
     for name in ("private-2", "logs", *others):
         (run_dir / name).mkdir(parents=True)
-    for name in (PART, "config.json"):
+    for name in (PART, "config.json", "digests.json"):
         (run_dir / name).write_text("")
     spec = AgentSpec(run_dir=str(run_dir), log_dir=str(run_dir / "logs"), attempts=1, actors=[], index=2)
 

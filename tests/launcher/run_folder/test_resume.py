@@ -11,6 +11,7 @@ import pytest
 from run_settings import simulated_run
 from test_messages import make_group
 
+from asyncrl.checkpoint import DIGESTS
 from asyncrl.checkpoint.contents import TrainerContents, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
@@ -19,7 +20,7 @@ from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.files import write_file
 from asyncrl.launcher.fleet.hostfile import HostLine
-from asyncrl.launcher.launch import Launch
+from asyncrl.launcher.launch import Launch, host_spec
 from asyncrl.launcher.local import begin
 from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.run_folder import resume
@@ -325,6 +326,26 @@ def test_each_changed_key_is_printed_with_both_values_what_it_applies_to_and_the
     assert resumption.describe_changes(settings) == expected[2:3]
     settings, resumption = find_resumption(config(tmp_path), "auto")
     assert resumption.describe_changes(settings) == []
+
+
+def test_each_attempt_records_the_files_that_it_begins_with(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "mine.py"
+    code.write_text("def score(): return 1.0")
+    was = config(tmp_path, reward={"function": "mine:score"})
+    folder = create_run_folder(was)
+    begin(folder, None, was, Progress(io.StringIO(), 10))
+    first = Origin.recorded(was, folder.path)
+    code.write_text("def score(): return 2.0")
+    assert Origin.recorded(was, folder.path) == first != Origin.of(was)
+    write_checkpoint(was, folder.path, 2, origin=first)
+    settings, resumption = find_resumption(was, "auto")
+    with private_folder(resumption.folder, settings):
+        begin(resumption.folder, resumption, settings, Progress(io.StringIO(), 10))
+    assert Origin.recorded(settings, folder.path) == Origin.of(settings)
+    # A host that does not see the run folder gets the same digests.
+    spec = host_spec(settings, resumption.folder, 1, {})
+    assert spec.files == {DIGESTS: (folder.path / DIGESTS).read_text()}
 
 
 def test_an_earlier_checkpoint_has_no_configuration_and_its_groups_are_generated_again(tmp_path):

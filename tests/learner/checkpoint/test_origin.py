@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,8 +12,10 @@ from learner.learner_cases import make_state
 from model_files import write_model
 from run_settings import simulated_run
 
+from asyncrl.checkpoint import DIGESTS
 from asyncrl.checkpoint.contents import read_state, write_contents
-from asyncrl.checkpoint.origin import Origin
+from asyncrl.checkpoint.origin import Origin, digests, record
+from asyncrl.files import find_source
 
 
 def read_back(origin: Origin) -> Origin:
@@ -80,6 +84,108 @@ def test_code_of_the_same_name_is_compared_by_its_file_and_never_imported(tmp_pa
     code.unlink()
     assert before.compare(config).changes == []
     assert "mine" not in sys.modules
+
+
+def test_code_in_nested_folders_without_an_init_file_is_compared(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "rewards" / "math" / "gsm8k.py"
+    code.parent.mkdir(parents=True)
+    code.write_text("def score(): return 1.0")
+    config = simulated_run(reward={"function": "rewards.math.gsm8k:score"})
+    before = read_back(Origin.of(config))
+    assert before.files.keys() == {"reward.function"}
+    code.write_text("def score(): return 2.0")
+    assert before.compare(config).gives_back == "reward.function"
+
+
+@pytest.mark.parametrize(
+    ("files", "module"),
+    [
+        (["first/m.py", "first/m/__init__.py"], "m"),
+        (["first/p/readme", "second/p/m.py"], "p.m"),
+        (["first/p/m.py", "second/p/__init__.py", "second/p/m.py"], "p.m"),
+        (["first/p.py", "second/p/__init__.py", "second/p/m.py"], "p.m"),
+        (["first/p/q/r/m.py", "second/p/q/__init__.py"], "p.q.r.m"),
+        (["first/p/q/r/m.py"], "p.q.r"),
+        (["first/m/readme"], "m"),
+        (["first/m.py"], "no_such"),
+        (["first/m.py"], ".m"),
+        (["first/m.py"], "no\0such"),
+    ],
+)
+def test_the_file_of_a_module_is_found_as_an_import_finds_it(tmp_path, monkeypatch, files, module) -> None:
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "missing"), *map(str, places)])
+    found = find_source(module)
+    before = set(sys.modules)
+    importlib.invalidate_caches()
+    try:
+        file = importlib.import_module(module).__file__
+    except (ImportError, TypeError):
+        file = None
+    finally:
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+    assert found == (Path(file) if file else None)
+
+
+def test_a_file_that_is_edited_while_the_run_lives_is_compared_as_it_was_when_the_run_began(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, run_dir = tmp_path / "mine.py", tmp_path / "run"
+    run_dir.mkdir()
+    code.write_text("def score(): return 1.0")
+    config = simulated_run(reward={"function": "mine:score"})
+    record(run_dir, digests(config))
+    first = Origin.recorded(config, run_dir)
+    assert first == Origin.of(config)
+    code.write_text("def score(): return 2.0")
+    # A learner that starts again, and then the next attempt of the run.
+    assert Origin.recorded(config, run_dir) == first
+    record(run_dir, digests(config))
+    assert first.compare(config, Origin.recorded(config, run_dir)).gives_back == "reward.function"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b'{"reward.function": 3}', b"\xff"])
+def test_without_digests_of_the_run_the_files_are_read(tmp_path, monkeypatch, content) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(): return 1.0")
+    if content is not None:
+        (tmp_path / DIGESTS).write_bytes(content)
+    config = simulated_run(reward={"function": "mine:score"})
+    assert Origin.recorded(config, tmp_path) == Origin.of(config)
+
+
+def test_the_words_say_that_groups_of_data_that_may_change_are_not_trained() -> None:
+    allowed = simulated_run(rollout={"temperature": 0.5}, resume={"allow": ["data"]})
+    last = Origin.of(simulated_run()).compare(allowed).describe(12)[-1]
+    assert last == (
+        "12 groups of the checkpoint are not trained: rollout.temperature; their prompts are generated again only if "
+        "the prompts of the run have not changed (--allow-changed-data)"
+    )
+
+
+def test_a_models_folder_of_another_name_with_the_same_files_gives_nothing_back(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_model(Path("model"))
+    before = read_back(Origin.of(simulated_run(model={"path": str(model)})))
+    moved = model.rename("moved")
+    found = before.compare(simulated_run(model={"path": str(moved)}))
+    assert found.gives_back == ""
+    (line,) = found.describe(3)
+    told = f'changed: model.path was "{model}", is "{moved}"'
+    assert line == f"{told}, with the same tokenizer, chat template and configuration; the change applies at once"
+    (moved / "chat_template.jinja").write_text("{{ messages }}")
+    assert before.compare(simulated_run(model={"path": str(moved)})).gives_back == "model.path"
+    # A folder that is not there cannot be compared.
+    assert before.compare(simulated_run(model={"path": str(model)})).gives_back == ""
+    assert before.compare(simulated_run(model={"path": "missing"})).gives_back == "model.path"
 
 
 def test_a_chat_template_that_changed_in_the_models_folder_is_seen(tmp_path) -> None:
