@@ -38,9 +38,9 @@ from asyncrl.wire.transport import ClientConnection, Frames
 
 REPEAT_S = 5.0
 """Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
-IDLE_REPEATS = 4
-"""A call that is parked until there is news is asked after so many times less often: to have no answer is normal for
-it, and a thousand idle actors would ask all the time."""
+PARKED_S = 15.0
+"""Longest time before a call that is parked until there is news counts as late. Its peer answers it before half of its
+deadline, news or not (handlers.py), so until then nothing is asked: a thousand idle actors would ask all the time."""
 SET_UP_REPEAT_S = 0.5
 """Longest first pause before a call to a peer that is not set up so far is asked after."""
 ASKED_WITHIN_SILENCE = 3
@@ -116,7 +116,7 @@ class Peer:
             future.set_exception(self._expired(future))
             return future
         self._pending[future.id] = future
-        future.tick = self._deadlines.add(future, self._next_look(future, self._first_pause(future)))
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if self.ready:
             self._turns.add(future.id, future.size)
             self._let_go()
@@ -366,7 +366,7 @@ class Peer:
         is_out = future.id in self._turns
         # Pauses lengthen with the asking alone, and a call whose turn has not come is not asked after.
         future.times += is_out
-        future.tick = self._deadlines.add(future, self._next_look(future, self._first_pause(future)))
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if not self.ready:
             self._connect_for(future)
         elif is_out and not future.placed:
@@ -379,15 +379,13 @@ class Peer:
             for id in self._turns.abandoned:
                 self._ask(id)
 
-    @staticmethod
-    def _first_pause(future: CallFuture) -> float:
-        return REPEAT_S * IDLE_REPEATS if future.kind.idle else REPEAT_S
-
     def _next_look(self, future: CallFuture, first_s: float) -> float:
         """Time at which to ask after a call, or to end it."""
         # Often enough that silence means something, also when the pause has doubled as often as it may.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
         soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
+        if future.kind.idle and future.silence == math.inf and self.ready and not self._unready:
+            soon += min(PARKED_S, (future.deadline - future.started) / 2)
         return min(future.deadline, future.heard + future.silence, soon)
 
     def _receive(self, frames: Frames) -> None:

@@ -336,20 +336,37 @@ async def test_a_peer_is_reached_once_it_has_answered_and_not_before(memory):
         assert peer.ready
 
 
-async def test_a_parked_call_is_asked_after_less_often_than_another(memory, monkeypatch):
+async def test_a_parked_call_is_asked_after_only_when_half_of_its_deadline_is_over(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.02)
-    monkeypatch.setattr(peer_module, "IDLE_REPEATS", 1e6)
     async with Net(memory=memory) as net:
         server, tap = Server(), Tap()
         net.serve(server, "server/0", tap=tap)
         peer = net.client("server/0")
+        # Before the first answer a call waits for the connection, which is looked at often.
+        await peer.call(Echo())
+        asked = tap.taken["ASK"]
         parked = peer.call(Watch(), timeout=60.0)
         await asyncio.sleep(0.5)
-        assert not tap.taken["ASK"]
+        assert tap.taken["ASK"] == asked
+        late = peer.call(Watch(), timeout=1.0)
+        await until(lambda: tap.taken["ASK"] > asked)
+        assert asyncio.get_running_loop().time() - late.started > 0.45
         other = peer.call(Park(), timeout=60.0)
-        await until(lambda: tap.taken["ASK"] > 1)
         server.answer.set()
-        await asyncio.gather(parked, other)
+        await asyncio.gather(parked, late, other)
+
+
+async def test_a_parked_call_to_a_peer_that_is_not_set_up_is_repeated_soon(memory, monkeypatch):
+    monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
+    async with Net(memory=memory) as net:
+        is_set_up = False
+        server, tap = Server(), Tap()
+        server.answer.set()
+        net.serve(server, "server/0", tap=tap, is_set_up=lambda: is_set_up)
+        call = net.client("server/0").call(Watch(), timeout=600.0)
+        await until(lambda: tap.taken["ASK"] > 2)
+        is_set_up = True
+        await asyncio.wait_for(call, 60)
 
 
 async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(memory, monkeypatch):
