@@ -113,9 +113,9 @@ class EpisodesActor(Actor):
             if self._http is not None:
                 await self._http.close()
 
-    def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
+    def heartbeat(self, beat: int) -> Heartbeat:
         """The heartbeat, with the episodes played and the one that has gone on for longest without the policy."""
-        said, players = super().heartbeat(beat, loop_lag_s), self._players
+        said, players = super().heartbeat(beat), self._players
         if players is None:
             return said
         awaits, quiet = said.awaits, [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())]

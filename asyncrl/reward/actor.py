@@ -87,10 +87,10 @@ class RewardActor(Actor):
         if self._pool is not None:
             await self._pool.close()
 
-    def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
+    def heartbeat(self, beat: int) -> Heartbeat:
         """The heartbeat, with the tasks that were scored and the one that has run longest."""
         pool = self._pool
-        said = super().heartbeat(beat, loop_lag_s)
+        said = super().heartbeat(beat)
         if pool is None:
             return said
         awaits, task = said.awaits, pool.longest_task()

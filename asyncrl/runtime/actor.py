@@ -244,7 +244,7 @@ class Actor:
         """Whether this actor is to end."""
         return self._drained.is_set()
 
-    def heartbeat(self, beat: int, loop_lag_s: float) -> Heartbeat:
+    def heartbeat(self, beat: int) -> Heartbeat:
         """The heartbeat of this actor as of now; called from any thread."""
         awaits = self._all_awaits()
         oldest = next((wait for wait in awaits if not wait.idle), None)
@@ -261,8 +261,7 @@ class Actor:
             state=state,
             awaiting=awaiting,
             state_s=state_s,
-            # The lag that lasts, and the largest that has ended since the last heartbeat.
-            loop_lag_s=max(loop_lag_s, vitals.loop_lag_s),
+            loop_lag_s=vitals.loop_lag_s,
             oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
             awaits=awaits,
             counters=dict(self.counters),

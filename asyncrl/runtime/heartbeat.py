@@ -50,8 +50,6 @@ class Heartbeats:
         """The cost of telling, the last time excepted."""
         self._context: zmq.Context[Any]
         self._socket: Any
-        self._loop_seen = self._loop_asked = time.monotonic()
-        """Times at which the event loop came round last, and at which it was last asked to."""
         self._stacks_asked = 0
         self._pulse: tuple[object, ...] = ()
         self._announced = 0
@@ -155,7 +153,7 @@ class Heartbeats:
 
     def _gather(self, beat: int) -> Heartbeat | None:
         try:
-            return self._actor.heartbeat(beat, self._loop_lag())
+            return self._actor.heartbeat(beat)
         except Exception as error:
             # The event loop changes what is read here; without a beat the actor would be killed for its silence.
             self._failed("what is told of this actor cannot be gathered", error)
@@ -168,20 +166,6 @@ class Heartbeats:
         counters["heartbeats/largest_bytes"] = max(size, counters.get("heartbeats/largest_bytes", 0))
         counters["facts/late"] = self._actor.telling.late
         counters["facts/cpu_s"] = self._cpu_s
-
-    def _loop_lag(self) -> float:
-        """Seconds since the event loop was asked to come round, if it has not done so."""
-        # Read before the loop is asked again, which it may do at once.
-        seen, asked, now = self._loop_seen, self._loop_asked, time.monotonic()
-        if seen >= asked:
-            self._loop_asked = now
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._mark)
-            return 0.0
-        return now - asked
-
-    def _mark(self) -> None:
-        self._loop_seen = time.monotonic()
 
     def _write_stacks(self) -> None:
         """Write the stacks of all tasks, if this process was asked for its stacks since the last beat."""

@@ -21,8 +21,9 @@ PROBE_S = 0.1
 CALM_PROBE_S = 0.4
 CALM_PROBES = 10
 """Probes in a row that find the loop idle, after which it is probed less often."""
-CALM_SHARE = 0.02
-"""Share of the time since the last probe in which the thread of an idle loop may compute."""
+CALM_SHARE = 0.1
+"""Share of the time since the last probe in which the thread of an idle loop may compute. The controller of an idle run
+computes for a few milliseconds each second, when it looks at all actors."""
 LAG = "loop/lag_s"
 
 
@@ -31,7 +32,7 @@ class Vitals:
     """Vital signs of the time since they were taken last."""
 
     loop_lag_s: float = 0.0
-    """The largest lag that has ended."""
+    """The largest lag that has ended, or the one that lasts if that is larger."""
     loop_busy: float = 0.0
     cpu: float = 0.0
     rss_bytes: int = 0
@@ -58,6 +59,8 @@ class VitalSigns:
         self._computed = self._busy
         """Processor time of the loop's thread at the last probe."""
         self._due = loop.time() + PROBE_S
+        self._expected = self._at + PROBE_S
+        """Time of ``time.monotonic`` at which the next probe is due."""
         self._timer = loop.call_at(self._due, self._probe)
 
     def stop(self) -> None:
@@ -76,8 +79,10 @@ class VitalSigns:
         if not self._stopped:
             self._busy = time.clock_gettime(self._clock)
         largest, self._largest = self._largest, 0.0
+        # The loop's own time stands still while it is blocked.
+        lasting = 0.0 if self._stopped else max(0.0, now - self._expected)
         return Vitals(
-            loop_lag_s=largest,
+            loop_lag_s=max(largest, lasting),
             loop_busy=min(1.0, (self._busy - busy) / elapsed) if elapsed > 0 else 0.0,
             cpu=cpu,
             rss_bytes=rss_bytes,
@@ -94,4 +99,5 @@ class VitalSigns:
         self._calm = self._calm + 1 if is_calm else 0
         self._probe_s = CALM_PROBE_S if self._calm >= CALM_PROBES else PROBE_S
         self._due = now + self._probe_s
+        self._expected = time.monotonic() + self._probe_s
         self._timer = self._loop.call_at(self._due, self._probe)

@@ -106,7 +106,7 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
         calls = [host.run("wait"), host.run("reply", uid="0-2")]
         await until(lambda: host.figure("open") == 2 and len(host.rollouter.chats) == 1)
         # A heartbeat names the episode that keeps all waiting.
-        said = host.actor.heartbeat(1, 0.0)
+        said = host.actor.heartbeat(1)
         assert [resource.state for resource in said.resources] == ["playing"]
         (own,) = [wait for wait in said.awaits if wait.whom == "worker"]
         assert own.what == "function = plays:play of 0-1"
@@ -115,7 +115,7 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
         assert (await successor.call(requested("components"))).reward == 1.5
         await until(lambda: host.figure("open") == 0)
         assert (host.figure("stopped"), host.figure("workers_killed")) == (2, 0)
-        assert host.actor.heartbeat(2, 0.0).progress == 1
+        assert host.actor.heartbeat(2).progress == 1
         for call in calls:
             call.cancel()
 

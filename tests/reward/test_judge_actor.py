@@ -39,7 +39,7 @@ async def test_a_judge_serves_rollouters_and_tells_its_figures(tmp_path):
         [(key, (text, more))] = served.notices.items()
         assert (key, more["count"]) == ("reward: unjudged (status 500)", 1)
         assert "overloaded (prompt 0-77)" in text and "A group is tried" in more["meanwhile"]
-        said = served.actor.heartbeat(1, 0.0)
+        said = served.actor.heartbeat(1)
         counts = {"judge/requests": 21, "judge/unjudged": 1, "judge/prompt_tokens": 2000, "reward/scored": 20}
         assert counts.items() <= said.counters.items()
         assert all(find(name) is not None for name in served.actor.figures())

@@ -181,7 +181,7 @@ async def test_who_stops_returns_what_it_holds_and_one_that_leaves_only_what_is_
 
 async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_along_and_tells_whom_it_misses(tmp_path):
     def told():
-        return {record.whom: record.seconds for record in life.rollouter.heartbeat(1, 0.0).unreached}
+        return {record.whom: record.seconds for record in life.rollouter.heartbeat(1).unreached}
 
     async with Net() as net:
         learner, dataloader = Learner(), Dataloader()

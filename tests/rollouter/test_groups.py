@@ -217,7 +217,7 @@ async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call_an
         assert rollouter.figures()["rollout/scoring"] == SAMPLES
 
         def waited_s():
-            return max(on.seconds for on in rollouter.heartbeat(1, 0.0).awaits if on.what == "Score")
+            return max(on.seconds for on in rollouter.heartbeat(1).awaits if on.what == "Score")
 
         # Longer than one that is silent is waited for.
         await life.until(lambda: waited_s() > 1.0)

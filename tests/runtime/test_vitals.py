@@ -34,6 +34,18 @@ async def test_a_loop_that_was_blocked_shows_it():
     assert blocked.loop_busy < 0.5
 
 
+async def test_a_loop_that_is_blocked_shows_it_before_it_comes_round():
+    vitals = VitalSigns(asyncio.get_running_loop(), Histograms(), 1.0, family=False)
+    await asyncio.sleep(2 * PROBE_S)
+    lags = []
+    looker = threading.Thread(target=lambda: (time.sleep(0.5), lags.append(vitals.take().loop_lag_s)))
+    looker.start()
+    looker.join()
+    vitals.stop()
+    assert lags[0] >= 0.5 - PROBE_S
+    assert vitals.take().loop_lag_s == 0.0
+
+
 async def test_an_idle_loop_is_probed_less_often_and_its_lag_counts_for_all_the_time():
     histograms = Histograms()
     vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)

@@ -240,7 +240,7 @@ class Watching:
 
     def _look_at_self(self) -> None:
         """Take in what an actor would tell the controller."""
-        self._own = self._actor.heartbeat(0, 0.0)
+        self._own = self._actor.heartbeat(0)
         for event in self._own.events:
             if event.number > self._own_event:
                 self._own_event = event.number
