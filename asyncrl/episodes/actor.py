@@ -124,6 +124,10 @@ class EpisodesActor(Actor):
             awaits = most_telling([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
         return msgspec.structs.replace(said, progress=players.counts.played, awaits=awaits)
 
+    def pulse(self) -> tuple[object, ...]:
+        played = self._players.counts.played if self._players is not None else 0
+        return *super().pulse(), played, len(self._sessions)
+
     def figures(self) -> dict[str, float]:
         figures, players, endpoint = super().figures(), self._players, self._http
         if players is None or endpoint is None:

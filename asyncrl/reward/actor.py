@@ -99,6 +99,10 @@ class RewardActor(Actor):
             awaits = most_telling([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
         return msgspec.structs.replace(said, progress=pool.counters.scored, awaits=awaits)
 
+    def pulse(self) -> tuple[object, ...]:
+        pulse, pool = super().pulse(), self._pool
+        return pulse if pool is None else (*pulse, pool.counters.scored, pool.queued, pool.running)
+
     def figures(self) -> dict[str, float]:
         figures, pool = super().figures(), self._pool
         if pool is None:

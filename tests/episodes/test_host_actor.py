@@ -111,11 +111,13 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
         (own,) = [wait for wait in said.awaits if wait.whom == "worker"]
         assert own.what == "function = plays:play of 0-1"
         assert [wait.what for wait in said.awaits if wait.whom == "rollouter/0"] == ["Chat"]
+        before = host.actor.pulse()
         successor = host.net.client("episodes/0", "rollouter/0", incarnation=2)
         assert (await successor.call(requested("components"))).reward == 1.5
         await until(lambda: host.figure("open") == 0)
         assert (host.figure("stopped"), host.figure("workers_killed")) == (2, 0)
         assert host.actor.heartbeat(2).progress == 1
+        assert host.actor.pulse() != before
         for call in calls:
             call.cancel()
 
