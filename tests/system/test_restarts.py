@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from inprocess import System, sim_config, until
 from run_files import groups, metrics
 
 from asyncrl.checkpoint.contents import read_state
-from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.checkpoint.folder import CheckpointFolder, is_leftover
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.actors import NOTICE, Dead
 
@@ -128,6 +129,10 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
 
     def damage() -> None:
         folder = CheckpointFolder(run_dir / "checkpoints")
+        # Here the thread of a dead learner lives on, and would complete a newer checkpoint.
+        patience = time.monotonic() + 20.0
+        while any(map(is_leftover, os.listdir(run_dir / "checkpoints"))) and time.monotonic() < patience:
+            time.sleep(0.01)
         newest, *others = folder.candidates()
         assert others, "there is one to step back to"
         seen.extend([newest.name, others[0].name, folder.highest_version()])

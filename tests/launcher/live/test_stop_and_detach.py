@@ -80,7 +80,7 @@ def test_an_agent_that_hangs_is_named_by_stop_and_ended_by_the_second_ctrl_c(stu
         )
         os.kill(controller, signal.SIGCONT)
     run.process.send_signal(signal.SIGINT)
-    run.wait_to_show("making way")
+    run.wait_to_show("stopping: ")
     run.process.send_signal(signal.SIGINT)
     code, shown = run.end()
     how = "stopped at once at your second Ctrl-C"
