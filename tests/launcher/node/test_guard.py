@@ -1,4 +1,4 @@
-"""The guard ends a frozen agent, whatever happens to its own outputs."""
+"""The guard ends a frozen agent, also if the output of the guard takes nothing or is closed."""
 
 from __future__ import annotations
 
