@@ -1,4 +1,4 @@
-"""What the run waits for, by the notices of its actors ("room on /runs"). Pure.
+"""Open waits of a run, by the notices of its actors ("room on /runs"). Pure.
 
 Invariant: a wait ends with the incarnation of the actor that gave the notice, however late the notice arrives; or with
 a later notice of that actor and key. It is part of the state of the run, so that a lost or late message cannot leave
