@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "disk", "files", "config", "messages", "group_file"},
     "wire": {"errors"},
     "weights": {"errors", "messages"},
-    "telemetry": {"messages", "snapshot", "files", "text"},
+    "telemetry": {"messages", "snapshot", "files", "text", "roles"},
     "runtime": {"errors", "files", "config", "messages", "snapshot", "wire", "telemetry"},
     "explain": {"errors", "telemetry", "text"},
     # It asks a controller from outside.

@@ -18,7 +18,7 @@ MOST_FILES = {
     "An engine": 2,
     "An actor": 3,
     "A message": 2,
-    "A metric": 1,
+    "A metric": 2,
 }
 RUN = """
 import runpy

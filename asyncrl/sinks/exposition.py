@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.sinks.figures import numbers, run_figures
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
 from asyncrl.telemetry import catalogue
-from asyncrl.telemetry.catalogue_table import Metric
+from asyncrl.telemetry.catalogue import Metric
 
 Labels = tuple[tuple[str, str], ...]
 LABELS = {

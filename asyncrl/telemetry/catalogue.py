@@ -1,78 +1,116 @@
-"""The figures of catalogue_table.py and those that modules declare (``declare``), by their names, and the page of them.
+"""The catalogue of metrics: each metric is declared once, in ``metrics.py`` of the actor's folder that counts it.
 
-``python -m asyncrl.telemetry.catalogue`` writes docs/metrics.md. A figure that is declared nowhere is None. A process
-that has not imported a module, as the sinks have none of the learner's, reads its declarations from the source, the
-first time that a name is not known.
+A declaration gives a name, a unit and a sentence. It also says who has the metric: actors, and kinds of lines in
+metrics.jsonl. ``find`` imports the declarations of all roles, which import nothing but this module.
+``python -m asyncrl.telemetry.catalogue`` prints docs/metrics.md.
+
+Invariant: a name has one declaration. ``find`` returns None for an unknown name; metrics.py turns that into an error
+in tests.
 """
 
 from __future__ import annotations
 
-import ast
+import importlib
 import sys
-from functools import cache
-from pathlib import Path
-from typing import Any
+from functools import cache, partial
+from typing import Literal, NamedTuple
 
-from asyncrl.telemetry import catalogue_table
-from asyncrl.telemetry.catalogue_table import METRICS, Kind, Metric
+from asyncrl.roles import ROLES
 
-EDGES = {metric.name: metric.edges for metric in METRICS if metric.edges}
-"""Upper edges of the buckets, by the name of the histogram."""
-_BY_NAME = {metric.name: metric for metric in METRICS}
-_FAMILIES = tuple(metric for metric in METRICS if metric.name.endswith("/*"))
+Kind = Literal["counter", "gauge", "histogram", "line"]
+"""In heartbeats a counter is cumulative since the actor's start, and a histogram counts values by bucket. A line is a
+key of metrics.jsonl."""
 
-
-def declare(name: str, kinds: str, unit: str, where: str, text: str, edges: tuple[float, ...] = ()) -> str:
-    """Declare a figure at the top of the module that computes it; returns its name.
-
-    Arguments are those of Metric, by position, ``kinds`` separated by spaces. They are read without importing the
-    module, so each is a literal, or the name of edges in catalogue_table.py. AssertionError where the name is another
-    figure's.
-    """
-    split: tuple[Kind, ...] = tuple(kinds.split())  # type: ignore[arg-type]
-    metric = Metric(name, split, unit, where, text, edges)
-    assert _BY_NAME.setdefault(name, metric) == metric, f"{name} is declared twice"
-    if edges:
-        EDGES[name] = edges
-    return name
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+SHORT = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
+VERSIONS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0, 32.0)
+TOKENS = tuple(float(1 << power) for power in range(4, 19))
+TURNS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 128.0)
 
 
-def every() -> tuple[Metric, ...]:
-    """All figures: those of the table, then those of modules in the order of their names."""
-    return (*METRICS, *(_BY_NAME[name] for name in _declared_in_sources()))
+class Metric(NamedTuple):
+    """A declared metric."""
+
+    name: str
+    """GROUP/NAME. ``*`` stands for a name from the configuration, the reward function or the text."""
+    kinds: tuple[Kind, ...]
+    unit: str
+    where: str
+    """Actors that have it; for a key of metrics.jsonl the kinds of lines."""
+    text: str
+    edges: tuple[float, ...] = ()
+    """Upper edges of a histogram's buckets. A value equal to an edge is in the bucket below it; the last is open."""
+
+
+_metrics: dict[str, Metric] = {}
+
+
+class Declaring:
+    """Declares metrics of ``actor``, or keys of these kinds of ``lines`` in metrics.jsonl."""
+
+    def __init__(self, actor: str = "", *, lines: str = "") -> None:
+        self._actor, self._lines = actor, lines
+        self.counter = partial(self._declare, "counter")
+        self.gauge = partial(self._declare, "gauge")
+        self.line = partial(self._declare, "line")
+
+    def histogram(self, name: str, unit: str, text: str, edges: tuple[float, ...]) -> str:
+        """Declare a histogram with these upper edges of buckets."""
+        return self._declare("histogram", name, unit, text, edges=edges)
+
+    def _declare(
+        self, kind: Kind, name: str, unit: str, text: str, *, lines: str = "", edges: tuple[float, ...] = ()
+    ) -> str:
+        """Declare a metric and return its name; ``lines`` are the lines that have it too."""
+        where = "; ".join(filter(None, (self._actor, lines or self._lines)))
+        metric = Metric(name, (kind, "line") if lines else (kind,), unit, where, text, edges)
+        assert _metrics.setdefault(name, metric) == metric, f"{name} is declared twice"
+        return name
 
 
 @cache
-def _declared_in_sources() -> tuple[str, ...]:
-    """Names that modules declare, imported or not; they are known from then on."""
-    found: list[str] = []
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if "declare(" in text and path != Path(__file__):
-            calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-            named = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "declare"]
-            found += [declare(*map(_value, call.args)) for call in named]
-    return tuple(found)
+def _import_declarations() -> None:
+    for folder in ("runtime", *ROLES):
+        name = f"asyncrl.{folder}.metrics"
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            # An actor without metrics of its own needs no such module.
+            if error.name != name:
+                raise
 
 
-def _value(node: ast.expr) -> Any:
-    return getattr(catalogue_table, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)
+@cache
+def _families() -> tuple[Metric, ...]:
+    return tuple(metric for metric in _metrics.values() if metric.name.endswith("/*"))
+
+
+def every() -> list[Metric]:
+    """All metrics, by actor in the order of roles."""
+    _import_declarations()
+    return list(_metrics.values())
 
 
 def find(name: str) -> Metric | None:
-    """The metric of this name, or the one that it is an instance of."""
-    if (metric := _BY_NAME.get(name)) is not None:
+    """The metric of this name, or the family that it belongs to; None if it is not declared."""
+    _import_declarations()
+    if (metric := _metrics.get(name)) is not None:
         return metric
     group, _, rest = name.partition("/")
     if group == "eval":
-        figure, _, member = rest.partition("/")[2].partition("/")
-        return _BY_NAME.get(f"eval/*/{figure}/*" if member else f"eval/*/{figure}")
-    _declared_in_sources()
-    return _BY_NAME.get(name) or next((metric for metric in _FAMILIES if name.startswith(metric.name[:-1])), None)
+        number, _, member = rest.partition("/")[2].partition("/")
+        return _metrics.get(f"eval/*/{number}/*" if member else f"eval/*/{number}")
+    return next((metric for metric in _families() if name.startswith(metric.name[:-1])), None)
+
+
+def edges_of(name: str) -> tuple[float, ...]:
+    """Upper edges of a histogram's buckets. Raises KeyError for an unknown name."""
+    _import_declarations()
+    return _metrics[name].edges
 
 
 def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float | None:
-    """The upper edge of the bucket in which that share of the values ends; inf for the open one, None without any."""
+    """The upper edge of the bucket that holds this quantile: inf for the open bucket, None without values."""
     total = sum(counts)
     if not total:
         return None
@@ -84,22 +122,25 @@ def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float
     return float("inf")
 
 
+HEAD = """\
+# Metrics
+
+This page lists every number that asyncrl measures, for example `reward/mean` in a `train` line of `metrics.jsonl`.
+`python -m asyncrl.telemetry.catalogue > docs/metrics.md` writes it from the declarations; do not edit it.
+
+Actors send counters, gauges and histograms to the controller with their heartbeats. Counters and histograms count from
+the start of the process. `asyncrl-top` shows them, and snapshots in `monitor/` record them. A metric of kind `line` is
+a key of `metrics.jsonl`. An unknown value is absent, never 0. `*` stands for a name from the configuration or the
+reward function, or for a name that the description lists.
+
+| name | kind | unit | where | description |
+|---|---|---|---|---|"""
+
+
 def document() -> str:
     """The text of docs/metrics.md."""
     metrics = every()
-    rows = [
-        "# Metrics",
-        "",
-        "Made by `python -m asyncrl.telemetry.catalogue > docs/metrics.md`; do not edit.",
-        "",
-        "Counters, gauges and histograms go to the controller with the heartbeats of the actor that has them,",
-        "cumulative since the start of its process; `asyncrl-top` shows them, and `monitor/` holds recorded snapshots.",
-        "Lines are the keys of `metrics.jsonl`. A figure that is not known is absent, never 0. `*` is a name of the",
-        "configuration or of the reward function, or one that is listed beside it.",
-        "",
-        "| name | kind | unit | where | what it says |",
-        "|---|---|---|---|---|",
-    ]
+    rows = [HEAD]
     rows += [
         f"| `{metric.name}` | {', '.join(metric.kinds)} | {metric.unit} | {metric.where} | {metric.text} |"
         for metric in metrics
@@ -108,14 +149,15 @@ def document() -> str:
         "",
         "## Buckets",
         "",
-        "Upper edges, which belong to the bucket below; one more bucket is open above.",
+        "Upper edges of each histogram's buckets. An edge belongs to the bucket below it; one more bucket is open.",
         "",
         "| histogram | edges |",
         "|---|---|",
-        *(f"| `{name}` | {' '.join(f'{edge:g}' for edge in edges)} |" for name, edges in EDGES.items()),
+        *(f"| `{m.name}` | {' '.join(f'{edge:g}' for edge in m.edges)} |" for m in metrics if m.edges),
     ]
     return "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document())
+    # Declarations register with the imported module, not with __main__.
+    sys.stdout.write(importlib.import_module("asyncrl.telemetry.catalogue").document())

@@ -1,7 +1,7 @@
-"""The figures of one actor: counters and gauges by name, and histograms with fixed buckets.
+"""The metrics of one actor: counters and gauges by name, and histograms with fixed buckets.
 
-Every name is declared in the catalogue, from which docs/metrics.md is made. Invariant: an undeclared name is counted
-as any other, but is an AssertionError where ``strict`` is set, as in the tests. Safe to read from other threads.
+Invariant: a name that is not declared (catalogue.py) raises AssertionError if ``strict`` is set, as in the tests;
+otherwise it counts like any other. A histogram needs a declaration, since that has its buckets. Other threads may read.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncrl.snapshot import Histogram
-from asyncrl.telemetry.catalogue import EDGES, find
+from asyncrl.telemetry.catalogue import edges_of, find
 
 STRICT_VARIABLE = "ASYNCRL_STRICT_METRICS"
 strict = bool(os.environ.get(STRICT_VARIABLE))
-"""Whether every name has to be declared."""
+"""Whether each name must be declared."""
 
 
 def check_name(name: str, kind: str = "") -> None:
-    """Raise AssertionError for a name that is not declared, as ``kind`` if that is given, where ``strict`` is set."""
+    """If ``strict`` is set, raise AssertionError for a name that is not declared, or not as this ``kind``."""
     if strict:
         metric = find(name)
-        assert metric is not None, f"{name} is declared nowhere (telemetry/catalogue.py)"
-        assert not kind or kind in metric.kinds, f"{name} is {metric.kinds} in the catalogue and not {kind}"
+        assert metric is not None, f"{name} is not declared (metrics.py of the actor's folder)"
+        assert not kind or kind in metric.kinds, f"{name} is declared as {metric.kinds} and not as {kind}"
 
 
 class Figures(dict[str, float]):
@@ -57,13 +57,14 @@ class Histograms:
     def __init__(self) -> None:
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
+        self._edges: dict[str, tuple[float, ...]] = {}
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Count a value, in the bucket whose upper edge is the first that is not below it."""
+        """Count a value in the first bucket whose upper edge is not below it."""
         counts = self._counts.get(name)
         if counts is None:
             counts = self._begin(name)
-        counts[bisect_left(EDGES[name], value)] += times
+        counts[bisect_left(self._edges[name], value)] += times
         self._sums[name] += value * times
 
     def observe_all(self, name: str, values: Iterable[float]) -> None:
@@ -72,12 +73,12 @@ class Histograms:
             self.observe(name, value)
 
     def taken(self) -> dict[str, Histogram]:
-        """Histograms that have counted anything, as they are now."""
+        """The histograms that have counted a value."""
         return {name: Histogram(list(counts), self._sums[name]) for name, counts in list(self._counts.items())}
 
     def _begin(self, name: str) -> list[int]:
         check_name(name, "histogram")
-        # Before the counts: another thread that finds those looks for the sum.
-        self._sums[name] = 0.0
-        counts = self._counts[name] = [0] * (len(EDGES[name]) + 1)
+        # Before the counts: another thread that finds those reads the sum.
+        self._sums[name], self._edges[name] = 0.0, edges_of(name)
+        counts = self._counts[name] = [0] * (len(self._edges[name]) + 1)
         return counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncrl.snapshot import ActorView
-from asyncrl.telemetry.catalogue import EDGES, quantile
+from asyncrl.telemetry.catalogue import edges_of, quantile
 from asyncrl.telemetry.snapshots.rates import Shares, mean, total
 from asyncrl.top.facts import UNHEARD, Facts
 from asyncrl.top.figures.bottleneck import by_kind
@@ -30,7 +30,7 @@ def episodes(facts: Facts) -> EpisodesView | None:
             if at.get(name) or shares.get(name)
         ],
         turns_mean=_mean(turns),
-        turns_p95=quantile(turns[0], EDGES["rollout/turns"], 0.95),
+        turns_p95=quantile(turns[0], edges_of("rollout/turns"), 0.95),
         prompt_tokens_mean=_mean(prompts),
         cost_factor=mean(actor.figures.get("rollout/cost_factor") for actor in rollouters),
         reprefill_tokens=facts.counted("rollouter", "rollout/reprefill_tokens"),
@@ -86,7 +86,7 @@ def _shares(facts: Facts) -> Shares:
 
 def _seen(facts: Facts, name: str) -> tuple[list[int], float]:
     """Values that the histograms of all rollouters have taken in meanwhile: counts by bucket, and the sum."""
-    counts, whole = [0] * (len(EDGES[name]) + 1), 0.0
+    counts, whole = [0] * (len(edges_of(name)) + 1), 0.0
     for actor in facts.of("rollouter"):
         seen = facts.steps.histogram(actor, name)
         if seen is not None and len(seen.counts) == len(counts):

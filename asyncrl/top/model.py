@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl.snapshot import OVER, ActorView
-from asyncrl.telemetry.catalogue import EDGES, quantile
+from asyncrl.telemetry.catalogue import edges_of, quantile
 from asyncrl.telemetry.metrics_line import (
     Line,
     component_numbers,
@@ -386,7 +386,7 @@ def staleness(facts: Facts) -> StalenessView:
         late_masked=facts.counted("learner", "staleness/late_masked_groups"),
         waited=facts.counted("learner", "staleness/waited_groups"),
         requeued=facts.counted("learner", "staleness/requeued_groups"),
-        edges=list(EDGES["staleness/tokens"]),
+        edges=list(edges_of("staleness/tokens")),
         tokens=tokens.counts if tokens is not None else [],
         groups=groups.counts if groups is not None else [],
     )
@@ -395,7 +395,7 @@ def staleness(facts: Facts) -> StalenessView:
 def reward(facts: Facts) -> RewardView:
     """All reward pools together."""
     pools = facts.of("reward")
-    buckets = len(EDGES["reward/run_s"]) + 1
+    buckets = len(edges_of("reward/run_s")) + 1
     spent = [each.counts for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None]
     # Another version's pool may have other buckets.
     counts = [sum(bucket) for bucket in zip(*(one for one in spent if len(one) == buckets), strict=True)]
@@ -404,8 +404,8 @@ def reward(facts: Facts) -> RewardView:
         rate=facts.rate("reward", "reward/scored"),
         queued=facts.level("reward", "reward/queued"),
         running=facts.level("reward", "reward/running"),
-        p50_s=quantile(counts, EDGES["reward/run_s"], 0.5),
-        p99_s=quantile(counts, EDGES["reward/run_s"], 0.99),
+        p50_s=quantile(counts, edges_of("reward/run_s"), 0.5),
+        p99_s=quantile(counts, edges_of("reward/run_s"), 0.99),
         timeouts=facts.counted("reward", "reward/timed_out"),
         killed=facts.counted("reward", "reward/workers_killed"),
         failed=facts.counted("reward", "reward/failed"),

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
-from asyncrl.telemetry.catalogue import EDGES
+from asyncrl.telemetry.catalogue import edges_of
 from tools.bench import scale_collective
 from tools.bench.report import Report
 from tools.bench.scale_idle import Mark, Part, part_of, report_idle, report_start
@@ -23,8 +23,8 @@ STEADY = steady(8)
 
 def actor(name, *, condition="ready", late=0, early=0, **figures):
     """An actor with so many samples of its lag at most at the target, and so many above it."""
-    at = EDGES[LAG].index(LAG_TARGET_S)
-    counts = [0] * (len(EDGES[LAG]) + 1)
+    at = edges_of(LAG).index(LAG_TARGET_S)
+    counts = [0] * (len(edges_of(LAG)) + 1)
     counts[at], counts[at + 1] = early, late
     histograms = {LAG: Histogram(counts, 0.0)} if early + late else {}
     return ActorView(name=name, host="h", condition=condition, incarnation=1, figures=figures, histograms=histograms)

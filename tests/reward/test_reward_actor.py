@@ -24,7 +24,7 @@ from asyncrl.reward.scoring import pool as pool_module
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.workers.confinement import why_not
-from asyncrl.telemetry.catalogue import EDGES
+from asyncrl.telemetry.catalogue import edges_of
 from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
@@ -131,7 +131,7 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
         assert sum(said.histograms["reward/score_s"].counts) == 99
         spent = said.histograms["reward/run_s"].counts
         assert sum(spent) == 108, "the calls that failed are among them"
-        assert spent[EDGES["reward/run_s"].index(1.0)] == 1, "one has run until its deadline"
+        assert spent[edges_of("reward/run_s").index(1.0)] == 1, "one has run until its deadline"
         assert [resource.name for resource in said.resources] == ["worker/0", "worker/1"]
         assert {state for resource in said.resources for state in resource.seconds} == {"starting", "idle", "scoring"}
 

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.runtime.vitals import CALM_PROBE_S, LAG, PROBE_S, VitalSigns
 from asyncrl.telemetry import machine
-from asyncrl.telemetry.catalogue import EDGES
+from asyncrl.telemetry.catalogue import edges_of
 from asyncrl.telemetry.machine import LOOK_S, GpuWatch, ProcessTimes, family
 from asyncrl.telemetry.metrics import Histograms
 
@@ -29,7 +29,7 @@ async def test_a_loop_that_was_blocked_shows_it():
     assert blocked.loop_lag_s >= 0.6 - PROBE_S
     counts = histograms.taken()[LAG].counts
     # It stands for all the times at which the loop should have come round.
-    assert sum(counts[EDGES[LAG].index(0.2) + 1 :]) >= 5
+    assert sum(counts[edges_of(LAG).index(0.2) + 1 :]) >= 5
     # Asleep it uses no processor, however late it is.
     assert blocked.loop_busy < 0.5
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import ActorView, Snapshot
-from asyncrl.telemetry.catalogue import EDGES, quantile
+from asyncrl.telemetry.catalogue import edges_of, quantile
 from asyncrl.telemetry.metrics import Histograms
 from asyncrl.telemetry.snapshots.rates import Interval
 from asyncrl.telemetry.states import StateLedger
@@ -137,11 +137,11 @@ def report_traffic(report: Report, seen: Seen, recorded: int) -> None:
 
 def _spread(meanwhile: Interval, last: Snapshot, name: str) -> dict[str, float | None]:
     """Quantiles of what all actors observed, by upper edges of buckets."""
-    counts = [0] * (len(EDGES[name]) + 1)
+    counts = [0] * (len(edges_of(name)) + 1)
     for actor in last.actors:
         if (histogram := meanwhile.histogram(actor, name)) is not None:
             counts = [a + b for a, b in zip(counts, histogram.counts, strict=True)]
-    return {f"p{share * 100:g}_s": quantile(counts, EDGES[name], share) for share in (0.5, 0.99)}
+    return {f"p{share * 100:g}_s": quantile(counts, edges_of(name), share) for share in (0.5, 0.99)}
 
 
 def _report_cost(report: Report, meanwhile: Interval, last: Snapshot) -> None:
@@ -184,7 +184,7 @@ def _time_of(work: Callable[[], object]) -> float:
 
 def report_lag(report: Report, phase: str, now: ActorView, meanwhile: Interval) -> dict[str, float | None]:
     """The lag of the event loop of an actor."""
-    histogram, edges, role = meanwhile.histogram(now, LAG), EDGES[LAG], now.name.partition("/")[0]
+    histogram, edges, role = meanwhile.histogram(now, LAG), edges_of(LAG), now.name.partition("/")[0]
     counts = [] if histogram is None else histogram.counts
     found = {f"p{share * 100:g}_s": quantile(counts, edges, share) for share in (0.5, 0.9, 0.99, 0.999)}
     typical, late_s = found["p50_s"], found["p99_s"]

@@ -23,19 +23,9 @@ from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.runtime.services import ActorServices
 from asyncrl.teacher import TeacherClient, TeacherFailed
-from asyncrl.telemetry.catalogue import declare
 from asyncrl.trajectories import sampled_positions
 
-REQUESTS = declare(
-    "teacher/requests", "counter", "requests", "learner", "sent to the server of learner.teacher, each for a sequence"
-)
-FAILED = declare(
-    "teacher/failed_requests",
-    "counter",
-    "requests",
-    "learner",
-    "of these, without log-probs; sent again where that may help",
-)
+REQUESTS, FAILED = "teacher/requests", "teacher/failed_requests"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 

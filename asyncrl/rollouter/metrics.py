@@ -1,0 +1,79 @@
+"""The metrics of a rollouter."""
+
+from asyncrl.telemetry.catalogue import SECONDS, TOKENS, TURNS, Declaring
+
+rollouter = Declaring("rollouter")
+rollouter.counter("rollout/sampled_tokens", "tokens", "sampled since the start, evaluations included")
+rollouter.counter("rollout/chunks_relayed", "chunks", "of weights relayed to other hosts")
+rollouter.counter("rollout/bytes_relayed", "bytes", "of weights relayed to other hosts")
+rollouter.counter("rollout/calls", "calls", "calls of the policy by episodes that were answered")
+rollouter.counter("rollout/trajectories", "trajectories", "finished trajectories")
+rollouter.counter("rollout/engine_restarts", "restarts", "engine restarts within this process")
+rollouter.counter("rollout/drift_warnings", "updates", "weight updates after which the drift was drift.warn or more")
+rollouter.counter("rollout/adoptions", "learners", "learners that this rollouter has followed, one after another")
+rollouter.counter("rollout/delivered_again", "groups", "groups delivered again to a restarted learner")
+rollouter.counter("rollout/deaths_alone", "deaths", "engine deaths while a suspect had the engine alone")
+rollouter.counter("rollout/failed_alone", "groups", "groups given up after such deaths")
+rollouter.counter("rollout/turns_alone", "turns", "turns of suspects that had the engine alone")
+rollouter.gauge("rollout/in_flight", "trajectories", "leased and not finished, including those without a slot")
+rollouter.gauge("rollout/running", "trajectories", "in the engine")
+rollouter.gauge("rollout/waiting", "trajectories", "waiting for a slot or for the engine")
+rollouter.gauge("rollout/concurrency", "calls", "most calls in the engine at a time")
+rollouter.gauge("rollout/held", "groups", "leases that are not acknowledged")
+rollouter.gauge("rollout/scoring", "trajectories", "being scored or queued at the reward pool")
+rollouter.gauge("rollout/oldest_s", "s", "age of the oldest unfinished trajectory")
+rollouter.gauge("rollout/served_version", "version", "version that the engine serves; -1 before the first")
+rollouter.gauge("rollout/kv_use", "share", "share of the KV cache in use; absent if the engine does not report it")
+rollouter.gauge("rollout/suspects", "tickets", "leases that were in an engine when it died")
+rollouter.gauge("rollout/drift", "nats", "drift of the engine from the learner after the last update")
+rollouter.gauge("rollout/drift_largest", "nats", "largest drift since the start")
+rollouter.histogram("rollout/response_tokens", "tokens", "tokens sampled in a response", TOKENS)
+rollouter.histogram("rollout/generate_s", "s", "from the lease of a trajectory to its last token", SECONDS)
+rollouter.histogram(
+    "rollout/reward_s", "s", "from the call of the reward pool to its answer, including the queue", SECONDS
+)
+rollouter.histogram("rollout/deliver_s", "s", "from a finished group to the learner's acknowledgement", SECONDS)
+rollouter.gauge("rollout/episodes", "episodes", "open episodes, including those being scored")
+rollouter.gauge(
+    "rollout/episodes_at/*",
+    "episodes",
+    "open episodes by stage: start, queue (waits for a slot or the engine), engine, paused (for an update), user "
+    "(the user's code), tool NAME (at most 12 names), close, score or judge",
+)
+rollouter.gauge("rollout/episodes_oldest_s", "s", "age of the oldest open attempt")
+rollouter.gauge(
+    "rollout/cost_factor",
+    "",
+    "tokens computed, relative to a conversation without forks (1.0); over all ended episodes",
+)
+rollouter.counter("rollout/episodes_ended/*", "episodes", "ended episodes by outcome: stop, length, turns, time")
+rollouter.counter(
+    "rollout/episodes_failed/*",
+    "attempts",
+    "failed attempts by cause: start and turn (deadlines), user (its code raised), answer (no trainable answer), "
+    "reward (no reward), policy (engine deaths), host (the host or a worker died; started again)",
+)
+rollouter.counter("rollout/episode_s/*", "s", "time of ended attempts by stage, as in rollout/episodes_at")
+rollouter.counter("rollout/malformed_calls", "calls", "tool calls in answers that could not be parsed")
+rollouter.counter(
+    "rollout/reprefill_tokens",
+    "tokens",
+    "tokens that engines computed again because of updates: prompts and partial responses, and shared context of "
+    "a conversation; without what the prefix cache held, where that is known",
+    lines="train",
+)
+rollouter.counter(
+    "rollout/forks/*",
+    "calls",
+    "calls whose context did not continue an earlier answer, by cause: root, branch, edited, assistant, history, "
+    "cut, no-extension",
+    lines="train",
+)
+rollouter.histogram("rollout/turns", "turns", "answers of the policy in an episode", TURNS)
+rollouter.histogram("rollout/prompt_tokens", "tokens", "context tokens of a call in an episode", TOKENS)
+rollouter.gauge(
+    "weights/stall_s",
+    "s",
+    "generation time lost to the engine's newest update; in a train line the sum",
+    lines="train, update",
+)
