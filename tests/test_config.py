@@ -379,3 +379,11 @@ def test_an_unknown_key_says_which_one_is_meant(tree, expected):
     laid = {name: SIMULATED.get(name, {}) | each if isinstance(each, dict) else each for name, each in tree.items()}
     (found,) = problems(SIMULATED | laid)
     assert found == expected if expected.endswith("foo: unknown key") else found.startswith(expected)
+
+
+def test_a_stall_restarts_no_actor_and_the_policy_of_earlier_releases_is_refused_with_the_reason():
+    (found,) = problems(SIMULATED | {"watchdog": {"policy": "restart"}})
+    assert found.startswith("watchdog.policy: is no longer offered: a stall restarts no actor; ")
+    # A run of an earlier release has its default in config.json.
+    written = json.loads(config_to_json(validate_config(SIMULATED)))
+    assert config_from_json(json.dumps(written | {"watchdog": {"policy": "restart"}})).watchdog.policy is None

@@ -116,6 +116,10 @@ def config_from_json(text: str) -> Config:
     tree = json.loads(text)
     for section, key in REMOVED:
         tree.get(section, {}).pop(key, None)
+    watchdog = tree.get("watchdog", {})
+    if watchdog.get("policy") == "restart":
+        # The default of earlier releases.
+        del watchdog["policy"]
     learner = tree.get("learner", {})
     # A configuration of an earlier release may have a yes or no here.
     if isinstance(once := learner.get("activation_checkpointing"), bool):

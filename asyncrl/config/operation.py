@@ -6,6 +6,7 @@ import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds, Section
 
@@ -86,16 +87,29 @@ BUDGETS_S: dict[ActorState, float] = {"starting": 600.0, "checkpointing": 1800.0
 
 
 class WatchdogConfig(Section):
-    """Noticing that nothing moves though everybody lives."""
+    """Reports of a stall: nothing moves although all actors are alive."""
 
     stall_s: Seconds = 300.0
-    """Longest time without a trained group, a version or a token."""
-    policy: Literal["report", "restart", "stop"] = "restart"
-    """The consequence: a report that names the actor, with its stacks; and the actor's restart, or the end of the run.
-    One that beats is started again once a single piece of its work could not last so long; after
-    supervision.max_restarts restarts that bring no step the run ends."""
+    """Time without a trained group, a version or a token after which a stall is reported: which actor waits for which,
+    and the stacks of those that wait for no other."""
+    policy: Literal["report", "stop"] | None = None
+    """The consequence of a stall. By default the run ends as failed when a stall has outlasted stall_s and the
+    deadlines of an engine call, an episode, a reward, a weight update and a collective operation together. "stop" ends
+    it with the first report, "report" never. A stall restarts no actor."""
     budgets_s: dict[ActorState, Seconds] = BUDGETS_S
-    """Longer times for single states of an actor, by name of the state. Those that are not named keep theirs."""
+    """Longer times for single states of an actor, by name of the state. States that are not named keep their times."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _refuse_restart(cls, given: Any) -> Any:
+        if given == "restart":
+            raise PydanticCustomError(
+                "removed",
+                "is no longer offered: a stall restarts no actor; a silent one is restarted after "
+                "supervision.silence_s, an unreachable one after supervision.unreachable_s; leave the key out, or set "
+                'it to "report" or "stop"',
+            )
+        return given
 
     @field_validator("budgets_s", mode="before")
     @classmethod
@@ -147,8 +161,8 @@ class SupervisionConfig(Section):
     """Silence of an actor on a living host after which it counts as frozen: it is killed and started again. A node
     agent that is silent for as long, and 10 s at least, is killed by its guard, with its host's part of the run."""
     unreachable_s: Seconds = 60.0
-    """Time after which an actor that beats, and cannot reach another that it works with, is killed and started again;
-    or the other, where more than half of all cannot reach that one."""
+    """Time after which one of two actors that cannot reach each other is restarted, although both send heartbeats: the
+    one that is cut off from more actors of the other's role."""
     host_lost_s: Seconds = 30.0
     """Silence of a host, its node agent and all its actors, after which it counts as lost and they as dead."""
     start_timeout_s: Seconds = 300.0

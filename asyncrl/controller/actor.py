@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
-from asyncrl.controller.health.liveness import Oversight
+from asyncrl.controller.health.failure_detector import FailureDetector
 from asyncrl.controller.joining.host_changes import ComingAndGoing
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observers import Watching
@@ -124,8 +124,8 @@ class Controller(Actor):
             self,
             self._registry,
             self._run,
-            # Through functions: the oversight and the members are made below.
-            stalled=lambda: self._oversight.stalled,
+            # Through functions: the failure detector and the members are made below.
+            stalled=lambda: self._failures.stalled,
             sink=self._sinks.picture,
             is_gone=lambda name: self._members.is_gone(name),
         )
@@ -154,7 +154,7 @@ class Controller(Actor):
         """The state that watchers are told, and its number: made once for all of them."""
         self._registered = ParkingLot()
         self._members = ComingAndGoing(self, self._registry, self._run, self._hosts, tell=self._members_changed)
-        self._oversight = Oversight(
+        self._failures = FailureDetector(
             self,
             self._registry,
             self._run,
@@ -245,7 +245,7 @@ class Controller(Actor):
 
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
-        self.tasks.create_task(self._oversight.run())
+        self.tasks.create_task(self._failures.run())
         self.tasks.create_task(self._keep())
         self.tasks.create_task(self._follow_registry())
         self.tasks.create_task(self._watching.run())

@@ -73,13 +73,14 @@ class Dead(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Stuck(Struct, gc=False, frozen=True, array_like=True):
-    """An actor whose stacks are to be taken, and the watchdog's report on it."""
+    """An actor whose stacks its agent takes."""
 
     name: str
     incarnation: int
     report: str
+    """Report on this actor that the agent shows first; empty for none."""
     number: int = 0
-    """Number of the report, which is followed by the stacks once."""
+    """Number of the report: the stacks are taken once for each number."""
 
 
 class Leaving(Struct, gc=False, frozen=True, array_like=True):
@@ -120,7 +121,7 @@ class RunState(Message, frozen=True, kw_only=True):
     condemned: list[Condemned] = []
     """The actors that are to be killed so that they are started again."""
     stuck: list[Stuck] = []
-    """Newest report of the watchdog, while it holds."""
+    """The actors that are condemned for their silence, and those named in the report of a stall while it lasts."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     dead: list[Dead] = []

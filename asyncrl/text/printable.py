@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import TextIO
 
 from asyncrl.text.streams import REPLACED
@@ -30,6 +31,12 @@ def say(text: str, stream: TextIO) -> None:
     encoding = stream.encoding or "utf-8"
     shown = printable(text, keep="\n").encode(encoding, REPLACED).decode(encoding)
     stream.write(shown + "\n")
+
+
+def name_some(names: Sequence[str], most: int) -> str:
+    """The first ``most`` of the names, and the number of the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def json_in_ascii(text: str) -> str:

@@ -8,8 +8,8 @@ from played import played
 from virtual import run_virtual
 from work import steps_of
 
-from asyncrl.controller.health.blame import SeenActor, find_culprit
-from asyncrl.controller.health.reach import Reach, ReadyActor
+from asyncrl.controller.health.stalls import ActorView, describe_waits
+from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
 from asyncrl.messages.monitor import AwaitRecord
@@ -64,27 +64,26 @@ async def test_while_a_run_starts_no_actor_is_told_of_the_others(cluster, names)
 
 
 def broken_paths(rollouters):
-    """A look at paths that are all broken, of which each is judged."""
-    reach = Reach(60.0, look_s=1.0, memory_s=600.0)
+    """A look at paths that are all broken."""
+    unreachable = UnreachableActors(60.0, interval_s=1.0)
     unreached = {f"rollouter/{i}": {"learner/0": 100.0} for i in range(0, rollouters, 2)}
     names = [*SINGLE, *(f"rollouter/{i}" for i in range(rollouters))]
-    standings = [ReadyActor(name=name, incarnation=1, unreached=unreached.get(name, {})) for name in names]
+    ready = [ReadyActor(name=name, incarnation=1, unreached=unreached.get(name, {})) for name in names]
     for now in range(60):
-        assert reach.look(standings, 1000.0 + now) == []
+        assert unreachable.look(ready, 1000.0 + now) == []
 
     def look():
-        # Half of them are no majority.
-        assert len(reach.look(standings, 1060.0)) == rollouters / 2
+        assert len(unreachable.look(ready, 1060.0)) == rollouters / 2
 
     return look
 
 
 def a_stall(rollouters):
-    """All wait for whoever of the reward pools, and these for whoever of the rollouters."""
+    """The learner waits for any rollouter, and the rollouters wait for any reward pool."""
     waits = {"learner/0": "rollouter", "reward/0": "rollouter"}
     names = ["learner/0", "reward/0", *(f"rollouter/{i}" for i in range(rollouters))]
     actors = {
-        name: SeenActor(
+        name: ActorView(
             name=name,
             incarnation=1,
             state="ready",
@@ -92,7 +91,7 @@ def a_stall(rollouters):
         )
         for name in names
     }
-    return lambda: find_culprit(actors, 60.0)
+    return lambda: describe_waits(actors, 60.0)
 
 
 def late_replicas(rollouters):

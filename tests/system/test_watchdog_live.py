@@ -1,7 +1,8 @@
-"""A launched run in which somebody freezes or hangs: it is named on standard error, with its stacks (I5)."""
+"""A launched run in which an actor freezes or hangs: standard error shows who waits for whom, with stacks (I5)."""
 
 import os
 import signal
+import time
 
 import pytest
 from simulated import simulated
@@ -62,24 +63,7 @@ def goes_on(run):
     run.until(lambda: run.step >= step + 3, "training to go on", WAIT_S)
 
 
-@pytest.mark.timeout(500)
-def test_whoever_freezes_is_named_with_the_chain_killed_and_started_again(launch):
-    run = launch(tree("restart"))
-    for name in ("rollouter/0", "reward/0", "parameter_server/0", "dataloader/0", "learner/0"):
-        shown = len(run.output)
-        pid = freeze(run, name)
-        shows(run, "stacks of ", shown)
-        told = run.output[shown:]
-        assert f"because of {name}: learner/0 " in told, told
-        assert f"{name} has not been heard of for " in told, told
-        assert f"stacks of {name}: process {pid}: T (stopped)" in told, told
-        shows(run, f"{name} died (killed by SIGKILL: it held up the run for ", shown)
-        goes_on(run)
-    assert "stacks of" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
-    assert run.stop() == 75
-
-
-def test_a_reward_function_that_hangs_is_named_and_the_run_stopped_where_that_is_wanted(launch, tmp_path, monkeypatch):
+def test_a_stall_ends_the_run_with_policy_stop_and_says_who_waits_for_whom(launch, tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "hanging.py").write_text(HANGING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
@@ -92,16 +76,17 @@ def test_a_reward_function_that_hangs_is_named_and_the_run_stopped_where_that_is
     (tmp_path / "hang").touch()
     assert run.wait(WAIT_S) == 1
     last = run.output.splitlines()[-1]
-    assert last.startswith("reward/0: nothing has moved for "), last
+    assert last.startswith("controller/0: nothing has moved for "), last
     assert "learner/0 waits " in last
     assert "rollouter/0 waits " in last
-    assert " on reward/0 for Score; reward/0 waits " in last
+    assert " on reward/0 for Score; " in last
+    assert "reward/0 waits " in last
     assert " on its worker for hanging:score of " in last
     assert "stacks of reward/0:" in run.output
     assert "in RewardPool.watch" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
 
 
-def test_whoever_is_silent_is_named_before_it_is_killed_the_controller_too(launch):
+def test_a_silent_actor_is_reported_before_it_is_killed_the_controller_too(launch):
     run = launch(tree("report", replicas=2, silence_s=4.0))
     pid = freeze(run, "rollouter/1")
     shows(run, "rollouter/1 died (killed by SIGKILL: it did not beat for ")
@@ -117,13 +102,15 @@ def test_whoever_is_silent_is_named_before_it_is_killed_the_controller_too(launc
     assert run.stop() == 75
 
 
-def test_a_report_alone_kills_nobody_and_is_withdrawn_when_the_run_moves(launch):
+def test_a_report_restarts_no_actor_and_is_withdrawn_when_the_run_moves(launch):
     run = launch(tree("report"))
     pid = freeze(run, "rollouter/0")
-    shows(run, "because of rollouter/0")
-    shows(run, "stacks of rollouter/0")
+    shows(run, "nothing has moved for ")
+    shows(run, f"stacks of rollouter/0: process {pid}: T (stopped)")
+    # The terminal shows one notice of a kind in ten seconds.
+    time.sleep(10.0)
     os.kill(pid, signal.SIGCONT)
-    shows(run, "watchdog: the run moves again")
+    shows(run, "controller/0: the run moves again")
     goes_on(run)
     assert run.pid("rollouter/0") == pid
     assert run.stop() == 75

@@ -243,10 +243,10 @@ FAULTS = (
         "exit code 75 says that there is a checkpoint to go on from",
     ),
     Fault(
-        "watchdog-patient-with-the-silent",
-        "if culprit.silent_s < self._silent_after_s and lasted < patience:",
-        "if culprit.silent_s < self._silent_after_s or lasted < patience:",
-        "I5: who holds up the run for longer than its work may take is killed",
+        "stall-never-ends-run",
+        "if (now < self._next_report and not ends_run) or self._has_budget(actors):",
+        "if now < self._next_report or not ends_run or self._has_budget(actors):",
+        "I5: a stall is reported after watchdog.stall_s, and ends the run in time",
     ),
     Fault(
         "agent-kills-successor-of-condemned",

@@ -255,7 +255,7 @@ class RunStateMachine:
         return self._changed()
 
     def name_stuck(self, actors: list[Stuck]) -> bool:
-        """These are all that hold up the run. Once it drains that stays as it was: it may be the reason."""
+        """Set the actors whose stacks are to be taken. Once the run drains they stay: a stall may be its reason."""
         if self.drain or actors == self.stuck:
             return False
         self.stuck = actors
@@ -365,10 +365,6 @@ class RunStateMachine:
     def _resting(self) -> set[str]:
         """Replicas that are set aside."""
         return set(self._reserve.resting)
-
-    def can_spare(self, name: str) -> bool:
-        """Whether a replica may be set aside without an end of the run."""
-        return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
 
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
         """The run goes on without a replica, which its agent ends if it lives; and fails if too few are left."""

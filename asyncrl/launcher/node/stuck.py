@@ -1,4 +1,4 @@
-"""Actors that hold up the run: a report is shown, the stacks of the process go to the log, and then it is killed."""
+"""Stuck actors: shows the report on each, writes the stacks of its process to the log, and kills it if condemned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.stacks import take_stacks
-from asyncrl.launcher.terms.spec import Event, MovingEvent, StacksEvent, StuckEvent
+from asyncrl.launcher.terms.spec import Event, StacksEvent, StuckEvent
 from asyncrl.messages.actors import Stuck
 from asyncrl.telemetry.logging import get_logger, write_text
 
@@ -44,14 +44,12 @@ class StuckActors:
                 self._stuck[key] = child
                 if key not in before:
                     self.show(child, actor.report)
-        # Where all of the processes have ended, that the reports are over says nothing of the run.
-        if before and not stuck and any(child in children.values() for child in before.values()):
-            self._emit(MovingEvent())
 
     def show(self, child: Child, report: str) -> None:
-        """Show a report, and take the stacks of the process."""
-        self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
-        self._emit(StuckEvent(name=child.name, report=report))
+        """Show a report, if there is one, and take the stacks of the process."""
+        if report:
+            self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
+            self._emit(StuckEvent(name=child.name, report=report))
         key = (child.name, child.incarnation)
         if key not in self._taking:
             self._taking[key] = self._spawn(self._take(child))

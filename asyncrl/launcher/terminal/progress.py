@@ -18,7 +18,6 @@ from asyncrl.launcher.terminal.pace import RunPace
 from asyncrl.launcher.terms.spec import (
     Event,
     MetricsEvent,
-    MovingEvent,
     NoticeEvent,
     ReadyEvent,
     RestartEvent,
@@ -122,8 +121,6 @@ class Progress:
             case NoticeEvent():
                 if line := self.notices.take(event, self._now_s()):
                     self.warn([line])
-            case MovingEvent():
-                self.warn(["watchdog: the run moves again"])
             case MetricsEvent(line=line) if line.get("kind") == "eval":
                 self.say(describe_eval(line))
             case MetricsEvent(line=line) if line.get("kind") == "warm":

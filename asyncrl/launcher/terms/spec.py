@@ -243,24 +243,20 @@ class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
-    """An actor holds up the run, or does not answer."""
+    """An actor is silent and is going to be killed."""
 
     name: str
     report: str
 
 
 class StacksEvent(Struct, frozen=True, kw_only=True, tag="stacks"):
-    """The stacks of such an actor: the first line, on its process, and the file that holds all of them."""
+    """The stacks of a stuck actor: the first line, on its process, and the file that holds all of them."""
 
     name: str
     lines: list[str]
     more: int
     """Lines that are only in the file."""
     log: str
-
-
-class MovingEvent(Struct, frozen=True, kw_only=True, tag="moving"):
-    """The run moves again, and nobody had to be killed for it."""
 
 
 class BeatEvent(Struct, frozen=True, kw_only=True, tag="beat"):
@@ -299,7 +295,6 @@ Event = (
     | ReadyEvent
     | StuckEvent
     | StacksEvent
-    | MovingEvent
     | BeatEvent
     | ControllerEvent
     | LogEvent

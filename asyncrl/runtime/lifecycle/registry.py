@@ -54,8 +54,6 @@ class Entry:
     heard: float
     """Time at which anything was last heard of it (s)."""
     heartbeat: Heartbeat | None = None
-    progressed: float = 0.0
-    """Time at which its progress last moved (s)."""
     version: int = -1
     """The newest weights it knew of at its last heartbeat."""
     ended: bool = False
@@ -160,8 +158,6 @@ class Registry:
         last = entry.heartbeat
         if last is not None and beat.beat <= last.beat:
             return False
-        if last is None or beat.progress != last.progress:
-            entry.progressed = now
         self.left_out += entry.merge(beat, now)
         entry.heard, entry.spoken = now, True
         return True
@@ -283,7 +279,7 @@ class Registry:
             if entry is not None and entry.heard_of:
                 # Nobody has said so yet, but it must have died before this one was started.
                 entry.ended = True
-            entry = self._enter(Entry(record, since=now, heard=now, progressed=now))
+            entry = self._enter(Entry(record, since=now, heard=now))
             if gang := self.gang_of(name):
                 # All generations below its own are over.
                 self._end_generation_of(name, incarnation - 1, "died")

@@ -10,7 +10,7 @@ from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.controller.health import liveness
+from asyncrl.controller.health import failure_detector
 from asyncrl.controller.observation.observers import Watching
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
@@ -222,7 +222,7 @@ def test_a_host_whose_agent_alone_is_silent_is_lost_for_that_reason(tmp_path, mo
 def test_a_silent_agent_is_reported_once_though_its_host_is_in_doubt_at_times(tmp_path, monkeypatch):
     """And so is the end of its silence."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 60.0))
-    monkeypatch.setattr(liveness, "REPORT_SHARE", 0.3 / 60.0)
+    monkeypatch.setattr(failure_detector, "REPORT_SHARE", 0.3 / 60.0)
     events = []
     monkeypatch.setattr(Watching, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
     config = validate_config(FAST.model_dump() | {"supervision": {"heartbeat_s": 0.05, "host_lost_s": 60.0}})

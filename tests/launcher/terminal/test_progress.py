@@ -15,7 +15,6 @@ from asyncrl.launcher.terminal.progress import CLEAR_LINE, Progress, describe_ev
 from asyncrl.launcher.terminal.summary import summarise
 from asyncrl.launcher.terms.spec import (
     MetricsEvent,
-    MovingEvent,
     NoticeEvent,
     ReadyEvent,
     RestartEvent,
@@ -190,17 +189,15 @@ def test_a_host_that_is_lost_or_back_is_told_once(states, told):
 
 
 STUCK = [
-    StuckEvent(name="reward/0", report="nothing has moved for 301 s, because of reward/0"),
+    StuckEvent(name="reward/0", report="reward/0 has not been heard of for 61 s (it was ready)"),
     StacksEvent(name="reward/0", lines=["process 12: S (sleeping)"], more=70, log="/logs/agent-0.log"),
-    MovingEvent(),
 ]
-TOLD = """watchdog: nothing has moved for 301 s, because of reward/0
+TOLD = """watchdog: reward/0 has not been heard of for 61 s (it was ready)
 stacks of reward/0: process 12: S (sleeping) (70 more lines in /logs/agent-0.log)
-watchdog: the run moves again
 """
 
 
-def test_who_holds_up_the_run_is_told_on_the_error_output(show):
+def test_a_stuck_actor_is_reported_on_the_error_output(show):
     for event in STUCK:
         show.show(event)
     assert (show.out(), show.errors.getvalue()) == ([], TOLD)
@@ -215,12 +212,12 @@ def test_a_terminal_has_one_live_line_which_makes_way_for_what_stays():
     progress.show(StateEvent(phase="running"))
     progress.show(MetricsEvent(line=LINE))
     progress.say("something that stays")
-    progress.show(MovingEvent())
+    progress.show(StuckEvent(name="reward/0", report="it is silent"))
     progress.end()
     *shown, end = both.getvalue().split(CLEAR_LINE)
     live = shown[2]
     assert describe_step(LINE, 10, "elapsed 0:00").startswith(live)
-    stays = [f"something that stays\n{live}", "watchdog: the run moves again\n", live]
+    stays = [f"something that stays\n{live}", "watchdog: it is silent\n", live]
     assert (shown, end) == (["", "running", live, *stays], "")
 
 

@@ -1,4 +1,4 @@
-"""The watchdog and the look at paths in the controller's shell: heartbeats in, RunState out (I5)."""
+"""Stalls, silent and unreachable actors in the controller: heartbeats in, RunState out (I5)."""
 
 import asyncio
 import contextlib
@@ -30,8 +30,9 @@ def config(policy="report", stall_s=0.5, replicas=1, **supervision):
     )
 
 
-def cut(replicas, **supervision):
-    return config(stall_s=60.0, replicas=replicas, unreachable_s=0.3, **supervision)
+def cut(replicas):
+    # Ten times the interval at which the actors of the test beat: a busy machine is no silence.
+    return config(stall_s=60.0, replicas=replicas, unreachable_s=1.0, heartbeat_s=10 * BEAT_S)
 
 
 class Beating:
@@ -96,39 +97,43 @@ async def is_killed(cluster, name, incarnation):
     return state
 
 
+async def notice_until(cluster, found):
+    """The first notice on a stall whose text is as wanted."""
+    watcher, number, line = cluster.caller(), -1, 0
+    while True:
+        state = await watcher.call(WatchRun(seen=number, seen_line=line))
+        for notice in state.lines:
+            if notice.get("key") == "stall" and found(notice["text"]):
+                return notice
+        number, line = state.number, state.last_line
+
+
 @on_cluster(config())
-async def test_a_stall_is_told_until_the_run_moves_and_told_again_while_it_lasts(cluster):
+async def test_a_stall_is_reported_again_while_it_lasts_and_restarts_no_actor(cluster):
     async with beating(cluster) as actors:
         first = await state_until(cluster, lambda state: state.stuck)
-        (stuck,) = first.stuck
-        assert (stuck.name, stuck.incarnation) == ("rollouter/0", 1)
-        assert "rollouter/0 waits 5 s on its engine for tokens" in stuck.report
-        again = await state_until(cluster, lambda state: state.stuck and state.stuck[0].number > stuck.number)
-        assert (again.stuck[0].name, again.phase, again.condemned) == ("rollouter/0", "running", [])
+        assert ("rollouter/0", 1, "") in [(each.name, each.incarnation, each.report) for each in first.stuck]
+        again = await state_until(cluster, lambda state: state.stuck and state.stuck[0].number > first.stuck[0].number)
+        assert (again.phase, again.condemned) == ("running", [])
+        notice = await notice_until(cluster, lambda text: text.startswith("nothing has moved for "))
+        assert "learner/0 waits 5 s for groups; rollouter/0 waits 5 s on its engine for tokens" in notice["text"]
         actors.tokens += 1
         assert (await state_until(cluster, lambda state: not state.stuck)).phase == "running"
-
-
-@on_cluster(config("restart"))
-async def test_policy_restart_condemns_exactly_the_culprit(cluster):
-    async with beating(cluster):
-        state = await is_killed(cluster, "rollouter/0", 1)
-        assert "held up the run" in state.condemned[0].reason
-        assert state.stuck[0].report.endswith("; rollouter/0 is killed and started again (watchdog.policy = restart)")
+        assert (await notice_until(cluster, lambda text: text.startswith("the run moves again")))["count"] == 1
 
 
 @on_cluster(config("stop"))
 async def test_policy_stop_ends_the_run_with_the_report_as_its_reason(cluster):
     async with beating(cluster):
         state = await state_until(cluster, lambda state: state.phase == "draining")
-        assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
-        assert "on its engine for tokens" in state.reason
+        assert (state.failed_actor, state.exit_code) == (CONTROLLER, 1)
+        assert "rollouter/0 waits 5 s on its engine for tokens" in state.reason
         # Its stacks are still to be taken.
-        assert state.stuck[0].name == "rollouter/0"
+        assert "rollouter/0" in [each.name for each in state.stuck]
 
 
 @on_cluster(config(stall_s=60.0, silence_s=1.5))
-async def test_silence_is_told_in_the_same_words_before_the_kill(cluster):
+async def test_a_silent_actor_is_reported_before_it_is_killed(cluster):
     async with beating(cluster) as actors:
         await until(lambda: actors.beats > 3)
         actors.silent.add("rollouter/0")
@@ -138,33 +143,11 @@ async def test_silence_is_told_in_the_same_words_before_the_kill(cluster):
 
 
 @on_cluster(cut(replicas=3))
-async def test_a_replica_that_is_cut_off_again_is_set_aside(cluster):
+async def test_an_actor_that_cannot_reach_the_others_is_restarted(cluster):
     async with beating(cluster, "rollouter/1") as actors:
-        assert not (await is_killed(cluster, "rollouter/1", 1)).aside
-        await actors.comes_up("rollouter/1", 2)
-        state = await is_killed(cluster, "rollouter/1", 2)
-        (aside,) = state.aside
-        assert aside.name == "rollouter/1" and aside.reason.startswith("it could not reach learner/0")
+        for incarnation in (1, 2):
+            state = await is_killed(cluster, "rollouter/1", incarnation)
+            assert state.condemned[0].reason.startswith("it could not reach learner/0 for ")
+            await actors.comes_up("rollouter/1", incarnation + 1)
         state = await state_until(cluster, lambda state: not state.condemned)
-        assert (state.phase, [actor.name for actor in state.aside]) == ("running", ["rollouter/1"])
-
-
-@on_cluster(cut(replicas=1))
-async def test_a_run_whose_only_rollouter_stays_cut_off_ends_and_says_so(cluster):
-    async with beating(cluster, "rollouter/0") as actors:
-        for name, incarnation in [("rollouter/0", 1), ("learner/0", 1), ("rollouter/0", 2), ("learner/0", 2)]:
-            state = await is_killed(cluster, name, incarnation)
-            if state.phase == "draining":
-                break
-            await actors.comes_up(name, incarnation + 1)
-        assert (state.failed_actor, state.exit_code) == ("rollouter/0", 1)
-        assert state.reason.startswith("it could not reach learner/0 for ")
-
-
-@on_cluster(cut(replicas=2, max_restarts=1))
-async def test_who_is_not_reached_however_often_it_is_started_again_ends_the_run(cluster):
-    async with beating(cluster, "rollouter/0", "rollouter/1") as actors:
-        assert (await is_killed(cluster, "learner/0", 1)).phase == "running"
-        await actors.comes_up("learner/0", 2)
-        state = await state_until(cluster, lambda state: state.phase == "draining")
-        assert state.failed_actor == "learner/0" and "after 1 restarts for that" in state.reason
+        assert state.phase == "running"

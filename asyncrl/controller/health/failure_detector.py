@@ -1,0 +1,229 @@
+"""Detects failures from heartbeats: silent and unreachable actors, hosts that are lost or back, stalls of the run.
+
+``Registry``, ``UnreachableActors``, ``Hosts`` and ``StallDetector`` decide. This shell asks them once in each heartbeat
+interval and acts: it reports, condemns actors so that their agents restart them, and ends a run that has stalled for
+too long. Invariant: an actor is reported before it is condemned for silence, and no actor is condemned whose whole host
+may be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import msgspec
+
+from asyncrl.controller.health.stalls import (
+    ActorView,
+    StallDetector,
+    StallReport,
+    deadlines_of,
+    describe_silence,
+)
+from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
+from asyncrl.controller.joining.host_changes import ComingAndGoing
+from asyncrl.controller.joining.hosts import BEATS, Hosts
+from asyncrl.controller.observation.observers import Watching
+from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.messages.actors import Condemned, Stuck
+from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
+from asyncrl.runtime.lifecycle.registry import Entry, Registry
+
+REPORT_SHARE = 0.5
+"""Share of supervision.agent_silence_s after which the silence of a node agent is reported."""
+STACKS_BEATS = 3
+"""Heartbeat intervals that agents have to take stacks before a stall ends the run."""
+PROGRESS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
+"""Counters of a heartbeat that show that the run moves, beside the version."""
+FRESH_S = 3.0
+"""Age of a heartbeat below which its waits are taken as they are."""
+
+
+def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorView]:
+    """Each of ``names`` that has sent a heartbeat in this incarnation, with its times up to now."""
+    found = {}
+    for name in names:
+        entry = registry.entries.get(name)
+        if entry is not None and entry.heartbeat is not None:
+            found[name] = _view(registry, entry, now)
+    return found
+
+
+def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s: float) -> Iterator[ReadyActor]:
+    """Those of ``names`` that are ready and have missed fewer than BEATS of the heartbeats that are due."""
+    for name in names:
+        entry = registry.entries.get(name)
+        if entry is None or not entry.ready or (beat := entry.heartbeat) is None:
+            continue
+        if now - entry.beaten < (BEATS + beat.left_out) * beat_s:
+            unreached = {record.whom: record.seconds for record in beat.unreached}
+            yield ReadyActor(name=name, incarnation=entry.record.incarnation, unreached=unreached)
+
+
+def _view(registry: Registry, entry: Entry, now: float) -> ActorView:
+    beat = entry.heartbeat
+    assert beat is not None
+    age = now - entry.heard
+    return ActorView(
+        name=entry.record.name,
+        incarnation=entry.record.incarnation,
+        state=beat.state,
+        state_s=beat.state_s + age,
+        waits=_aged(beat.awaits, age),
+        silent_s=registry.silence_of(entry, now),
+        ended=not entry.heard_of,
+        progress=(float(entry.version), *(entry.figures.get(name, 0.0) for name in PROGRESS)),
+    )
+
+
+def _aged(awaits: list[AwaitRecord], age: float) -> list[AwaitRecord]:
+    if age < FRESH_S:
+        return awaits
+    return [msgspec.structs.replace(wait, seconds=wait.seconds + age) for wait in awaits]
+
+
+class FailureDetector:
+    """The shell. It calls ``tell`` when the state of the run has changed, and ``changed`` when the registry has."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        registry: Registry,
+        run: RunStateMachine,
+        hosts: Hosts,
+        members: ComingAndGoing,
+        watching: Watching,
+        *,
+        tell: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._actor, self._registry, self._run = actor, registry, run
+        self._hosts, self._members, self._watching = hosts, members, watching
+        self._tell, self._changed = tell, changed
+        self._supervision = actor.config.supervision
+        interval_s = self._supervision.heartbeat_s
+        self._stalls = StallDetector(actor.config.watchdog, interval_s, deadlines_of(actor.config))
+        self._unreachable = UnreachableActors(self._supervision.unreachable_s, interval_s)
+        self._first_number = numbers_begin_above(actor.context.incarnation)
+        self._silent: list[Stuck] = []
+        """Actors that are condemned for their silence."""
+        self._silent_agents: set[str] = set()
+        """Agents whose silence was reported."""
+        self._stall: StallReport | None = None
+        """First report of the present stall."""
+        self._stall_count = 0
+
+    @property
+    def stalled(self) -> str:
+        """Report of the present stall; empty while the run moves."""
+        return self._stalls.report.text if self._stalls.report is not None else ""
+
+    async def run(self) -> None:
+        """Look at every heartbeat interval, until cancelled."""
+        while True:
+            await asyncio.sleep(self._supervision.heartbeat_s)
+            now = self._actor.clock.now()
+            aside = {actor.name for actor in self._run.aside}
+            seen = view_of(self._registry, self._run.expected - aside, now)
+            self._check_hosts(now)
+            # The silence of a node agent means something only beside its host's actors: Hosts judges it.
+            judged = self._run.expected - self._hosts.in_doubt(self._registry, now)
+            silent = [
+                actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in judged
+            ]
+            self._report_silent(silent, seen)
+            self._condemn(silent)
+            if self._run.phase == "running":
+                ready = ready_actors(self._registry, judged, now, self._supervision.heartbeat_s)
+                self._condemn(self._unreachable.look(ready, now))
+            if self._stalls.look(seen, self._run.phase, now):
+                self._on_stall(self._stalls.report, now)
+
+    def _check_hosts(self, now: float) -> None:
+        """Take the actors of a lost host for dead, and wait for the actors of a host that is back."""
+        log = self._actor.log
+        silent = self._hosts.silent_agents(self._registry, now)
+        self._report_silent_agents(silent)
+        lost, back = self._hosts.look(self._registry, now)
+        for host in back:
+            log.warning("host is back", host=str(host), actors=sorted(host.actors))
+            self._run.host_back(str(host), now)
+        for host in lost:
+            log.error("host is lost", host=str(host), actors=sorted(host.actors))
+            reason = f"its host {host} was silent for {self._supervision.host_lost_s:g} s"
+            if (silent_s := silent.get(host.agent, 0.0)) >= self._supervision.host_lost_s:
+                reason = f"{host.agent} on its host {host.name} was silent for {silent_s:.0f} s"
+            self._registry.lose(sorted(host.actors), reason, now)
+            if not self._members.host_lost(host):
+                self._run.host_lost(str(host), host.actors, now)
+        if lost or back:
+            self._changed()
+
+    def _report_silent_agents(self, silent: Mapping[str, float]) -> None:
+        """Report each agent that is silent while an actor of its host beats, once, and the end of its silence.
+
+        An agent that is not in ``silent`` is on a host in doubt or lost: whether it was reported stays as it is.
+        """
+        found = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
+        for agent in found.keys() - self._silent_agents:
+            host = self._hosts.known[agent]
+            what = f"{agent} on {host.name} was silent for {found[agent]:.0f} s while its actors beat"
+            self._watching.happened("error", agent, f"{what}: none of them is restarted or ended there")
+            self._actor.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
+        for agent in self._silent_agents & silent.keys() - found.keys():
+            self._watching.happened("info", agent, "is heard again")
+        unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
+        self._silent_agents = found.keys() | unknown
+
+    def _report_silent(self, silent: Sequence[Condemned], seen: Mapping[str, ActorView]) -> None:
+        """Report the silent actors, whose agents take their stacks."""
+        condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
+        self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
+        for actor in silent:
+            report = describe_silence(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
+            self._silent.append(Stuck(actor.name, actor.incarnation, report, self._first_number))
+        self._publish_stuck()
+
+    def _condemn(self, actors: Sequence[Condemned]) -> None:
+        """Have these incarnations killed and restarted, each with its gang."""
+        if actors:
+            self._registry.condemn(actors)
+            self._actor.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
+            self._changed()
+
+    def _on_stall(self, report: StallReport | None, now: float) -> None:
+        """Report a stall, or its end, to the user."""
+        self._publish_stuck()
+        before, self._stall = self._stall, report and (self._stall or report)
+        if report is None:
+            if before is not None and self._run.phase == "running":
+                self._actor.log.info("run moves again")
+                self._watching.happened("info", "", "the run moves again")
+                text = f"the run moves again, after {now - before.since:.0f} s in which nothing moved"
+                self._actor.notify("stall", text, count=self._stall_count)
+            return
+        self._stall_count += before is None
+        self._actor.log.error("run has stalled", report=report.text, number=report.number)
+        if report.ends_run:
+            self._actor.tasks.create_task(self._end_run(report))
+        else:
+            self._actor.notify("stall", report.text, count=self._stall_count, meanwhile=self._stalls.consequence)
+
+    async def _end_run(self, report: StallReport) -> None:
+        """Fail, unless the run moves again before the agents have taken the stacks."""
+        await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
+        if self._stalls.report is report:
+            self._run.fail(self._actor.name, report.text, "", 1, self._actor.clock.now())
+            self._tell()
+
+    def _publish_stuck(self) -> None:
+        """Have the agents report the silent actors, and take the stacks of those and of a stall's."""
+        stuck = list(self._silent)
+        if (report := self._stalls.report) is not None:
+            # Numbered above the reports of an earlier controller.
+            number = self._first_number + report.number
+            stuck += [Stuck(actor.name, actor.incarnation, "", number) for actor in report.stacks]
+        if self._run.name_stuck(stuck):
+            self._tell()

@@ -1,0 +1,270 @@
+"""Detects that a run has stalled although its actors are alive, and describes who waits for whom.
+
+A run moves when a group is trained, a warm step is taken, a version is published or loaded, or a token is sampled. If
+none of this happens for ``watchdog.stall_s``, there is a report. An actor in a state with a budget of its own
+(``watchdog.budgets_s``) delays the report while it is within the budget. The clock starts again when such a state ends
+in time, and when an actor is restarted.
+
+A report names the waits of all actors and chooses no culprit: a stall restarts nobody. It ends the run at once with
+``watchdog.policy = "stop"``, never with ``"report"``, and by default once it has outlasted ``deadlines_s``: the
+deadlines of all kinds of work together, after which no actor can be at work on something that still succeeds.
+
+Invariant: a stall has one report, repeated after twice the time before for as long as it lasts. There is no report
+while the run starts, drains, or has nothing to do. Time in which this process itself did not look does not count.
+Pure: the caller passes the time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from asyncrl.config import Config
+from asyncrl.config.operation import ActorState, WatchdogConfig
+from asyncrl.messages.actors import RunPhase
+from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.roles import ROLES, role_of
+from asyncrl.text.printable import name_some
+
+LEARNER = "learner/0"
+CONTROLLER = "controller"
+LONGEST_GAP = 0.25
+"""Share of the time to a stall: after a longer gap between two looks, messages may still be unread."""
+SILENT_SHARE = 0.5
+"""Share of the time to a stall after which an actor counts as silent in a report."""
+IDLE_STATES = frozenset({"ready", "waiting", "following", "idle", "done"})
+"""States in which an actor does no work of its own."""
+FINISHED_STATES = frozenset({"done", "ready"})
+"""States in which the learner has nothing to train."""
+SECONDS = "N s"
+"""Place of the seconds in a clause."""
+MOST_CLAUSES = 8
+"""Clauses of a report."""
+MOST_STACKS = 4
+"""Actors whose stacks are taken for a report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorView:
+    """An actor as the controller sees it now. Times are seconds up to now."""
+
+    name: str
+    incarnation: int
+    state: str
+    state_s: float = 0.0
+    waits: Sequence[AwaitRecord] = ()
+    silent_s: float = 0.0
+    """Seconds since its last heartbeat."""
+    ended: bool = False
+    """Its process has ended or is to be killed, and no successor is known."""
+    progress: tuple[float, ...] = ()
+    """Counters that only grow within an incarnation. All incarnations have the same number of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StallReport:
+    """A report on a stall."""
+
+    number: int
+    since: float
+    """Time at which the run last moved."""
+    text: str
+    stacks: Sequence[ActorView]
+    """Actors that are silent or wait for no other actor: their stacks show what they do instead."""
+    ends_run: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Clause:
+    """What some actors of one role have in common."""
+
+    rank: int
+    seconds: float
+    text: str
+    actors: list[ActorView]
+
+
+def deadlines_of(config: Config) -> float:
+    """Sum of the deadlines (s) of single pieces of work: a call of the engine, an episode, a reward, and so on."""
+    return (
+        config.rollout.engine_timeout_s
+        + config.episode.timeout_s
+        + config.reward.timeout_s
+        + config.weights.deadline_s
+        + config.learner.collective_timeout_s
+    )
+
+
+@dataclass(slots=True)
+class StallDetector:
+    """Detects the stalls of one run. ``report`` is the report of the present stall; None while the run moves."""
+
+    config: WatchdogConfig
+    interval_s: float
+    """Time between two looks, about."""
+    deadlines_s: float = math.inf
+    """Sum of the deadlines of single pieces of work, from ``deadlines_of``."""
+    report: StallReport | None = None
+    _reports: int = 0
+    _moved: float | None = None
+    """Time at which the run last moved, or had a reason not to."""
+    _looked: float = 0.0
+    _next_report: float = 0.0
+    _pause: float = 0.0
+    """Time between the last report and the next."""
+    _best: dict[str, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
+    """Incarnation of each actor and the largest values of its counters."""
+    _within_budget: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Incarnation and state of each actor that was within a budget at the last look."""
+
+    def look(self, actors: Mapping[str, ActorView], phase: RunPhase, now: float) -> bool:
+        """Look at all actors, every few seconds. Returns whether ``report`` has changed."""
+        before = self.report
+        gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
+        self._looked = now
+        moved = self._update(actors)
+        if phase != "running" or LEARNER not in actors:
+            self._moved, self.report = None, None
+        elif self._moved is None or gap or moved or _is_idle(actors):
+            self._moved, self.report = now, None
+        else:
+            self._judge(actors, now - self._moved, now)
+        return self.report is not before
+
+    def _judge(self, actors: Mapping[str, ActorView], lasted: float, now: float) -> None:
+        if self.report is None:
+            self._pause, self._next_report = self.config.stall_s, now - lasted + self.config.stall_s
+        elif self.report.ends_run:
+            return
+        ends_run = lasted >= self._ends_after_s
+        if (now < self._next_report and not ends_run) or self._has_budget(actors):
+            return
+        self._pause *= 2
+        self._next_report = now + self._pause
+        self._reports += 1
+        waits, stacks = describe_waits(actors, self._silent_after_s)
+        text = f"nothing has moved for {lasted:.0f} s (no trained group, no version, no token): {waits}"
+        self.report = StallReport(number=self._reports, since=now - lasted, text=text, stacks=stacks, ends_run=ends_run)
+
+    @property
+    def consequence(self) -> str:
+        """Sentence on what follows from the present stall."""
+        if self.config.policy == "report":
+            return "The run stays as it is (watchdog.policy = report)"
+        return f"If this lasts {self._ends_after_s:.0f} s, the run ends (watchdog.policy)"
+
+    @property
+    def _ends_after_s(self) -> float:
+        if self.config.policy == "report":
+            return math.inf
+        return self.config.stall_s + (0.0 if self.config.policy == "stop" else self.deadlines_s)
+
+    def _update(self, actors: Mapping[str, ActorView]) -> bool:
+        """Take in the counters and states. Returns whether the run has moved."""
+        moved = False
+        within_budget = {}
+        for name, actor in actors.items():
+            known = self._best.get(name)
+            if known is None or known[0] != actor.incarnation:
+                moved = True
+                self._best[name] = (actor.incarnation, actor.progress)
+            elif any(new > old for new, old in zip(actor.progress, known[1], strict=True)):
+                moved = True
+                best = tuple(max(pair) for pair in zip(actor.progress, known[1], strict=True))
+                self._best[name] = (actor.incarnation, best)
+            if self._budget_left_s(actor) > 0.0 and not actor.ended:
+                within_budget[name] = (actor.incarnation, actor.state)
+        for name, before in self._within_budget.items():
+            left = actors.get(name)
+            moved |= left is not None and not left.ended and (left.incarnation, left.state) != before
+        self._within_budget = within_budget
+        return moved
+
+    def _budget_left_s(self, actor: ActorView) -> float:
+        return self.config.budgets_s.get(cast(ActorState, actor.state), 0.0) - actor.state_s
+
+    def _has_budget(self, actors: Mapping[str, ActorView]) -> bool:
+        living = [actor for actor in actors.values() if not actor.ended and actor.silent_s < self._silent_after_s]
+        return any(self._budget_left_s(actor) > 0.0 for actor in living)
+
+    @property
+    def _silent_after_s(self) -> float:
+        return max(SILENT_SHARE * self.config.stall_s, 3 * self.interval_s)
+
+
+def describe_waits(actors: Mapping[str, ActorView], silent_after_s: float) -> tuple[str, list[ActorView]]:
+    """Describe what each actor waits for or does, the learner first; and the actors for ``StallReport.stacks``.
+
+    Actors of one role in the same situation share a clause. Silent and dead actors come before those that wait, these
+    before the busy ones, and idle ones last. Both lists are bounded.
+    """
+    groups: dict[tuple[str, int, str], list[tuple[float, ActorView]]] = {}
+    for name in sorted(actors):
+        actor = actors[name]
+        rank, words, seconds = _situation(actor, silent_after_s)
+        groups.setdefault(("" if name == LEARNER else role_of(name), rank, words), []).append((seconds, actor))
+    clauses = []
+    for (role, rank, words), members in groups.items():
+        seconds = max(each for each, _ in members)
+        names = name_some([actor.name for _, actor in members], MOST_STACKS)
+        text = f"{names} {words.replace(SECONDS, f'{seconds:.0f} s', 1)}"
+        clauses.append(_Clause(rank if role else -1, seconds, text, [actor for _, actor in members]))
+    clauses.sort(key=lambda clause: (clause.rank, -clause.seconds))
+    more = f"; and {len(clauses) - MOST_CLAUSES} more" if len(clauses) > MOST_CLAUSES else ""
+    shown = [actor for clause in clauses[:MOST_CLAUSES] for actor in clause.actors]
+    stacks = [
+        actor
+        for actor in shown
+        if not actor.ended and (actor.silent_s >= silent_after_s or not _waits_for_others(actor, actors))
+    ]
+    return "; ".join(clause.text for clause in clauses[:MOST_CLAUSES]) + more, stacks[:MOST_STACKS]
+
+
+def describe_silence(actor: ActorView) -> str:
+    """Describe an actor that is killed for its silence."""
+    activity = f"it was {actor.state}"
+    if real := [wait for wait in actor.waits if not wait.idle]:
+        oldest = max(real, key=lambda wait: wait.seconds)
+        activity += f" and waited on {oldest.whom} for {oldest.what}"
+    return f"{actor.name} has not been heard of for {actor.silent_s:.0f} s ({activity})"
+
+
+def _situation(actor: ActorView, silent_after_s: float) -> tuple[int, str, float]:
+    """Rank of an actor's situation, a clause with SECONDS in it, and the seconds."""
+    if actor.ended:
+        return 0, "has ended or is to be killed, and is not back", actor.silent_s
+    if actor.silent_s >= silent_after_s:
+        return 0, f"has not been heard of for {SECONDS} (it was {actor.state})", actor.silent_s
+    if real := [wait for wait in actor.waits if not wait.idle]:
+        oldest = max(real, key=lambda wait: wait.seconds)
+        return 1, _wait_clause(oldest), oldest.seconds
+    if actor.state not in IDLE_STATES:
+        return 2, f"is {actor.state} for {SECONDS}", actor.state_s
+    if idle := [wait for wait in actor.waits if role_of(wait.whom) != CONTROLLER]:
+        oldest = max(idle, key=lambda wait: wait.seconds)
+        return 3, f"is idle and {_wait_clause(oldest)}", oldest.seconds
+    return 3, f"is {actor.state} for {SECONDS} and waits for nothing", actor.state_s
+
+
+def _wait_clause(wait: AwaitRecord) -> str:
+    if "/" in wait.whom:
+        return f"waits {SECONDS} on {wait.whom} for {wait.what}"
+    # A role stands for any of its actors; all else is a part of the actor itself.
+    return (
+        f"waits {SECONDS} for {wait.what}"
+        if wait.whom in ROLES
+        else f"waits {SECONDS} on its {wait.whom} for {wait.what}"
+    )
+
+
+def _waits_for_others(actor: ActorView, actors: Mapping[str, ActorView]) -> bool:
+    return any(not wait.idle and (wait.whom in actors or wait.whom in ROLES) for wait in actor.waits)
+
+
+def _is_idle(actors: Mapping[str, ActorView]) -> bool:
+    """Whether the learner has nothing to train, and no actor works or has a wait that is not idleness."""
+    return actors[LEARNER].state in FINISHED_STATES and all(
+        actor.state in IDLE_STATES and all(wait.idle for wait in actor.waits) for actor in actors.values()
+    )

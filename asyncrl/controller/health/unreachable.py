@@ -1,0 +1,117 @@
+"""Finds actors that send heartbeats but cannot be reached by the actors that they work with, or cannot reach them.
+
+Each heartbeat names the actors that its sender cannot reach, and for how long. A path is broken if both of its ends
+are alive and ready and this was reported without a break for ``unreachable_s``. Of the two ends the one that is cut off
+from the larger share of the other's role is restarted. If the shares are equal, it is the one with more broken paths,
+then the one whose restart costs less.
+
+Invariant: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
+Times of different hosts are not compared, and time in which this process did not look does not count. Pure: the caller
+passes the time (monotonic, s).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.messages.actors import Condemned
+from asyncrl.messages.monitor import MOST_UNREACHED
+from asyncrl.roles import gang_of, role_of
+from asyncrl.text.printable import name_some
+
+RESTART_COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
+"""Roles whose paths are watched, in the order of what a restart costs the run. Paths between rollouters are not
+watched: a rollouter that cannot fetch weights from another asks the parameter server."""
+LONGEST_GAP = 0.25
+"""Share of ``unreachable_s``: after a longer gap between two looks, all paths are measured anew."""
+COUNTED_SHARE = 0.5
+"""Share of ``unreachable_s`` after which a path counts in the share of broken ones: others find out a little later."""
+NAMES_SHOWN = 4
+
+Path = tuple[str, str]
+"""The actor that reports and the actor that it cannot reach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyActor:
+    """An actor that is ready and whose last heartbeat was in time."""
+
+    name: str
+    incarnation: int
+    unreached: Mapping[str, float] = field(default_factory=dict)
+    """Seconds for which it has not reached each actor that it names."""
+
+
+@dataclass(slots=True)
+class UnreachableActors:
+    """Watches the paths of one run."""
+
+    unreachable_s: float
+    interval_s: float
+    """Time between two looks, about."""
+    _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
+    """Time at which each path was first reported, by names and incarnations."""
+    _looked: float = 0.0
+
+    def look(self, ready: Iterable[ReadyActor], now: float) -> list[Condemned]:
+        """Look at all ready actors, every few seconds. Returns the actors to restart."""
+        actors = {actor.name: actor for actor in ready if role_of(actor.name) in RESTART_COST}
+        if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
+            self._since.clear()
+        self._looked = now
+        paths = self._update(actors, now)
+        cut_off = _CutOff(actors, [path for path, s in paths.items() if s >= COUNTED_SHARE * self.unreachable_s])
+        found: dict[str, Condemned] = {}
+        for path, seconds in sorted(paths.items(), key=lambda item: (-item[1], item[0])):
+            if seconds >= self.unreachable_s and not found.keys() & set(path):
+                name, why = cut_off.end_of(path)
+                reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
+                found[name] = Condemned(name, actors[name].incarnation, reason)
+        return list(found.values())
+
+    def _update(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
+        """Seconds for which each path has been broken."""
+        since, found = {}, {}
+        for actor in actors.values():
+            for name, seconds in actor.unreached.items():
+                other = actors.get(name)
+                if other is None or other is actor or {role_of(name), role_of(actor.name)} == {"rollouter"}:
+                    continue
+                key = (actor.name, actor.incarnation, name, other.incarnation)
+                since[key] = self._since.get(key, now)
+                found[actor.name, name] = min(seconds, now - since[key])
+        self._since = since
+        return found
+
+
+class _CutOff:
+    """From whom each actor is cut off by the ``broken`` paths."""
+
+    def __init__(self, actors: Iterable[str], broken: Iterable[Path]) -> None:
+        # The ranks of a gang are one.
+        self._size = Counter(role_of(name) for name in actors if not gang_of(name))
+        self._unreached: dict[tuple[str, str], list[str]] = {}
+        """Actors of a role that an actor cannot reach, by actor and role."""
+        self._missed_by: dict[tuple[str, str], list[str]] = {}
+        """Actors of a role that cannot reach an actor, by actor and role."""
+        for name, other in sorted(broken):
+            self._unreached.setdefault((name, role_of(other)), []).append(other)
+            self._missed_by.setdefault((other, role_of(name)), []).append(name)
+
+    def end_of(self, path: Path) -> tuple[str, str]:
+        """The end of a path that is to be restarted, and why."""
+        name, other = path
+        end = max(path, key=lambda each: self._extent(each, role_of(other if each == name else name)))
+        if end == name:
+            return name, f"it could not reach {name_some(self._unreached[name, role_of(other)], NAMES_SHOWN)}"
+        return other, f"it was not reached by {name_some(self._missed_by[other, role_of(name)], NAMES_SHOWN)}"
+
+    def _extent(self, name: str, role: str) -> tuple[float, int, int]:
+        """Share of a role that an actor is cut off from, the number, and how cheap its restart is."""
+        unreached = self._unreached.get((name, role), ())
+        cut_off = {*unreached, *self._missed_by.get((name, role), ())}
+        # A heartbeat that names as many as it may could name more.
+        share = 1.0 if len(unreached) >= MOST_UNREACHED else min(1.0, len(cut_off) / max(1, self._size[role]))
+        return share, len(cut_off), -RESTART_COST[role_of(name)]
