@@ -119,7 +119,6 @@ class Ledger:
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
         """Deaths that an open prompt has been held in, by uid (of an eval prompt too); absent where there was none."""
-        self.requeues: dict[str, int] = {}
         """Times that an open prompt came back too stale to be trained, by uid; absent where it never did."""
         self.first_epoch = 0
         """First epoch of the present prompts; earlier epochs had others, and their open prompts are left for good."""
@@ -140,7 +139,6 @@ class Ledger:
             if found != counted:
                 raise ValueError(f"{found} prompts have an outcome, and {counted} outcomes are counted")
         ledger.attempts = dict(state.attempts)
-        ledger.requeues = dict(state.requeues)
         ledger.first_epoch = state.first_epoch
         return ledger
 
@@ -159,7 +157,6 @@ class Ledger:
             ],
             counts=dict(self._counts),
             attempts=dict(self.attempts),
-            requeues=dict(self.requeues),
             first_epoch=self.first_epoch,
         )
 
@@ -173,7 +170,6 @@ class Ledger:
         self._join(at - 1)
         self._counts[kind] += 1
         self.attempts.pop(f"{epoch}-{index}", None)
-        self.requeues.pop(f"{epoch}-{index}", None)
 
     def is_open(self, epoch: int, index: int) -> bool:
         """Whether a prompt has no outcome."""

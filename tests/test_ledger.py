@@ -80,13 +80,12 @@ def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
     shuffled = random.sample(list(outcomes.items()), len(outcomes))
     assert ledger.state == made(dict(shuffled)).state == Ledger.restore(by_intervals(outcomes)).state
     ledger.attempts, ledger.first_epoch = attempts, 2
-    ledger.requeues = {uid: count + 1 for uid, count in attempts.items()}
     codec = Codec()
     body, *buffers = codec.encode(ledger.state)
     on_disk = msgspec.json.encode(ledger.state)
     for state in (codec.decode(LedgerState, body, buffers), msgspec.json.decode(on_disk, type=LedgerState)):
         again = Ledger.restore(state)
-        assert (again.attempts, again.requeues, again.first_epoch) == (attempts, ledger.requeues, 2)
+        assert (again.attempts, again.first_epoch) == (attempts, 2)
         assert again.state == ledger.state
         again.record("trained", 5, 30)
         holds(again, outcomes | {(5, 30): "trained"})
@@ -102,13 +101,13 @@ def test_a_ledger_of_a_release_without_left_out_prompts_is_read() -> None:
 
 def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
     ledger = made({(0, 5): "trained", (1, 5): "filtered"})
-    ledger.attempts["0-6"] = ledger.requeues["0-6"] = 1
+    ledger.attempts["0-6"] = 1
     for kind in KINDS:
         with pytest.raises(AssertionError, match="0-5 has an outcome"):
             ledger.record(kind, 0, 5)
     ledger.record("filtered", 0, 6)
     assert [ledger.count(kind) for kind in KINDS] == [1, 2, 0, 0]
-    assert (ledger.attempts, ledger.requeues) == ({}, {})
+    assert ledger.attempts == {}
 
 
 # --- size ---

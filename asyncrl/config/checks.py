@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
 from asyncrl.config.lora import LoraConfig
-from asyncrl.config.training import DataConfig, StalenessConfig
+from asyncrl.config.training import DataConfig
 
 Problem = tuple[str, str]
 """A dotted key, and what is wrong with its value and what to do."""
@@ -170,9 +170,6 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
         told = "leaves out groups of equal rewards, which the advantage reinforce learns from; set it to false"
         yield "learner.dynamic_sampling", told
-    default = StalenessConfig.model_fields["max_requeues"].default
-    if config.staleness.late != "requeue" and config.staleness.max_requeues != default:
-        yield "staleness.max_requeues", 'is for staleness.late = "requeue" alone; leave it out'
     yield from _episode_problems(config)
     if not rollout.traits.kv_cache and rollout.concurrency == "auto":
         told = f"auto goes by the engine's KV cache, and the {rollout.engine} engine has none; give a number"

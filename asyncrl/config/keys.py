@@ -78,7 +78,8 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     if item["type"] == "model_type":
         keys = ", ".join(f"{key}.{each}" for each in _siblings((*path, "")))
         return f"{key}: is a table (got {item['input']!r}); its keys are {keys}"
-    message = item["msg"][0].lower() + item["msg"][1:]
+    message = item["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
     return f"{key}: {message} (got {item['input']!r})"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from asyncrl.config.algorithm import CorrectionConfig, KLConfig, TeacherServerConfig
 from asyncrl.config.section import Fraction, NonNegative, OptionalPath, PathText, Positive, Seconds, Section
@@ -274,18 +274,21 @@ class StalenessConfig(Section):
     """The limit eta, in versions. 0 is synchronous, on-policy training."""
     adapt: bool = True
     """Let the working limit move below the limit, as low as keeps the learner fed."""
-    late: Literal["train", "mask", "wait", "requeue"] = "train"
+    late: Literal["train", "mask"] = "train"
     """Tokens whose staleness exceeds max: trained, corrected and counted; or left out of the loss and its denominator,
-    while the reward of their trajectory stays in the baseline. wait lets the learner wait for the groups that its next
-    step would make late. requeue has a group that holds any generated again. Tokens that are late under these all the
-    same are left out."""
-    max_requeues: Positive = 2
-    """Times that a prompt is generated again under late = requeue; after that, its late tokens are left out."""
+    while the reward of their trajectory stays in the baseline."""
 
     @property
     def hard(self) -> bool:
         """Whether no token that is staler than ``max`` is trained."""
-        return self.late != "train"
+        return self.late == "mask"
+
+    @field_validator("late", mode="before")
+    @classmethod
+    def _refuse_removed(cls, late: object) -> object:
+        if late in ("wait", "requeue"):
+            raise ValueError(f'"{late}" was removed; take "mask" to leave late tokens out of the loss, or "train"')
+        return late
 
 
 class EvalConfig(Section):

@@ -29,11 +29,8 @@ from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RestoreNeeded, WireError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
-    GrantsOpen,
     Lease,
     Leased,
-    OpenGrant,
-    OpenGrants,
     Outcomes,
     OutcomesSeen,
     PromptSample,
@@ -183,7 +180,7 @@ class Dataloader(Actor):
                 continue
             orphans = tickets.orphans
             try:
-                held: Held = await self.peer(LEARNER).call(Holds(uids=list(orphans)))
+                held: Held = await self.peer(LEARNER).call(Holds(uids=orphans))
             except WireError as error:
                 log_away(self.log, "learner", error)
                 self._orphaned.set()
@@ -453,20 +450,6 @@ class Dataloader(Actor):
 
         return await self._watchers.until(news, caller.park_s) or self._for_learner(caller).supply
 
-    @handler
-    def open_grants(self, request: OpenGrants, caller: Caller) -> GrantsOpen:
-        """Training prompts that are out, each with its holder and its age. Raises RestoreNeeded."""
-        tickets, now = self._for_learner(caller), self.clock.now()
-
-        def age(uid: str) -> float | None:
-            return now - granted if (granted := self._granted.get(uid)) is not None else None
-
-        grants = [
-            OpenGrant(held.prompt.uid, held.served_version, held.rollouter or "", age(held.prompt.uid))
-            for held in tickets.open_grants
-        ]
-        return GrantsOpen(supply_number=tickets.supply_number, grants=grants)
-
     # --- within ---
 
     def _forget_ages(self, tickets: Tickets, uids: Iterable[str]) -> list[float]:
@@ -494,8 +477,6 @@ class Dataloader(Actor):
             param_version=grant.param_version,
             attempt=grant.attempt,
             alone=grant.alone,
-            requeues=grant.requeues,
-            served_version=grant.served_version,
             prompt_ids=ids,
             prompt=text,
             row=row,

@@ -41,10 +41,6 @@ class Grant:
     """Deaths that its earlier holders took part in."""
     alone: bool = False
     """Whether nothing else is generated beside it."""
-    requeues: int = 0
-    """Number of times that its prompt came back too stale to be trained."""
-    served_version: int = -1
-    """The oldest version that the receiver's engines served; -1 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +82,6 @@ class HeldPrompt:
     suspect: bool = False
     """Whether its holder died generating it."""
     alone: bool = False
-    served_version: int = -1
-    """Version served as of its grant; -1 where there is none."""
 
 
 class Holders:
@@ -212,11 +206,11 @@ class Holders:
                 found.append(held)
         return found
 
-    def grant(self, ask: Ask, prompt: Prompt, param_version: int, *, attempt: int, alone: bool, requeues: int) -> Grant:
+    def grant(self, ask: Ask, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> Grant:
         """Grant a prompt that is not out."""
         rollouter = ask.rollouter
         number = self._rollouters[rollouter].last_grant + 1
-        grant = Grant(number, prompt, param_version, attempt, alone, requeues, ask.served_version)
+        grant = Grant(number, prompt, param_version, attempt, alone)
         self.restore(rollouter, grant)
         return grant
 
@@ -238,7 +232,7 @@ class Holders:
         assert prompt.uid not in self._held, f"{prompt.uid} is granted to two"
         held = self._held[prompt.uid] = HeldPrompt(prompt, rollouter)
         if grant is not None:
-            held.number, held.alone, held.served_version = grant.number, grant.alone, grant.served_version
+            held.number, held.alone = grant.number, grant.alone
         self.outstanding += isinstance(prompt, TrainingPrompt)
 
     def release(self, uid: str) -> HeldPrompt:

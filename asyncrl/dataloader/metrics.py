@@ -19,9 +19,6 @@ dataloader.counter(
     "tickets/left_out", "prompts", "outcomes reported as left out by a data rule such as data.max_prompt_tokens"
 )
 dataloader.counter("tickets/evaluated", "groups", "outcomes reported as evaluated")
-dataloader.counter(
-    "tickets/requeued", "groups", 'groups returned by the learner as too stale, with staleness.late = "requeue"'
-)
 dataloader.gauge("tickets/outstanding", "groups", "leased for training, neither reported nor returned yet")
 dataloader.gauge(
     "tickets/gate", "groups", "groups that the gate allows to be outstanding for an engine on the newest version"

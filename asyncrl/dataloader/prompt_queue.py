@@ -8,7 +8,7 @@ and a prompt that was concluded, or found with somebody, before its turn is pass
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
@@ -63,28 +63,18 @@ class PromptQueue:
         """Position below which nothing is still to come."""
         self._still_to_come = self._unconcluded(self._cursor)
 
-    def take(self, but: Collection[str] = ()) -> TrainingPrompt:
-        """The next prompt that is none of ``but``, which are left to come first for others; it is out from here on."""
-        left = []
-        try:
-            while self._oldest:
-                position, uid = heappop(self._oldest)
-                # Others have had their outcome since: the heap keeps their entries until they come up.
-                if uid in self._returned:
-                    if uid not in but:
-                        self._out.add(uid)
-                        return self._returned.pop(uid)
-                    left.append((position, uid))
-        finally:
-            for each in left:
-                heappush(self._oldest, each)
+    def take(self) -> TrainingPrompt:
+        """The next prompt; it is out from here on."""
+        while self._oldest:
+            _, uid = heappop(self._oldest)
+            # Others have had their outcome since: the heap keeps their entries until they come up.
+            if uid in self._returned:
+                self._out.add(uid)
+                return self._returned.pop(uid)
         while True:
             prompt = next(self._still_to_come)
             self._cursor = prompt.position + 1
             if not self._is_to_come(prompt):
-                continue
-            if prompt.uid in but:
-                self._return(prompt)
                 continue
             if prompt.index not in self._oversize:
                 self._out.add(prompt.uid)
@@ -111,7 +101,8 @@ class PromptQueue:
         """A prompt that was out comes back; the oldest goes first. One of an epoch before the first is dropped."""
         self._come_back(prompt)
         if prompt.epoch >= self.ledger.first_epoch:
-            self._return(prompt)
+            self._returned[prompt.uid] = prompt
+            heappush(self._oldest, (prompt.position, prompt.uid))
 
     def reject(self, prompt: TrainingPrompt, reason: str) -> None:
         """A prompt that was out will not be granted again."""
@@ -129,10 +120,6 @@ class PromptQueue:
     def knows(self, epoch: int, index: int) -> bool:
         """Whether there is such a prompt; of an epoch before the first, as far as is known here."""
         return min(epoch, index) >= 0 and (epoch < self.ledger.first_epoch or index < self._order.size)
-
-    def _return(self, prompt: TrainingPrompt) -> None:
-        self._returned[prompt.uid] = prompt
-        heappush(self._oldest, (prompt.position, prompt.uid))
 
     def _come_back(self, prompt: TrainingPrompt) -> None:
         assert prompt.uid in self._out, f"{prompt.uid} is not out"

@@ -8,8 +8,6 @@ Invariants:
 - a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, with any
   holder meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
   said whether it holds it (``settle``); only what it does not hold is granted again;
-- a prompt whose group was too stale is granted again with a larger number of requeues, but not to a rollouter that
-  still holds it with a smaller one: the rollouter would ignore the new grant, and the learner drops the old group;
 - a lease call is granted something new once, and only while it is the latest call of its rollouter. So its ``holding``
   covers all that the rollouter can hold, however late the call, or a copy of it, arrives;
 - a prompt that was held in too many deaths is granted only to a rollouter that holds nothing, and nothing beside it.
@@ -23,7 +21,7 @@ Fails with ProtocolError on an outcome that cannot be, without having changed an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
@@ -56,11 +54,8 @@ class Tickets:
         self._queue, self._evals = queue, evals
         self._holders = Holders()
         self._suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
-        self._orphans: dict[str, int] = {}
-        """Prompts whose holder has died and of which the learner has not said whether it holds them; the number of
-        orphans before each."""
-        self._taken_back = 0
-        """Training prompts that came back without an outcome so far."""
+        self._orphans: dict[str, None] = {}
+        """Prompts whose holder has died and of which the learner has not said whether it holds them; oldest first."""
         self._eval_turn = False
         self._stopped = False
         self._forget_deaths()
@@ -89,15 +84,9 @@ class Tickets:
         return self.gate.finished and not self._evals.sizes
 
     @property
-    def orphans(self) -> dict[str, int]:
-        """The prompts that the learner is to be asked about, oldest death first: uid, and the number of the death."""
-        return dict(self._orphans)
-
-    @property
-    def open_grants(self) -> list[HeldPrompt]:
-        """Training prompts that are out."""
-        out = (self._holders[uid] for uid in self._holders.uids)
-        return [held for held in out if isinstance(held.prompt, TrainingPrompt)]
+    def orphans(self) -> list[str]:
+        """Uids of the prompts that the learner is to be asked about, the oldest death first."""
+        return list(self._orphans)
 
     @property
     def supply(self) -> Supply:
@@ -152,7 +141,7 @@ class Tickets:
     def _grant_new(self, ask: Ask, running: list[Grant], found: list[Grant]) -> None:
         """Add new grants to ``found``, up to the number that was asked for."""
         generating = sum(isinstance(grant.prompt, TrainingPrompt) for grant in running)
-        # It may hold groups of which there is no grant here, as one whose prompt was requeued meanwhile.
+        # It may hold groups of which there is no grant here, as one that did not answer during a restore.
         empty = not running and not ask.holding
         while len(found) < ask.free_groups:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
@@ -165,7 +154,6 @@ class Tickets:
                 self.gate.newest_version,
                 attempt=attempt,
                 alone=attempt >= ALONE_FROM,
-                requeues=self._requeues(prompt.uid),
             )
             generating += isinstance(prompt, TrainingPrompt)
             self.counts["granted"] += 1
@@ -212,14 +200,12 @@ class Tickets:
             self._orphan(held)
         self._note_supply()
 
-    def settle(self, asked: Mapping[str, int], held: Collection[str]) -> None:
-        """The learner has said which of the orphans it was asked about it holds; the others are granted again.
-
-        An orphan that was requeued since, granted again and is one again is another.
-        """
+    def settle(self, asked: Iterable[str], held: Collection[str]) -> None:
+        """The learner has said which of the orphans it was asked about it holds; the others are granted again."""
         kept = set(held)
-        for uid, number in asked.items():
-            if self._orphans.get(uid) == number:
+        for uid in asked:
+            # An outcome may have been reported meanwhile.
+            if uid in self._orphans:
                 del self._orphans[uid]
                 if uid in kept:
                     # It was delivered, and did not end its rollouter.
@@ -264,14 +250,11 @@ class Tickets:
             # Grants up to this number may still be on their way, and a number is that of one grant.
             self._holders.skip_to(rollouter, known.last_grant)
         for number, ticket, alone in found:
-            if ticket.requeues < self._requeues(ticket.uid):
-                # The learner will take nothing that comes of it.
-                continue
             prompt = self._hold(ticket.uid)
             if prompt is not None:
                 self._suspects.raise_to(ticket.uid, ticket.attempt)
                 version = self.gate.newest_version
-                grant = Grant(number, prompt, version, ticket.attempt, alone, ticket.requeues, ticket.served_version)
+                grant = Grant(number, prompt, version, ticket.attempt, alone)
                 self._holders.restore(rollouter, grant)
         self._note_supply()
 
@@ -309,8 +292,7 @@ class Tickets:
         # An older one is known; the number of one behind a gap would acknowledge reports that have not come.
         if report.number != self.number + 1:
             return self.number
-        # A requeue is no outcome, so it may stand beside one of the same prompt.
-        uids = [outcome.uid for outcome in report.outcomes if outcome.kind != "requeued"]
+        uids = [outcome.uid for outcome in report.outcomes]
         wrong = [outcome.uid for outcome in report.outcomes if not self._may_be(outcome)]
         if wrong or len(set(uids)) < len(uids):
             raise ProtocolError(f"outcomes that cannot be: {wrong or uids}")
@@ -343,11 +325,8 @@ class Tickets:
         return self._holders.remove(rollouter)
 
     def _orphan(self, held: HeldPrompt) -> None:
-        self._orphans[held.prompt.uid] = self.counts["orphaned"]
+        self._orphans[held.prompt.uid] = None
         self.counts["orphaned"] += 1
-
-    def _requeues(self, uid: str) -> int:
-        return self.ledger.requeues.get(uid, 0)
 
     @property
     def _exhausted(self) -> bool:
@@ -396,10 +375,7 @@ class Tickets:
             return self._evals.take(served_version)
         if may_train:
             self._eval_turn = True
-            # A requeued prompt that it holds is of an earlier attempt, for which it would take the new one. The last
-            # places of the run are kept for these.
-            held = self.ledger.requeues.keys() & ask.holding
-            return self._queue.take(but=held) if self.gate.needed(self.outstanding) > len(held) else None
+            return self._queue.take()
         return None
 
     def _hold(self, uid: str) -> Prompt | None:
@@ -426,9 +402,6 @@ class Tickets:
 
     def _conclude(self, outcome: Outcome) -> None:
         uid = outcome.uid
-        if outcome.kind == "requeued":
-            self._requeue(uid, outcome.requeues)
-            return
         if uid in self._holders:
             self._holders.release(uid)
             self._orphans.pop(uid, None)
@@ -441,19 +414,9 @@ class Tickets:
         self.counts[outcome.kind] += 1
         self.gate.trained += outcome.kind == "trained"
 
-    def _requeue(self, uid: str, requeues: int) -> None:
-        """A prompt's group was too stale: the prompt is to be granted again, unless it is to come anyway."""
-        self.ledger.requeues[uid] = max(requeues, self._requeues(uid))
-        if uid in self._holders:
-            self._orphans.pop(uid, None)
-            self._put_back(self._holders.release(uid).prompt)
-            self._taken_back += 1
-        self.counts["requeued"] += 1
-
     def _take_back(self, uid: str) -> None:
         """A prompt that was out is to be granted again."""
         held = self._holders.release(uid)
-        self._taken_back += isinstance(held.prompt, TrainingPrompt)
         if held.suspect:
             self._suspects.died(uid, alone=held.alone)
         self._put_back(held.prompt)
@@ -493,7 +456,6 @@ class Tickets:
             len(self._queue.rejected),
             self._evals.changes,
             self._suspects.changes,
-            self._taken_back,
         )
         if key != self._supply_key:
             self._supply_key = key
@@ -502,4 +464,4 @@ class Tickets:
 
 def _held_by(grant: Grant) -> HeldTicket:
     """A grant as its receiver would tell of it."""
-    return HeldTicket(grant.prompt.uid, grant.number, grant.attempt, grant.requeues, grant.served_version)
+    return HeldTicket(grant.prompt.uid, grant.number, grant.attempt)

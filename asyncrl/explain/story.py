@@ -57,8 +57,6 @@ def verdict(happenings: list[Happening]) -> str:
         match happening.what:
             case "trained" | "evaluated" | "quarantined" | "filtered" | "left out":
                 return happening.text
-            case "requeued":
-                return f"to be generated again: {happening.text}"
             case "buffered":
                 return "in the learner's buffer, not trained so far"
             case "evaluation":
@@ -118,7 +116,8 @@ _RANKS = {
     "quarantined": 2,
     "evaluation": 2,
     "delivered": 3,
-} | dict.fromkeys(("trained", "requeued"), 4)
+    "trained": 4,
+}
 """Order of what seems to have happened at the same time; 1 for all else."""
 
 
@@ -128,8 +127,6 @@ def _undo(found: list[Happening]) -> Iterator[Happening]:
     for at, happening in enumerate(found):
         if happening.what in _STANDS_AS:
             standing = happening
-        elif happening.what == "requeued":
-            standing = None
         if happening.what != "undone":
             yield happening
         elif standing is not None and happening.facts["held"]:

@@ -32,7 +32,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, CannotLearn, NonFiniteStep
-from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness, requeue_metrics
+from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness
 from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
@@ -115,7 +115,6 @@ class Training:
             supply=supply,
             boundaries=self.boundaries,
             teacher=teacher,
-            story=story,
             track=track,
             next_step=lambda: self._next_step,
             preempted=lambda: self.preempted,
@@ -254,19 +253,15 @@ class Training:
 
     async def _train_step(self, began: float) -> TrainedStep | None:
         """Train one step; None when it was not taken, and its groups are filtered or the bad ones quarantined."""
-        learner, staleness, intake = self._config.learner, self._config.staleness, self._intake
+        learner, intake = self._config.learner, self._intake
         version = self.version
-        groups, filtered = intake.begin_step(self._groups.uids)
-        scored = [*filtered, *intake.requeued]
-        late = self._groups.taken()
+        groups, filtered = intake.begin_step()
         basis = self._next_step.basis(groups)
         following = self._next_step.after(learner.steps_per_version, self._versions.next_number)
         self._planner.foresee(following if following.step <= learner.steps else None)
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
-        if self._groups.waited or not late.get("staleness/waited_groups"):
-            # A step that has waited for a straggler, and for nothing else, says nothing of the working limit.
-            # Under the first version every learner waits: engines begin only with it.
-            intake.outcomes.step_began(len(intake.buffer), waited=self._groups.waited and version > self._first_version)
+        # Under the first version every learner waits: engines begin only with it.
+        intake.outcomes.step_began(len(intake.buffer), waited=self._groups.waited and version > self._first_version)
         self._supply.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")
@@ -280,7 +275,7 @@ class Training:
             self._track.enter("train", step=self.step + 1, version=version, **_sampled(groups))
             trained, metrics = await asyncio.gather(
                 self._on_thread(lambda: self._backend.train(plan, ahead)),
-                asyncio.to_thread(step_metrics, groups, scored, version, self._config),
+                asyncio.to_thread(step_metrics, groups, filtered, version, self._config),
             )
         except NonFiniteStep as error:
             if learner.on_nonfinite != "skip" or error.places:
@@ -296,13 +291,11 @@ class Training:
             trained = dict(error.metrics)
             groups = [group for group in groups if group.ticket.uid in error.trained]
             plan = _taken(plan, error.trained)
-            metrics = step_metrics(groups, scored, version, self._config)
+            metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
         self._track.leave()
         self.boundaries.probed = from_groups(groups, probe_length(self._config)) or self.boundaries.probed
-        if staleness.late == "requeue":
-            late = requeue_metrics(groups, intake.requeued)
         self._count_late(metrics)
         lengths = intake.end_step()
         if self._teacher is not None:
@@ -320,7 +313,6 @@ class Training:
             "weights/version": version,
             **metrics,
             **plan.metrics,
-            **late,
             **trained,
             "rollout/granted_length_mean": sum(lengths) / len(lengths) if lengths else None,
             "staleness/limit": self._supply.limit,

@@ -58,15 +58,10 @@ class ReturnTickets(Request, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, gc=False, frozen=True, array_like=True):
-    """The outcome of a group. Only ``trained`` counts towards the gate's T.
-
-    ``requeued`` is none of a prompt: the group was too stale, and its prompt is to be granted again.
-    """
+    """The outcome of a group. Only ``trained`` counts towards the gate's T."""
 
     uid: Uid
-    kind: Literal["trained", "filtered", "quarantined", "left_out", "evaluated", "requeued"]
-    requeues: Count = 0
-    """Ticket.requeues of the next grant; 0 but for ``requeued``."""
+    kind: Literal["trained", "filtered", "quarantined", "left_out", "evaluated"]
 
 
 class OutcomesSeen(Message, frozen=True, kw_only=True):
@@ -146,33 +141,6 @@ class SamplePrompts(Request, frozen=True, kw_only=True):
     reply = PromptSample
     senders = LEARNER
     count: Annotated[int, Meta(ge=1, le=256)]
-
-
-class OpenGrant(Struct, gc=False, frozen=True, array_like=True):
-    """A group that is granted for training and neither reported nor returned."""
-
-    uid: Uid
-    served_version: int
-    """Ticket.served_version of the group."""
-    rollouter: str = ""
-    """Name of the rollouter that holds it; empty where nobody living does."""
-    age_s: float | None = None
-    """Time since it was granted; None where that is not known."""
-
-
-class GrantsOpen(Message, frozen=True, kw_only=True):
-    """All open grants. Groups that are not among them have been granted since, or are not outstanding any more."""
-
-    supply_number: int
-    """Number of the supply at that moment. It grows when a group is taken back from its holder."""
-    grants: list[OpenGrant]
-
-
-class OpenGrants(Request, frozen=True, kw_only=True):
-    """Learner to dataloader: which training groups are outstanding? Asked under staleness.late = wait."""
-
-    reply = GrantsOpen
-    senders = LEARNER
 
 
 class EvalRound(Struct, gc=False, frozen=True, kw_only=True):

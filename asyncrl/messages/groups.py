@@ -69,11 +69,6 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     """Deaths of engines and rollouters that its earlier holders took part in."""
     alone: bool = False
     """It has been in too many deaths to share an engine: nothing else is generated beside it."""
-    requeues: Count = 0
-    """Times that its prompt came back too stale to be trained, under staleness.late = requeue."""
-    served_version: int = -1
-    """The oldest version that the engines served to which it was granted: no token of it is older. -1 where that is not
-    known."""
     prompt_ids: np.ndarray
     """int32 [P]."""
     prompt: str
@@ -143,8 +138,6 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The form of asyncrl 0.1, read in place of ``concluded`` and ``counts``; empty in what is written."""
     attempts: dict[Uid, Count] = {}
     """Ticket.attempt of prompts without an outcome; absent where it is 0."""
-    requeues: dict[Uid, Count] = {}
-    """Ticket.requeues of prompts without an outcome; absent where it is 0."""
     first_epoch: Count = 0
     """The prompts of earlier epochs were others: nothing is granted from them any more."""
     concluded: list[ConcludedEpochs] = []

@@ -14,9 +14,6 @@ class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
     uid: Uid
     grant: Count
     attempt: Count
-    requeues: Count = 0
-    served_version: int = -1
-    """Ticket.served_version of the ticket."""
 
 
 class TicketsHeld(Message, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 The dataloader seals each ticket for the incarnation of the rollouter that it grants it to, under a key that it shares
 with the learner for the whole run. Invariant: a ticket fits whom it was sealed for and nobody else, with the uid,
-grant, purpose and count of requeues that it was sealed with; either of the two may start again, and what was sealed
+grant and purpose that it was sealed with; either of the two may start again, and what was sealed
 before still fits.
 """
 
@@ -27,5 +27,5 @@ def fits(key: bytes, ticket: Ticket, rollouter: str, incarnation: int) -> bool:
 
 
 def _seal(key: bytes, ticket: Ticket, rollouter: str, incarnation: int) -> str:
-    said = [ticket.uid, ticket.grant, ticket.purpose, ticket.requeues, rollouter, incarnation]
+    said = [ticket.uid, ticket.grant, ticket.purpose, rollouter, incarnation]
     return hmac.new(key, msgspec.msgpack.encode(said), hashlib.sha256).hexdigest()

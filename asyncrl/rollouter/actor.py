@@ -386,13 +386,7 @@ class Rollouter(Actor):
             seen=self._seen,
             served_version=self._host.version,
             tickets=[
-                HeldTicket(
-                    ticket.uid,
-                    ticket.grant,
-                    self._host.suspects.deaths(ticket),
-                    ticket.requeues,
-                    ticket.served_version,
-                )
+                HeldTicket(ticket.uid, ticket.grant, self._host.suspects.deaths(ticket))
                 for ticket in self._held.values()
             ],
             leaving=self._leaves,

@@ -384,8 +384,6 @@ def staleness(facts: Facts) -> StalenessView:
         late_groups=number_in(facts.last, "staleness/late_groups"),
         late_trained=facts.counted("learner", "staleness/late_trained_groups"),
         late_masked=facts.counted("learner", "staleness/late_masked_groups"),
-        waited=facts.counted("learner", "staleness/waited_groups"),
-        requeued=facts.counted("learner", "staleness/requeued_groups"),
         edges=list(edges_of("staleness/tokens")),
         tokens=tokens.counts if tokens is not None else [],
         groups=groups.counts if groups is not None else [],

@@ -210,8 +210,8 @@ def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) ->
     """The working limit, the newest step, and a histogram since the learner started."""
     view = document.staleness
     late = f"{count(view.late_groups)} of {document.ledger.groups_per_step} groups"
-    became = ((view.late_trained, "trained"), (view.late_masked, "masked"), (view.waited, "waited for"))
-    so_far = ", ".join(f"{count(groups)} {word}" for groups, word in (*became, (view.requeued, "requeued")) if groups)
+    became = ((view.late_trained, "trained"), (view.late_masked, "masked"))
+    so_far = ", ".join(f"{count(groups)} {word}" for groups, word in became if groups)
     head = joined(
         [
             said("limit", f"{fixed(view.limit, 0)} of {view.max}"),

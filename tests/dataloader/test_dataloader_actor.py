@@ -14,7 +14,7 @@ from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Leased, OpenGrants, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
+from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
 
 RUN = run
 ONE_STEP = {"learner": {"steps": 1}}
@@ -75,22 +75,6 @@ async def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
         assert [ticket.uid for ticket in (await parked).tickets] == [granted[1]]
 
 
-async def test_a_lease_call_that_was_given_up_and_is_still_parked_is_granted_nothing(tmp_path: Path) -> None:
-    """I1: its CANCEL was lost, and the prompt that a later call was granted is requeued."""
-    async with running(tmp_path, small_config(**FRESH)) as it:
-        held, _ = " ".join(await it.granted(A, 2, number=1)), await it.granted(B, 2, number=1)
-        given_up = it.lease(A, 2, seen=2, holding=held, number=2)
-        assert await it.is_parked(given_up)
-        parked = it.lease(A, 2, seen=2, holding=held, number=3)
-        assert await it.is_parked(parked)
-        await it.report(held.split()[0], kind="filtered")
-        [ticket] = (await parked).tickets
-        await it.report(ticket.uid, kind="requeued")
-        assert await it.is_parked(given_up)
-        assert await it.granted(B, 1, seen=2, number=2) == [ticket.uid]
-        given_up.cancel()
-
-
 @pytest.mark.parametrize("holds", [True, False])
 async def test_a_call_of_who_leaves_that_is_still_parked_is_granted_nothing(tmp_path: Path, holds: bool) -> None:
     """I1: as when its CANCEL was lost; what is free goes to the others."""
@@ -124,24 +108,6 @@ async def test_a_call_of_who_leaves_is_granted_nothing_by_a_gate_that_opens_agai
         await it.restore()
         assert (await parked, await leaving) == (Leased(), Done())
         assert len(await it.granted(B, 2)) == 2
-
-
-async def test_ages_are_of_all_that_is_out_whatever_is_said_in_vain(tmp_path: Path) -> None:
-    async def aged() -> dict[str, bool]:
-        told = await it.call(LEARNER, OpenGrants())
-        return {grant.uid: grant.age_s is not None for grant in told.grants}
-
-    async with running(tmp_path) as it:
-        granted = await it.granted(A, 2)
-        # By one who does not hold it, and in a report behind one that has not come.
-        await it.call(B, ReturnTickets(uids=granted[:1]))
-        it.reports += 1
-        assert (await it.report(*granted)).number == 0
-        assert await aged() == dict.fromkeys(granted, True)
-        it.reports = 0
-        await it.report(granted[0])
-        await it.call(A, ReturnTickets(uids=granted[1:]))
-        assert await aged() == {}
 
 
 async def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(tmp_path: Path) -> None:

@@ -31,14 +31,13 @@ class Book(Tickets):
         groups: int = 4,
         steps: int = 100,
         deaths: dict[str, int] | None = None,
-        requeues: dict[str, int] | None = None,
     ) -> None:
         limit = WorkingLimit(
             groups_per_step=groups, groups_per_version=groups, staleness_max=staleness_max, adapt=False
         )
         gate = Gate(limit, groups_per_version=groups, groups_left=steps * groups)
         ledger = Ledger()
-        ledger.attempts, ledger.requeues = dict(deaths or {}), dict(requeues or {})
+        ledger.attempts = dict(deaths or {})
         queue = PromptQueue(EpochOrder("f", 0, 100, shuffle=False), ledger)
         super().__init__(queue, gate, EvalRounds(evals), max_attempts=3)
 
@@ -51,8 +50,8 @@ class Book(Tickets):
     def uids(self, *of: Any, **more: Any) -> list[str]:
         return [grant.prompt.uid for grant in self.grant(*of, **more)]
 
-    def tell(self, *uids: str, kind: Any = "trained", requeues: int = 0, version: int = 0, **fields: Any) -> int:
-        outcomes = [Outcome(uid, kind, requeues) for uid in uids]
+    def tell(self, *uids: str, kind: Any = "trained", version: int = 0, **fields: Any) -> int:
+        outcomes = [Outcome(uid, kind) for uid in uids]
         fields = {"number": self.number + 1, "trained_at_version": 4 * version, **fields}
         return self.report(Outcomes(version=version, outcomes=outcomes, **fields))
 
@@ -234,104 +233,6 @@ def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
     book.tell("a@1-0", kind="evaluated", version=1)
     assert book.closed
     assert book.grant(B, served=1) == []
-
-
-# --- requeues ---
-
-
-def test_a_requeued_prompt_is_granted_again_first_of_all_with_its_count() -> None:
-    book = Book(staleness_max=0)
-    book.grant()
-    number = book.supply_number
-    for _ in range(2):
-        # It is repeated where its acknowledgement was lost.
-        book.tell("0-2", kind="requeued", requeues=1, number=1)
-    # The learner may be waiting for it.
-    assert book.supply_number > number and book.outstanding == 3
-    [grant] = book.grant(B)
-    assert (grant.prompt.uid, grant.requeues, grant.attempt) == ("0-2", 1, 0)
-    book.tell("0-2", kind="requeued", requeues=2)
-    [grant] = book.grant(B, seen=1)
-    assert (grant.prompt.uid, grant.requeues) == ("0-2", 2)
-    book.tell("0-2")
-    assert (book.ledger.requeues, book.counts["requeued"]) == ({}, 2)
-
-
-def test_a_requeued_prompt_is_granted_to_nobody_who_still_holds_an_earlier_attempt() -> None:
-    book = Book(groups=2, steps=1)
-    book.grant()
-    book.tell("0-0", kind="requeued", requeues=1)
-    # Its acknowledgement is on the way: a ticket that it has would be taken for that one. The last place is kept.
-    assert book.grant(seen=2, holding="0-0 0-1") == []
-    assert not book.supply.exhausted
-    assert book.uids(seen=2, holding="0-1") == ["0-0"]
-    # Nor after a restart of the dataloader.
-    book = Book(requeues={"0-0": 1})
-    book.adopt(A, 1, held(HeldTicket("0-0", 1, 0), HeldTicket("0-1", 2, 0), seen=2), None)
-    assert book.outstanding == 1
-    assert book.uids(free=1, seen=2, holding="0-0 0-1") == ["0-2"]
-    assert book.uids(B, 1) == ["0-0"]
-    # Groups that an earlier learner had requeued may have been generated already: done in one report, it is done.
-    outcomes = [Outcome("0-0", "requeued", 2), Outcome("0-0", "trained"), Outcome("0-1", "filtered")]
-    assert book.report(Outcomes(number=1, version=0, trained_at_version=0, outcomes=outcomes)) == 1
-    assert book.outstanding == 1
-    assert book.uids(B, 1, seen=1) == ["0-3"]
-
-
-def test_i1_a_copy_of_an_answered_lease_call_is_not_granted_a_prompt_that_was_requeued_since() -> None:
-    """The rollouter may hold the earlier attempt, and would take the new grant for that one."""
-    book = Book()
-    assert book.uids(free=1, number=1) == ["0-0"]
-    book.tell("0-0", kind="requeued", requeues=1)
-    assert book.uids(free=1, number=1) == []
-    # The next call says what the rollouter holds, and the prompt goes to another.
-    assert book.uids(free=1, seen=1, holding="0-0", number=2) == ["0-1"]
-    assert book.uids(B, 1, number=1) == ["0-0"]
-    assert book.outstanding == 2
-
-
-def test_a_call_that_a_later_one_has_overtaken_is_granted_nothing() -> None:
-    book = Book()
-    assert book.grant(free=0, number=1) == []
-    assert book.uids(free=1, number=2) == ["0-0"]
-    book.tell("0-0", kind="requeued", requeues=1)
-    assert book.grant(free=1, number=1) == []
-    # A successor counts anew.
-    assert book.uids(free=1, life=2, number=1) == ["0-0"]
-
-
-def test_a_call_whose_answer_was_lost_is_granted_the_same_again_and_nothing_new() -> None:
-    book = Book()
-    assert book.uids(free=1, number=1) == ["0-0"]
-    assert book.uids(free=2, number=1) == ["0-0"]
-    # The answer was lost, and the next call is sent without it: only that one is granted more.
-    book.tell("0-0", kind="requeued", requeues=1)
-    assert book.uids(free=2, number=2) == ["0-0", "0-1"]
-
-
-def test_calls_that_were_answered_before_a_restore_are_granted_nothing_new_after_it() -> None:
-    book, after = Book(), Book()
-    assert book.uids(free=1, number=1) == ["0-0"]
-    after.recall_calls(book)
-    # The learner has the group, and the rollouter, which may still hold it, was not reached.
-    after.claim("0-0")
-    after.tell("0-0", kind="requeued", requeues=1)
-    assert after.grant(free=1, number=1) == []
-    assert after.uids(free=1, seen=1, holding="0-0", number=2) == ["0-1"]
-
-
-def test_an_answer_about_an_orphan_is_not_one_about_the_same_prompt_after_its_requeue() -> None:
-    book = Book()
-    book.grant(free=1)
-    book.died(A, 1)
-    asked = book.orphans
-    book.tell("0-0", kind="requeued", requeues=1)
-    assert book.uids(B, 1) == ["0-0"]
-    book.died(B, 1)
-    book.settle(asked, ["0-0"])
-    assert list(book.orphans) == ["0-0"]
-    book.settle(book.orphans, [])
-    assert book.uids(free=1, life=2) == ["0-0"]
 
 
 # --- prompts that were held in deaths ---

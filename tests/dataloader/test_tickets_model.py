@@ -1,4 +1,4 @@
-"""Gate, order and stragglers against a model of the loop; whatever may die and be lost is in test_exactly_once_model.
+"""Gate and order against a model of the loop; whatever may die and be lost is in test_exactly_once_model.
 
 The model holds the truth: what each rollouter really received and serves, what the learner really holds and has
 trained. Replies and reports may be lost, tickets come back, and one rollouter may die, so that no prompt is suspect of
@@ -9,14 +9,11 @@ continuation must end the run.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-import structlog
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from services import services
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
@@ -25,11 +22,8 @@ from asyncrl.dataloader.holders import Ask, Grant
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.tickets import Tickets
-from asyncrl.learner.groups.buffer import GroupBuffer
-from asyncrl.learner.groups.stragglers import Stragglers
-from asyncrl.ledger import Ledger, position_of
-from asyncrl.messages.dataloader import GrantsOpen, OpenGrant, Outcome, Outcomes
-from asyncrl.messages.groups import Group, VersionSpan
+from asyncrl.ledger import Ledger
+from asyncrl.messages.dataloader import Outcome, Outcomes
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 
@@ -45,14 +39,6 @@ class Rollouter:
     holding: list[str] = field(default_factory=list)
 
 
-def group_of(uid: str, version: int) -> Group:
-    """As far as the choice of a step looks at it."""
-    epoch, index = position_of(uid)
-    trajectory = SimpleNamespace(sequences=[SimpleNamespace(spans=[VersionSpan(version, 0, 1)])])
-    ticket = SimpleNamespace(uid=uid, epoch=epoch, index=index, param_version=version)
-    return SimpleNamespace(ticket=ticket, trajectories=[trajectory])
-
-
 class Loop(RuleBasedStateMachine):
     """The whole loop."""
 
@@ -65,7 +51,7 @@ class Loop(RuleBasedStateMachine):
         replicas=st.integers(1, 3),
         size=st.integers(2, 7),
         oversize=st.sampled_from([frozenset(), frozenset({0})]),
-        learner=st.sampled_from(["any", "in order", "waits"]),
+        in_order=st.booleans(),
     )
     def start(
         self,
@@ -77,11 +63,11 @@ class Loop(RuleBasedStateMachine):
         replicas: int,
         size: int,
         oversize: frozenset[int],
-        learner: str,
+        in_order: bool,
     ) -> None:
         self.per_step, self.steps_per_version, self.per_version = step, steps_per_version, step * steps_per_version
         self.steps, self.groups = versions * steps_per_version, versions * self.per_version
-        self.staleness_max, self.oversize, self.chooses = staleness_max, oversize, learner
+        self.staleness_max, self.oversize, self.in_order = staleness_max, oversize, in_order
         limit = WorkingLimit(
             groups_per_step=step, groups_per_version=self.per_version, staleness_max=staleness_max, adapt=adapt
         )
@@ -100,13 +86,6 @@ class Loop(RuleBasedStateMachine):
         self.pending: list[Outcome] = []
         self.signal: dict[str, Any] = {}
         self.report: Outcomes | None = None
-        self.supply = self.tickets.supply
-        config = SimpleNamespace(
-            learner=SimpleNamespace(groups_per_step=step, steps_per_version=steps_per_version),
-            staleness=SimpleNamespace(max=staleness_max),
-        )
-        clock = SimpleNamespace(now=lambda: 0.0)
-        self.stragglers = Stragglers(config, self, self, services(clock=clock, log=structlog.get_logger()))
 
         # Facts that an observer of grants and outcomes knows.
         self.out: set[str] = set()
@@ -212,26 +191,10 @@ class Loop(RuleBasedStateMachine):
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.served < self.version]))
         rollouter.served = data.draw(st.integers(rollouter.served + 1, self.version))
 
-    # --- the learner: as the real choice of the next step sees it and the dataloader ---
-
-    @property
-    def buffer(self) -> GroupBuffer:
-        buffer = GroupBuffer()
-        for uid in sorted(self.buffered):
-            # The worst that its engine may have done.
-            buffer.add(group_of(uid, self.granted_under[uid]))
-        return buffer
+    # --- the learner ---
 
     def has(self, uid: str) -> bool:
         return uid in self.buffered or uid in self.in_training or uid in self.concluded
-
-    async def open_grants(self) -> GrantsOpen:
-        grants = [
-            OpenGrant(held.prompt.uid, held.served_version, held.rollouter or "") for held in self.tickets.open_grants
-        ]
-        known = {uid: self.granted_under[uid] for uid in self.out}
-        assert {grant.uid: grant.served_version for grant in grants} == known
-        return GrantsOpen(supply_number=self.tickets.supply_number, grants=grants)
 
     def take_delivery(self, uid: str, kind: str) -> None:
         if kind == "trained":
@@ -249,19 +212,8 @@ class Loop(RuleBasedStateMachine):
         return bool(self.next_batch()) and self.next_batch() <= self.buffered
 
     def next_batch(self) -> set[str]:
-        """In grant order: what was granted first is waited for. Or what the learner chooses that waits no longer than
-        it must."""
-        if self.chooses == "waits":
-            choosing = self.stragglers.step(self.version, self.step % self.steps_per_version)
-            try:
-                choosing.send(None)
-            except StopIteration as done:
-                chosen = set(done.value)
-            else:
-                raise AssertionError("it waits for something else")
-            assert bool(chosen) != bool(self.stragglers.waits_for)
-            return chosen
-        among = (self.out - set(self.concluded)) | self.buffered if self.chooses == "in order" else self.buffered
+        """The groups that were granted first: of all that are out, if ``in_order``, else of those delivered."""
+        among = (self.out - set(self.concluded)) | self.buffered if self.in_order else self.buffered
         return set([uid for uid in self.granted_under if uid in among][: self.per_step])
 
     @precondition(lambda self: self.in_training or self.can_begin())
@@ -271,7 +223,7 @@ class Loop(RuleBasedStateMachine):
         if not self.in_training:
             self.in_training = self.next_batch()
             self.buffered -= self.in_training
-            if self.chooses != "any":
+            if self.in_order:
                 assert all(self.version - self.granted_under[uid] <= self.staleness_max for uid in self.in_training)
             self.signal = {"step_began": True, "buffered_groups": len(self.buffered), "waited": self.waited}
             if halfway:
@@ -287,8 +239,7 @@ class Loop(RuleBasedStateMachine):
     @rule(acknowledged=st.sampled_from([True, True, False]))
     def send_report(self, acknowledged: bool = True) -> None:
         """The present report, again if its acknowledgement was lost; a new one otherwise."""
-        self.supply = self.tickets.supply
-        for rejected in self.supply.rejected:
+        for rejected in self.tickets.supply.rejected:
             if rejected.uid not in self.concluded:
                 self.conclude(rejected.uid, rejected.kind)
         if self.report is None:

@@ -66,24 +66,6 @@ def logs(tmp_path):
     return Logs(tmp_path)
 
 
-def test_a_group_that_came_too_late_is_generated_again(logs, tmp_path):
-    logs.granted(0.0)
-    logs.taken(1.0)
-    reason = "3 versions old, over staleness.max = 1; it is generated again"
-    logs.line(1.5, "learner/0", "not trained", uid=UID, reason=reason, outcome="requeued")
-    # The rollouter hears the acknowledgement after that.
-    logs.generated(1.6, 0.001, [[0.01, "began", 2]])
-    told = f"to be generated again: requeued: {reason}"
-    assert verdict(read_story(tmp_path, UID)) == told
-    # A learner that starts has nothing to undo.
-    logs.line(1.7, "learner/0", "restored", step=2, version=2, uids=[])
-    assert verdict(read_story(tmp_path, UID)) == told
-    logs.granted(2.0, number=2)
-    logs.taken(2.5)
-    logs.trained(3.0)
-    assert verdict(read_story(tmp_path, UID)).startswith("trained at step 3")
-
-
 def whats(run_dir):
     return [happening.what for happening in read_story(run_dir, UID)]
 

@@ -2,7 +2,7 @@
 
 Tickets and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
 between any two steps, the learner back to any earlier checkpoint; messages are lost, repeated and late; some prompts
-kill whoever generates them; what the learner has may turn out to be too stale. From every state reached, a fair
+kill whoever generates them. From every state reached, a fair
 continuation must bring each epoch to its end and the run to its own, and then each prompt of a finished epoch has
 exactly one outcome, trained at most once in the history from which the final weights come.
 """
@@ -54,8 +54,6 @@ class RememberedOrder(EpochOrder):
 class Held:
     grant: Grant
     finished: bool = False
-    lost_history: bool = False
-    """Whether a learner that went back to a checkpoint has forgotten the requeue after which it was granted."""
 
 
 @dataclass
@@ -75,15 +73,6 @@ class Rollouter:
     waits_for: Ask | None = None
     """The call whose answer it still takes."""
     held: dict[str, Held] = field(default_factory=dict)
-
-    def generates(self, uid: str, requeues: int) -> bool:
-        """Whether it holds an attempt that makes one with so many requeues useless.
-
-        A learner that went back may hold an earlier attempt, and requeue that: its count then equals that of an attempt
-        which only its predecessor had asked for. Both are generated, and the learner takes the first.
-        """
-        held = self.held.get(uid)
-        return held is not None and not held.lost_history and held.grant.requeues >= requeues
 
 
 @dataclass(frozen=True)
@@ -221,7 +210,6 @@ class ExactlyOnce(RuleBasedStateMachine):
             index=index,
             param_version=held.grant.param_version,
             attempt=held.grant.attempt,
-            requeues=held.grant.requeues,
         )
         for sample, trajectory in enumerate(group.trajectories):
             trajectory.reward = float(sample) if kind == "trained" else 1.0
@@ -230,18 +218,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         else:
             group = Group(ticket=ticket, trajectories=group.trajectories)
         self.intake.deliver(group)
-
-    @precondition(lambda self: not self.in_training and self.intake.buffer.uids)
-    @rule(data=st.data())
-    def requeue(self, data: st.DataObject) -> None:
-        """Some of what the learner has is too stale."""
-        late = data.draw(st.lists(st.sampled_from(self.intake.buffer.uids), min_size=1, unique=True))
-        for group in self.intake.requeue(late):
-            uid = group.ticket.uid
-            assert self.intake.ledger.requeues[uid] > group.ticket.requeues
-            assert not self.has(uid)
-            self.intake.deliver(group)
-            assert not self.has(uid), "a lower attempt is taken"
 
     def can_begin(self) -> bool:
         return (
@@ -274,13 +250,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         """Its successor starts from one of the last checkpoints, of which the later ones are then void."""
         del self.checkpoints[max(1, len(self.checkpoints) - back) :]
         self.start_learner(self.checkpoints[-1])
-        for rollouter in self.rollouters:
-            for held in rollouter.held.values():
-                held.lost_history |= self.is_of_lost_history(held.grant)
-
-    def is_of_lost_history(self, grant: Grant) -> bool:
-        """Whether the learner knows nothing of the requeue after which this was granted."""
-        return grant.requeues > self.intake.ledger.requeues.get(grant.prompt.uid, 0)
 
     def say_restored(self) -> None:
         """Where the run stands; the dataloader begins to ask around."""
@@ -375,7 +344,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         if self.restoring.learner > rollouter.learner:
             rollouter.learner = self.restoring.learner
         tickets = [
-            HeldTicket(uid, grant.number, grant.attempt, grant.requeues, grant.served_version)
+            HeldTicket(uid, grant.number, grant.attempt)
             for uid, grant in ((uid, held.grant) for uid, held in rollouter.held.items())
         ]
         self.restoring.answers[rollouter.name] = HeldTickets(
@@ -457,7 +426,7 @@ class ExactlyOnce(RuleBasedStateMachine):
                 assert self.tickets.ledger.is_open(*position_of(uid))
             if uid not in before and not self.blind:
                 assert not self.has(uid), "the learner has it"
-                assert not any(other.generates(uid, grant.requeues) for other in self.rollouters), "somebody does"
+                assert not any(uid in other.held for other in self.rollouters), "somebody does"
             if grant.alone:
                 assert grants == [grant]
                 assert rollouter.held.keys() <= {uid}, "granted alone to a rollouter that holds something"
@@ -472,7 +441,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for grant in grants:
             assert grant.number > rollouter.seen
             rollouter.seen = grant.number
-            rollouter.held.setdefault(grant.prompt.uid, Held(grant, lost_history=self.is_of_lost_history(grant)))
+            rollouter.held.setdefault(grant.prompt.uid, Held(grant))
 
     @precondition(lambda self: self.tickets is not None and any(r.asks for r in self.rollouters))
     @rule(data=st.data())

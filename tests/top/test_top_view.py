@@ -320,8 +320,7 @@ def test_what_became_of_late_groups_is_shown_where_there_were_any():
     document = seen(Run().between())
     for changes, shown in (
         ({}, ""),
-        ({"late_trained": 0.0, "late_masked": 3.0, "waited": 12.0}, "   so far 3 masked, 12 waited for"),
-        ({"requeued": 2.0}, "   so far 2 requeued"),
+        ({"late_trained": 0.0, "late_masked": 3.0}, "   so far 3 masked"),
     ):
         told = lines_of("staleness", replace(document, staleness=replace(document.staleness, **changes)), 120)
         assert told[0].partition(" groups")[2] == shown

@@ -40,10 +40,10 @@ FAULTS = (
         "I1: an acknowledgement covers every report before it",
     ),
     Fault(
-        "tickets-settle-later-orphan",
-        "if self._orphans.get(uid) == number:",
-        "if uid in self._orphans:",
-        "I1: an answer about an orphan says nothing of a later one of the same prompt",
+        "settled-prompt-stays-suspect",
+        "self._holders[uid].suspect = False",
+        "self._holders[uid].suspect = True",
+        "I1: a prompt that the learner holds did not kill its rollouter, and is not quarantined for it",
     ),
     Fault(
         "ledger-takes-first-byte-for-full",
@@ -58,10 +58,10 @@ FAULTS = (
         "I1: a group in training is not taken again",
     ),
     Fault(
-        "intake-forgets-requeues-of-ticket",
-        "requeues[uid] = max(group.ticket.requeues, requeues.get(uid, 0)) + 1",
-        "requeues[uid] = requeues.get(uid, 0) + 1",
-        "I1: what comes of an earlier grant is not taken after a requeue, also under an older ledger",
+        "intake-takes-concluded-group-again",
+        'if self.has(uid):\n            return "duplicate"',
+        'if uid in self.buffer:\n            return "duplicate"',
+        "I1: a group that is delivered twice is trained once",
     ),
     Fault(
         "outcomes-acknowledged-by-any-answer",
@@ -213,8 +213,8 @@ FAULTS = (
     ),
     Fault(
         "seal-without-incarnation",
-        "said = [ticket.uid, ticket.grant, ticket.purpose, ticket.requeues, rollouter, incarnation]",
-        "said = [ticket.uid, ticket.grant, ticket.purpose, ticket.requeues, rollouter]",
+        "said = [ticket.uid, ticket.grant, ticket.purpose, rollouter, incarnation]",
+        "said = [ticket.uid, ticket.grant, ticket.purpose, rollouter]",
         "I6: a ticket fits the incarnation that it was granted to and nobody else",
     ),
     # --- life and death ---

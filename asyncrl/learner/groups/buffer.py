@@ -8,7 +8,7 @@ are granted than it allows.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from asyncrl.messages.groups import Group
 
@@ -47,10 +47,6 @@ class GroupBuffer:
         """Uids of the ``count`` oldest groups."""
         return [uid for _, uid in self._by_age[:count]]
 
-    def by_age(self) -> Iterator[Group]:
-        """All groups, the oldest first."""
-        return (self._groups[uid] for _, uid in self._by_age)
-
     def look_up(self, uids: Iterable[str]) -> list[Group]:
         """Groups of these uids, in the order in which they are trained."""
         return in_order([self._groups[uid] for uid in uids])
@@ -67,13 +63,12 @@ class GroupBuffer:
 
 def in_order(groups: Iterable[Group]) -> list[Group]:
     """Groups in the order of (epoch, index)."""
-    return sorted(groups, key=position)
+    return sorted(groups, key=_position)
 
 
 def _age(group: Group) -> tuple[int, int, int]:
-    return (group.ticket.param_version, *position(group))
+    return (group.ticket.param_version, *_position(group))
 
 
-def position(group: Group) -> tuple[int, int]:
-    """(epoch, index) of a group."""
+def _position(group: Group) -> tuple[int, int]:
     return (group.ticket.epoch, group.ticket.index)

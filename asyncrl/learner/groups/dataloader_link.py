@@ -23,8 +23,6 @@ from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
-    GrantsOpen,
-    OpenGrants,
     OutcomesSeen,
     PromptSample,
     Restored,
@@ -217,16 +215,6 @@ class DataloaderLink:
                 await self._after(error)
             else:
                 return not supply.evals
-
-    async def open_grants(self) -> GrantsOpen | None:
-        """The training groups that are outstanding; None where the dataloader has not answered."""
-        try:
-            with self._awaits.on(DATALOADER, "OpenGrants"):
-                grants: GrantsOpen = await self._call(OpenGrants())
-        except (DeadlineExceeded, RemoteError) as error:
-            await self._after(error)
-            return None
-        return grants
 
     async def _after(self, error: DeadlineExceeded | RemoteError) -> None:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:

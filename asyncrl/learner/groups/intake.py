@@ -2,11 +2,8 @@
 
 Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again, so that
 a group that is delivered twice, by any sender, is trained at most once; and a group that was taken leaves only by an
-outcome, or is given back. Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any
+outcome. Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any
 moment.
-
-A group that is given back (``requeue``) is as if it had never been taken, but that its prompt is to be granted again,
-and no group of an earlier grant is taken any more.
 
 A group that cannot be trained is quarantined with its reason. A group whose rewards are all equal, and those of its
 turns too, is filtered under dynamic sampling; so are the groups of a step in which every trajectory is masked. Neither
@@ -86,8 +83,6 @@ class Intake:
         self.outcomes = OutcomeQueue()
         self.filtered: list[Group] = []
         """Groups filtered since the last step."""
-        self.requeued: list[Group] = []
-        """Groups requeued since the last step."""
         self.quarantined: list[Quarantined] = []
         """Prompts that are not written so far; the caller takes them."""
         self.left_out: list[Rejected] = []
@@ -139,7 +134,7 @@ class Intake:
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
         """Take a group, once; ``now`` is the time of it (s)."""
         uid = group.ticket.uid
-        if self.has(uid) or group.ticket.requeues < self.ledger.requeues.get(uid, 0):
+        if self.has(uid):
             return "duplicate"
         self._taken += 1
         self._kept_trajectories += len(group.trajectories)
@@ -169,25 +164,12 @@ class Intake:
         else:
             self._quarantine(Quarantined(rejected.uid, rejected.reason))
 
-    def requeue(self, uids: Collection[str]) -> list[Group]:
-        """Give buffered groups back, to be generated again; ``end_step`` forgets them."""
-        groups = self.buffer.take(uids)
-        for group in groups:
-            uid, requeues = group.ticket.uid, self.ledger.requeues
-            # A ticket may tell of more than a ledger that was restored.
-            requeues[uid] = max(group.ticket.requeues, requeues.get(uid, 0)) + 1
-            self._came.pop(uid, None)
-            self.outcomes.outcome(Outcome(uid, "requeued", requeues[uid]))
-        self.requeued += groups
-        return groups
-
-    def begin_step(self, uids: Collection[str] = ()) -> tuple[list[Group], list[Group]]:
-        """The groups of the next step, and those filtered since the last one; both in order, not in that of arrival.
-
-        ``uids`` are those of the step, by default the oldest.
+    def begin_step(self) -> tuple[list[Group], list[Group]]:
+        """The oldest groups, which the next step trains, and those filtered since the last one; both in order, not in
+        that of arrival.
         """
         assert not self._in_training
-        groups = self.buffer.take(uids or self.buffer.oldest(self._learner.groups_per_step))
+        groups = self.buffer.take(self.buffer.oldest(self._learner.groups_per_step))
         self._in_training = {group.ticket.uid: group for group in groups}
         filtered = in_order(self.filtered)
         self._begun = (filtered, self._masked, self._failed)
@@ -202,7 +184,7 @@ class Intake:
         """Note that the step was taken. Returns the lengths of the responses delivered since the last one."""
         for uid in self._in_training:
             self._conclude(uid, "trained")
-        self._in_training, self.requeued = {}, []
+        self._in_training = {}
         self._sample_room = self._samples
         lengths, self.delivered_lengths = self.delivered_lengths, []
         return lengths

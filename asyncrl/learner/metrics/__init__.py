@@ -79,18 +79,6 @@ learner.gauge(
 learner.gauge(
     "perf/mfu", "share", "share of the GPUs' peak that a step used; absent if the peak is unknown", lines="train"
 )
-learner.counter(
-    "staleness/waited_groups",
-    "groups",
-    'groups waited for before they were late, with staleness.late = "wait"',
-    lines="train",
-)
-learner.counter(
-    "staleness/requeued_groups",
-    "groups",
-    'groups returned as too stale, with staleness.late = "requeue"',
-    lines="train",
-)
 learner.gauge("sft/warm_steps", "steps", "supervised steps taken before the first version of the weights", lines="warm")
 learner.counter("teacher/requests", "requests", "requests to the server of learner.teacher, one per sequence")
 learner.counter("teacher/failed_requests", "requests", "requests without log-probs; sent again where that may help")
@@ -126,7 +114,7 @@ train.line(
 )
 train.line("policy/engine_kl_tokens", "tokens", "tokens over which policy/engine_kl was computed")
 train.line(
-    "reward/mean", "", "mean reward of everything scored since the last step, filtered and requeued groups included"
+    "reward/mean", "", "mean reward of everything scored since the last step, filtered groups included"
 )
 train.line("reward/std", "", "standard deviation of these rewards")
 train.line("reward/trained_mean", "", "mean reward of the trained trajectories")
@@ -166,13 +154,6 @@ train.line("staleness/late_groups", "groups", "groups of the step with a token s
 train.line("staleness/late_fraction", "share", "share of the step's sampled tokens staler than staleness.max")
 train.line(
     "staleness/masked_tokens", "tokens", 'tokens left out of the loss as late; absent with staleness.late = "train"'
-)
-train.line("staleness/requeued_length_mean", "tokens", "mean length of responses requeued since the last step")
-train.line(
-    "staleness/trained_length_mean", "tokens", 'mean length of trained responses, with staleness.late = "requeue"'
-)
-train.line(
-    "time/wait_for_late_s", "s", 'part of time/wait_for_groups_s: waiting for stragglers, with staleness.late = "wait"'
 )
 train.line("time/step_s", "s", "from one step to the next")
 train.line("time/wait_for_groups_s", "s", "part of time/step_s: waiting for groups")

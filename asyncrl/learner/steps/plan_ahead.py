@@ -17,8 +17,7 @@ groups are planned again in another, and fail there; ranks that could not be sen
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -26,7 +25,6 @@ from asyncrl.config import Config
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.exchange.sent_ahead import Sending, Sendings
 from asyncrl.learner.groups.buffer import GroupBuffer
-from asyncrl.learner.groups.late import to_requeue
 from asyncrl.messages.groups import Group
 from asyncrl.telemetry.metrics import Figures
 
@@ -84,21 +82,9 @@ def groups_wanted(step: Outlook, config: Config) -> int:
     return learner.groups_per_step * max(1, learner.steps_per_version - step.unpublished)
 
 
-def oldest_groups(buffer: GroupBuffer, requeues: Mapping[str, int], step: Outlook, config: Config) -> tuple[str, ...]:
-    """Uids of the step's groups, of those that are here; none where these are too few.
-
-    ``requeues`` is the ledger's.
-    """
-    learner, staleness = config.learner, config.staleness
-    if len(buffer) < groups_wanted(step, config):
-        return ()
-    stay = (
-        group.ticket.uid
-        for group in buffer.by_age()
-        if staleness.late != "requeue" or not to_requeue([group], requeues, step.version, staleness)
-    )
-    uids = tuple(itertools.islice(stay, learner.groups_per_step))
-    return uids if len(uids) == learner.groups_per_step else ()
+def oldest_groups(buffer: GroupBuffer, step: Outlook, config: Config) -> list[str]:
+    """Uids of the step's groups, of those that are here; none where these are too few."""
+    return buffer.oldest(config.learner.groups_per_step) if len(buffer) >= groups_wanted(step, config) else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,10 +238,6 @@ class StalenessView(Struct, frozen=True, kw_only=True):
     """Groups since the learner started that had late tokens and were trained with them."""
     late_masked: float | None = None
     """Groups that were trained without their late tokens."""
-    waited: float | None = None
-    """Groups that were waited for, lest they have late tokens."""
-    requeued: float | None = None
-    """Groups that were given back, to be generated again."""
     edges: list[float] = []
     """Upper edges of the buckets; the last bucket is open."""
     tokens: list[Count] = []

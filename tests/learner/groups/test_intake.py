@@ -60,20 +60,6 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     assert (intake.dropped_trajectories, intake.failed_attempts) == (2, 10)
 
 
-def test_what_comes_of_a_grant_from_before_a_requeue_is_not_taken():
-    """I1: also where a ticket tells of requeues that a restored ledger has not heard of."""
-
-    def granted(requeues: int) -> Group:
-        made = group(1)
-        return msgspec.structs.replace(made, ticket=msgspec.structs.replace(made.ticket, requeues=requeues))
-
-    intake = Intake(LEARNER)
-    assert intake.deliver(granted(2)) == "buffered"
-    assert [g.ticket.uid for g in intake.requeue(["0-1"])] == ["0-1"]
-    assert reported(intake) == [Outcome("0-1", "requeued", 3)]
-    assert [intake.deliver(granted(requeues)) for requeues in range(4)] == ["duplicate"] * 3 + ["buffered"]
-
-
 def test_a_signal_that_no_reward_has_ends_the_run():
     intake = Intake(LearnerConfig(signal="accuracy"))
     intake.deliver(group(0, rewards=(1.0, 0.0)))

@@ -26,7 +26,6 @@ from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.late import to_requeue
 from asyncrl.learner.steps.plan_ahead import Basis, Outlook, PlanAhead, groups_wanted, oldest_groups
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
@@ -41,11 +40,11 @@ WAIT_S = 60.0
 def configure(late: str = "train", *, limit: int = 1, steps_per_version: int = 1, steps: int = 60) -> Config:
     learner = {"groups_per_step": SIZE, "steps": steps, "steps_per_version": steps_per_version, "ranks": 2}
     learner |= {"dynamic_sampling": True, "tokens_per_microbatch": 8, "sim": {"step_s": 0.0}}
-    staleness = {"max": limit, "late": late} | ({"max_requeues": 2} if late == "requeue" else {})
+    staleness = {"max": limit, "late": late}
     return sim_config(learner=learner, staleness=staleness)
 
 
-def group(index: int, *, version: int = 0, seed: int = 0, flat: bool = False, requeues: int = 0) -> Group:
+def group(index: int, *, version: int = 0, seed: int = 0, flat: bool = False) -> Group:
     """Two responses of a few tokens of ``version`` and the one after it."""
     random = np.random.default_rng((index, version, seed))
     lengths = random.integers(1, 5, 2).tolist()
@@ -61,7 +60,7 @@ def group(index: int, *, version: int = 0, seed: int = 0, flat: bool = False, re
             for sample, length in enumerate(lengths)
         ],
     )
-    return replace(made, ticket=replace(made.ticket, param_version=version, requeues=requeues))
+    return replace(made, ticket=replace(made.ticket, param_version=version))
 
 
 def build(basis: Basis, config: Config) -> StepPlan:
@@ -102,16 +101,13 @@ class Steps:
     def look(self) -> None:
         """Plan early what is expected now."""
         intake = self.intake
-        if uids := oldest_groups(intake.buffer, intake.ledger.requeues, self.outlook, self.config):
+        if uids := oldest_groups(intake.buffer, self.outlook, self.config):
             basis = self.outlook.basis(intake.buffer.look_up(uids))
             self.early = basis, build(basis, self.config)
 
     def begin(self) -> bool:
         """Begin a step where that is possible; whether it had a plan, which is then the one that is made now."""
         intake = self.intake
-        if self.config.staleness.late == "requeue":
-            staleness = self.config.staleness
-            intake.requeue(to_requeue(intake.buffer.groups, intake.ledger.requeues, self.next.version, staleness))
         if self.in_training or len(intake.buffer) < groups_wanted(self.next, self.config):
             return False
         self.in_training, _ = intake.begin_step()
@@ -151,7 +147,7 @@ ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.boolean
 
 
 @given(
-    late=st.sampled_from(["train", "mask", "requeue"]),
+    late=st.sampled_from(["train", "mask"]),
     limit=st.integers(1, 2),
     steps_per_version=st.integers(1, 2),
     rounds=st.lists(ROUNDS, min_size=2, max_size=10),
@@ -165,9 +161,8 @@ def test_an_early_plan_that_is_used_is_the_one_that_would_be_made_at_the_begin(
 
     def deliver(arrivals: Sequence[tuple[int, int, int]]) -> None:
         for index, lag, signal in arrivals:
-            requeues = steps.intake.ledger.requeues.get(f"0-{index}", 0)
             version = max(0, steps.next.version + lag)
-            made = group(index, version=version, seed=next(numbers), flat=not signal, requeues=requeues)
+            made = group(index, version=version, seed=next(numbers), flat=not signal)
             steps.intake.deliver(made)
 
     for before, during, look, then, how, look_again in rounds:
@@ -198,15 +193,12 @@ def buffer_of(*groups: Group) -> GroupBuffer:
         # Without staleness all groups of a version have to be there.
         ("train", 0, 2, Outlook(1, 1, 0), [1, 1, 1], []),
         ("train", 0, 2, Outlook(2, 1, 1), [1, 1, 1], [0, 1]),
-        # What would be requeued before the step is none of its groups.
-        ("requeue", 1, 1, Outlook(9, 5, 0), [1, 5, 4, 5], [1, 2]),
-        ("requeue", 1, 1, Outlook(9, 5, 0), [1, 5, 2], []),
     ],
 )
 def test_the_groups_of_a_step_to_come(late, limit, steps_per_version, step, versions, chosen) -> None:
     groups = [group(index, version=version) for index, version in enumerate(versions)]
     config = configure(late, limit=limit, steps_per_version=steps_per_version)
-    assert sorted(oldest_groups(buffer_of(*groups), {}, step, config)) == [f"0-{index}" for index in chosen]
+    assert sorted(oldest_groups(buffer_of(*groups), step, config)) == [f"0-{index}" for index in chosen]
 
 
 # --- beside the training ---

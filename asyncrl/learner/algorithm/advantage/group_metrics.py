@@ -1,6 +1,6 @@
 """Metrics of a step that follow from its groups alone: rewards, staleness, lengths.
 
-Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered and requeued
+Pure functions. ``reward/*`` and ``rollout/*`` speak of everything scored since the last step, filtered
 groups included, and ``reward/trained_mean`` and ``staleness/*`` of trained groups. A fraction or mean of nothing is
 left out rather than reported as 0.
 """
@@ -124,20 +124,6 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, config: Stalene
     if kept:
         found["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
         found["staleness/token_max"] = float(max(stale for stale, _ in kept))
-    return found
-
-
-def requeue_metrics(trained: Sequence[Group], requeued: Sequence[Group]) -> dict[str, float]:
-    """Groups that were requeued since the last step, and the mean lengths of their responses and of the trained ones.
-
-    The longest responses are the latest: a first mean above the second shows the size of that bias.
-    """
-    found = {"staleness/requeued_groups": float(len(requeued))}
-    means = (("staleness/requeued_length_mean", requeued), ("staleness/trained_length_mean", trained))
-    for name, groups in means:
-        lengths = [sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories]
-        if lengths:
-            found[name] = float(np.mean(lengths))
     return found
 
 

@@ -214,7 +214,7 @@ def build_step(
 def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: int, config: Config) -> dict[str, float]:
     """Group-level metrics (group_metrics.py) of a step that trains these at ``version``.
 
-    ``filtered`` were scored since the last step and are not trained, requeued ones among them.
+    ``filtered`` were scored since the last step and are not trained.
     """
     return (
         reward_metrics(trained, filtered, config.learner.signal_tolerance)
