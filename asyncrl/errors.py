@@ -150,14 +150,14 @@ class InvalidRequest(AsyncRLError, ValueError):
     code = "invalid"
 
 
-class NotGranted(AsyncRLError, PermissionError):
-    """A rollouter delivers a group that was not granted to it, or not as it delivers it."""
+class NotLeased(AsyncRLError, PermissionError):
+    """A rollouter delivers a group that was not leased to it, or not as it delivers it."""
 
     code = "forbidden"
 
     def __init__(self, rollouter: str, uid: str) -> None:
         self.rollouter, self.uid = rollouter, uid
-        super().__init__(f"{rollouter} does not hold the ticket of {uid} that it delivers: it was granted to another")
+        super().__init__(f"{rollouter} does not hold the lease of {uid} that it delivers: it was leased to another")
 
 
 class NotKept(AsyncRLError, OSError):

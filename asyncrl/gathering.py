@@ -1,6 +1,6 @@
 """Groups of trajectories: the members end, the failure rule decides, the whole group is scored.
 
-``finish_group`` does that for one group: the rollouter plays a ticket with it, ``gather_groups`` a script's groups.
+``finish_group`` does that for one group: the rollouter plays a lease with it, ``gather_groups`` a script's groups.
 ``gather_groups`` hands each group over as soon as it is finished; there is no barrier over all of them.
 
 Invariant: an error is never a trajectory and never a group. It is counted, and past ``max_failures`` it ends the

@@ -43,7 +43,7 @@ def pack_group(group: Group) -> bytes:
     """A group as one record, by itself independent of all others. Raises ValueError over MAX_BODY_BYTES."""
     body = msgspec.msgpack.encode(group, enc_hook=_encode_array)
     if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"group {group.ticket.uid} of {len(body)} bytes is too large for a record")
+        raise ValueError(f"group {group.lease.uid} of {len(body)} bytes is too large for a record")
     return HEAD.pack(ARRAY_OF_2, UINT64, xxhash.xxh3_64_intdigest(body), BIN32, len(body)) + body
 
 

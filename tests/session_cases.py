@@ -136,8 +136,8 @@ class World:
             renderer=self.renderer,
             tokenizer=self.tokenizer,
             stops=stops or Stops(),
-            policy=lambda ticket, account, **told: PolicyCall(
-                self.host, self.tokenizer, self.config, ticket, account, **told
+            policy=lambda lease, account, **told: PolicyCall(
+                self.host, self.tokenizer, self.config, lease, account, **told
             ),
             slot=self.slot,
             delta=lambda *told: self.tell(*told),
@@ -153,12 +153,12 @@ class World:
             failed=lambda *told: self.failures.append(told),
             clock=self.clock,
         )
-        self.ticket = replace(
-            make_group("0-1", samples=2).ticket,
+        self.lease = replace(
+            make_group("0-1", samples=2).lease,
             prompt_ids=np.array([5], np.int32),
             max_tokens=self.config.rollout.max_tokens,
         )
-        self.account = GroupAccount(self.ticket, self.clock.now, self.clock.wall).samples[0]
+        self.account = GroupAccount(self.lease, self.clock.now, self.clock.wall).samples[0]
 
     @asynccontextmanager
     async def slot(self, account):
@@ -217,7 +217,7 @@ class World:
         self.deltas.append((offset, text))
 
     def open(self):
-        return self.sessions.open(self.ticket, self.account, HOST)
+        return self.sessions.open(self.lease, self.account, HOST)
 
     async def chat(self, key, messages, *, call=None, host=HOST, **more):
         """One call of the policy."""
@@ -256,7 +256,7 @@ def played(folder, agent, **options):
     async def play():
         async with asyncio.timeout(20.0), World(folder, agent=agent, **options) as world:
             try:
-                return await world.player.play(world.ticket, world.account), world
+                return await world.player.play(world.lease, world.account), world
             except EpisodeFailed as failure:
                 return failure, world
 

@@ -45,8 +45,8 @@ def test_groups_are_read_as_they_were_written(drawn):
         group = make_group(tokens=max(1, tokens))
         group.trajectories[0].messages = [row]
         group.trajectories[1].sequences[0].prompt_ids = np.arange(tokens, dtype=np.int32)
-        ticket = msgspec.structs.replace(group.ticket, row=row, prompt=text)
-        written.append(msgspec.structs.replace(group, ticket=ticket))
+        lease = msgspec.structs.replace(group.lease, row=row, prompt=text)
+        written.append(msgspec.structs.replace(group, lease=lease))
     data = b"".join(map(pack_group, written))
     assert same(written, read(data))
 
@@ -74,7 +74,7 @@ def test_every_flipped_bit_is_found_and_what_precedes_it_is_read(tmp_path):
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DataError, match="record 2"):
             found.extend(read_groups(io.BytesIO(first + flipped)))
-        assert [group.ticket.uid for group in found] == ["0-0"]
+        assert [group.lease.uid for group in found] == ["0-0"]
     path = tmp_path / "groups.msgpack"
     path.write_bytes(first[:-1])
     with path.open("rb") as file, pytest.raises(DataError, match="groups.msgpack:1: record 1 ends too early"):
@@ -93,7 +93,7 @@ def test_reading_goes_on_from_where_the_file_stands_and_holds_one_record_at_a_ti
     file = Counting(b"meta" + b"".join(records))
     file.seek(4)
     reader = read_groups(file)
-    assert next(reader).ticket.uid == "0-0"
+    assert next(reader).lease.uid == "0-0"
     assert file.tell() == 4 + len(records[0])
     assert len(list(reader)) == 49
     assert Counting.largest <= max(map(len, records))
@@ -106,7 +106,7 @@ def test_reading_goes_on_from_where_the_file_stands_and_holds_one_record_at_a_ti
 def test_what_is_no_array_is_refused(array):
     body = msgpack.unpackb(pack_group(make_group())[group_file.HEAD.size :])
     assert read(framed(msgpack.packb(body)))
-    body["ticket"]["prompt_ids"] = array
+    body["lease"]["prompt_ids"] = array
     with pytest.raises(DataError):
         read(framed(msgpack.packb(body)))
 

@@ -8,7 +8,7 @@ from every_message import EVERY_MESSAGE
 from asyncrl.errors import ProtocolError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import StopRun
-from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, Turn, VersionSpan
+from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, Turn, VersionSpan
 from asyncrl.messages.learner import Deliver, Delivered
 from asyncrl.messages.seals import fits, sealed
 from asyncrl.messages.senders import may_send, senders_of
@@ -17,9 +17,9 @@ from asyncrl.wire.codec import Codec
 
 
 def make_group(uid="0-1", samples=2, tokens=3):
-    ticket = Ticket(
+    lease = Lease(
         uid=uid,
-        grant=1,
+        number=1,
         purpose="train",
         epoch=0,
         index=1,
@@ -39,7 +39,7 @@ def make_group(uid="0-1", samples=2, tokens=3):
             spans=[VersionSpan(4, 0, 1), VersionSpan(5, 1, tokens, True)],
         )
         trajectories.append(Trajectory(sample=sample, sequences=[path], finish_reason="stop", text="2", reward=1.0))
-    return Group(ticket=ticket, trajectories=trajectories)
+    return Group(lease=lease, trajectories=trajectories)
 
 
 def test_a_group_survives_the_wire():
@@ -58,7 +58,7 @@ def test_a_group_survives_the_wire():
     body, *buffers = codec.encode(Deliver(group=group))
     assert len(buffers) == 1 + 2 * 2 + 3
     found = codec.decode(Deliver, body, buffers).group
-    assert found.ticket.row == group.ticket.row
+    assert found.lease.row == group.lease.row
     again, [after] = found.trajectories[0], found.trajectories[1].sequences
     assert (after.spans, after.turns, after.prompt_ids) == (plain.spans, [], None)
     assert np.array_equal(after.logprobs, plain.logprobs)
@@ -85,9 +85,9 @@ def test_each_request_names_its_reply_and_each_message_that_is_sent_who_may():
 def test_no_actor_may_do_what_is_anothers():
     for role, own in (
         ("learner", {"Publish", "Outcomes", "Restored", "RunFinished", "CheckpointWritten", "MetricsLine"}),
-        ("rollouter", {"Deliver", "Lease", "Score", "RunEpisode", "NextUpdate"}),
+        ("rollouter", {"Deliver", "RequestLeases", "Score", "RunEpisode", "NextUpdate"}),
         ("episodes", {"Chat", "TurnReward"}),
-        ("dataloader", {"OpenTickets", "Holds"}),
+        ("dataloader", {"OpenLeases", "Holds"}),
         ("agent", {"ActorEnded", "HostLeft"}),
         ("launcher", {"Join", "Leave"}),
     ):
@@ -101,13 +101,13 @@ def test_nobody_may_send_a_reply_or_what_has_no_entry():
     assert not any(may_send("", senders_of(kind)) for kind in SENT)
 
 
-CHANGES = [{"uid": "0-2"}, {"grant": 2}, {"purpose": "eval/x"}, {"seal": ""}, {"seal": "\u00e9"}]
+CHANGES = [{"uid": "0-2"}, {"lease": 2}, {"purpose": "eval/x"}, {"seal": ""}, {"seal": "\u00e9"}]
 
 
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
-def test_a_seal_fits_the_ticket_as_it_was_granted_and_nobody_else(changed):
-    ticket = sealed(b"key", make_group().ticket, "rollouter/1", 7)
-    assert fits(b"key", ticket, "rollouter/1", 7)
-    assert not fits(b"key", msgspec.structs.replace(ticket, **changed), "rollouter/1", 7)
+def test_a_seal_fits_the_lease_as_it_was_leased_and_nobody_else(changed):
+    lease = sealed(b"key", make_group().lease, "rollouter/1", 7)
+    assert fits(b"key", lease, "rollouter/1", 7)
+    assert not fits(b"key", msgspec.structs.replace(lease, **changed), "rollouter/1", 7)
     for key, *other in ((b"other", "rollouter/1", 7), (b"key", "rollouter/11", 7), (b"key", "rollouter/1", 8)):
-        assert not fits(key, ticket, *other)
+        assert not fits(key, lease, *other)

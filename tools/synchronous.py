@@ -34,7 +34,7 @@ from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.steps.step_planner import plan_step
-from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.reward.scoring.frames import RewardSetup, RewardTask
 from asyncrl.reward.worker import resolve
@@ -65,23 +65,23 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     for version in range(learner.steps // learner.steps_per_version):
         batch, filtered = list[Group](), list[Group]()
         while len(batch) < config.groups_per_version:
-            ticket = make_ticket(config, prompts, version, *next(places))
-            ask = partial(sample_tokens, config, engine, tokenizer, stops, ticket)
+            lease = make_lease(config, prompts, version, *next(places))
+            ask = partial(sample_tokens, config, engine, tokenizer, stops, lease)
             respond_to = episode or partial(respond, tokenizer)
-            responses = [runner.run(respond_to(ask, ticket, sample)) for sample in range(ticket.samples)]
+            responses = [runner.run(respond_to(ask, lease, sample)) for sample in range(lease.samples)]
             if episode is None:
                 task = RewardTask(
-                    ticket.prompt, ticket.row, [r.text for r in responses], [r.finish_reason for r in responses]
+                    lease.prompt, lease.row, [r.text for r in responses], [r.finish_reason for r in responses]
                 )
                 for response, outcome in zip(responses, scorer(task), strict=True):
                     response.reward, response.components = outcome
-            group = Group(ticket=ticket, trajectories=responses)
+            group = Group(lease=lease, trajectories=responses)
             signal = not learner.dynamic_sampling or has_signal(group, learner)
             (batch if signal else filtered).append(group)
             if len(filtered) > learner.max_filtered_ratio * learner.groups_per_step:
                 raise RuntimeError(f"no signal in {len(filtered)} groups of version {version}")
         for groups in (batch, filtered):
-            groups.sort(key=lambda group: (group.ticket.epoch, group.ticket.index))
+            groups.sort(key=lambda group: (group.lease.epoch, group.lease.index))
         for first in range(0, len(batch), learner.groups_per_step):
             groups = batch[first : first + learner.groups_per_step]
             step, rest = trainer.steps + 1, filtered if first == 0 else []
@@ -100,30 +100,30 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
                 raise records.error
 
 
-def make_ticket(config: Config, prompts: PromptSet, version: int, epoch: int, index: int) -> Ticket:
+def make_lease(config: Config, prompts: PromptSet, version: int, epoch: int, index: int) -> Lease:
     """A prompt to respond to."""
     ids, text, row = prompts.prompt(index)
     fields: dict[str, Any] = config.rollout.model_dump(include={"temperature", "max_tokens"})
     fields |= {"samples": config.rollout.samples_per_prompt, "prompt_ids": ids, "prompt": text, "row": row}
     fields |= {"uid": f"{epoch}-{index}", "epoch": epoch, "index": index, "param_version": version}
-    return Ticket(grant=0, purpose="train", **fields)
+    return Lease(number=0, purpose="train", **fields)
 
 
 async def sample_tokens(
-    config: Config, engine: Engine, tokenizer: Tokenizer, stops: Stops, ticket: Ticket, key: str, ids: list[int]
+    config: Config, engine: Engine, tokenizer: Tokenizer, stops: Stops, lease: Lease, key: str, ids: list[int]
 ) -> Response:
     """Response of the policy behind ``ids``, with the noise of ``key``."""
-    limit, seed = ticket.max_tokens, request_seed(config.run.seed, key)
+    limit, seed = lease.max_tokens, request_seed(config.run.seed, key)
     request = GenerationRequest(
         id=key,
         prompt_ids=ids,
         max_tokens=limit,
-        temperature=ticket.temperature,
+        temperature=lease.temperature,
         seed=seed,
         stop_token_ids=stops.token_ids,
     )
     response = Response(max_tokens=limit, stops=stops)
-    response.submitted(ticket.param_version)
+    response.submitted(lease.param_version)
     async for delta in engine.generate(request):
         if response.finish_reason is None:
             response.extend(delta.tokens, delta.logprobs, tokenizer.decode)
@@ -132,9 +132,9 @@ async def sample_tokens(
     return response
 
 
-async def respond(tokenizer: Tokenizer, ask: Ask, ticket: Ticket, sample: int) -> Trajectory:
+async def respond(tokenizer: Tokenizer, ask: Ask, lease: Lease, sample: int) -> Trajectory:
     """A response to a prompt, not scored yet."""
-    response = await ask(f"{ticket.uid}/{sample}/1", ticket.prompt_ids.tolist())
+    response = await ask(f"{lease.uid}/{sample}/1", lease.prompt_ids.tolist())
     assert response.finish_reason is not None
     return Trajectory(
         sample=sample,

@@ -21,8 +21,8 @@ from asyncrl.episodes.playing.client import Reply
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.task import Task
+from asyncrl.messages.groups import Lease, Trajectory, Turn, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.groups import Ticket, Trajectory, Turn, VersionSpan
 from asyncrl.outcome import read_outcome
 from asyncrl.rollouter.episode.player import first_messages, task_seed
 from asyncrl.rollouter.serving.response import Response
@@ -116,18 +116,18 @@ class Play:
 
 def make_episode(
     config: Config, tokenizer: Tokenizer, stops: Stops
-) -> Callable[[Ask, Ticket, int], Coroutine[Any, Any, Trajectory]]:
-    """Plays a sample of a ticket."""
+) -> Callable[[Ask, Lease, int], Coroutine[Any, Any, Trajectory]]:
+    """Plays a sample of a lease."""
     player = resolve("function", [config.episode.function or ""], config.episode.options, lambda *_: None)
     return partial(play, player, make_renderer(config, tokenizer, stop_ids=stops.token_ids), config)
 
 
-async def play(player: Player, renderer: Renderer, config: Config, ask: Ask, ticket: Ticket, sample: int) -> Trajectory:
+async def play(player: Player, renderer: Renderer, config: Config, ask: Ask, lease: Lease, sample: int) -> Trajectory:
     """An episode and its reward."""
-    seed, where = task_seed(config.run.seed, ticket.uid), f"{ticket.uid}/{sample}/0"
-    messages, tools = first_messages(config, ticket)
-    said: Any = {"prompt": ticket.prompt, "messages": messages, "tools": tools, "row": ticket.row}
-    task = Task(**said, seed=seed, uid=ticket.uid, sample=sample, attempt=0)
+    seed, where = task_seed(config.run.seed, lease.uid), f"{lease.uid}/{sample}/0"
+    messages, tools = first_messages(config, lease)
+    said: Any = {"prompt": lease.prompt, "messages": messages, "tools": tools, "row": lease.row}
+    task = Task(**said, seed=seed, uid=lease.uid, sample=sample, attempt=0)
     client: Any = Play(renderer, lambda key, ids: ask(f"{where}/{key}", ids))
     reward, components = read_outcome(await player(task, client))
     last = client.answers[-1]

@@ -1,7 +1,7 @@
 """The origin of the groups in a checkpoint: the configuration and the users' files that they were made with.
 
 When a learner restores a checkpoint it compares this origin with its own. If the groups depend on something that
-differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader grants their
+differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader leases their
 prompts again. So a group is trained only under the configuration that made it.
 
 Files are compared by digests: the module that MODULE:FUNCTION names, and the files of the model's folder that decide

@@ -126,7 +126,7 @@ class Config(Section):
         return self.sft.max_tokens or self.longest_sequence
 
     def longest_context(self, purpose: str) -> int:
-        """Longest context plus answer of an episode for a ticket of this purpose, in tokens."""
+        """Longest context plus answer of an episode for a lease of this purpose, in tokens."""
         if self.episode.max_context_tokens:
             return self.episode.max_context_tokens
         if purpose == "train":
@@ -160,7 +160,7 @@ class Config(Section):
 
     @property
     def gate_capacity(self) -> int:
-        """The most groups that may be granted and not yet trained: (eta + 1) * G."""
+        """The most groups that may be leased and not yet trained: (eta + 1) * G."""
         return (self.staleness.max + 1) * self.groups_per_version
 
     @property

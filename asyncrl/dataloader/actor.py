@@ -1,7 +1,7 @@
-"""The dataloader's shell: messages to events, grants to tickets, parked calls woken when something changed.
+"""The dataloader's shell: messages to events, prompts to leases, parked calls woken when something changed.
 
-All decisions are made in ``tickets`` and the modules under it; reading and tokenizing happen on threads before the
-actor is ready. Orphans of a dead rollouter are granted again only after the learner has said which it holds.
+All decisions are made in ``lease_book`` and the modules under it; reading and tokenizing happen on threads before the
+actor is ready. Orphans of a dead rollouter are leased again only after the learner has said which it holds.
 
 The gate is shut until the learner says where the run stands (``Restored``); then each rollouter is asked what it holds,
 under a deadline, and one that does not answer counts as holding nothing: what it holds all the same is generated twice
@@ -20,37 +20,37 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
-from asyncrl.dataloader.holders import Ask, Grant
+from asyncrl.dataloader.holders import Ask, PromptLease
+from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.restoring import HeldTickets, RestoreInputs, check_unchanged, rebuild
+from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, check_unchanged, rebuild
 from asyncrl.dataloader.sources import load_dataset
-from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RestoreNeeded, WireError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
-    Lease,
-    Leased,
+    NewLeases,
     Outcomes,
     OutcomesSeen,
     PromptSample,
+    RequestLeases,
     Restored,
     Resumed,
-    ReturnTickets,
+    ReturnLeases,
     SamplePrompts,
     Supply,
     WatchSupply,
 )
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Lease
 from asyncrl.messages.learner import Held, Holds
-from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.messages.seals import sealed
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.calls.retry import AWAY_S, log_away
 from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.stops import resolve_stops
-from asyncrl.telemetry.group_log import GRANTED, ORPHANED, RETURNED, SETTLED, StoryLog
+from asyncrl.telemetry.group_log import LEASED, ORPHANED, RETURNED, SETTLED, StoryLog
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
@@ -59,7 +59,7 @@ TOKENIZED_AT_ONCE = 2000
 
 
 class Dataloader(Actor):
-    """The actor that grants prompts; the module tells its rules."""
+    """The actor that leases prompts; the module tells its rules."""
 
     role = "dataloader"
 
@@ -70,28 +70,28 @@ class Dataloader(Actor):
         self._eval_prompts: dict[str, PromptSet] = {}
         self._source: RestoreInputs
         self._limit: WorkingLimit
-        self._tickets: Tickets | None = None
-        """Tickets of the run; None while the gate is shut."""
-        self._previous: Tickets | None = None
-        """Tickets as they were when the gate was shut last."""
+        self._book: LeaseBook | None = None
+        """Leases of the run; None while the gate is shut."""
+        self._previous: LeaseBook | None = None
+        """Leases as they were when the gate was shut last."""
         self._learner = 0
         """Newest incarnation of the learner that has said where the run stands."""
         self._last_word: Restored | None = None
         self._restoring = asyncio.Lock()
         self._preempted = False
         self._opened = ParkingLot()
-        self._leases = ParkingLot()
+        self._parked = ParkingLot()
         self._watchers = ParkingLot()
         self._supply_number = numbers_begin_above(context.incarnation)
         """Number of the supply, above all that an earlier incarnation has given."""
         self._orphaned = asyncio.Event()
         self._leavers: dict[str, int] = {}
-        """Incarnations of rollouters that take no more grants, whatever they have asked for before."""
+        """Incarnations of rollouters that take no more leases, whatever they have asked for before."""
         self._known_orphans: set[str] = set()
-        self._granted: dict[str, float] = {}
-        """Time at which each training prompt that is out was granted by this incarnation; the oldest first."""
+        self._leased: dict[str, float] = {}
+        """Time at which each training prompt that is out was leased by this incarnation; the oldest first."""
         self._counts: Counter[str] = Counter()
-        """Counts of the tickets before the present ones."""
+        """Counts of the leases before the present ones."""
 
     # --- life ---
 
@@ -164,10 +164,10 @@ class Dataloader(Actor):
         settling.cancel()
 
     def preempted(self) -> None:
-        """Grant nothing more."""
+        """Lease nothing more."""
         self._preempted = True
-        if self._tickets is not None:
-            self._tickets.stop()
+        if self._book is not None:
+            self._book.stop()
             self._changed()
 
     async def _settle_orphans(self) -> None:
@@ -175,10 +175,10 @@ class Dataloader(Actor):
             await self._orphaned.wait()
             # Before the look: an orphan that comes while the learner is asked sets it again.
             self._orphaned.clear()
-            tickets = self._tickets
-            if tickets is None or not tickets.orphans:
+            book = self._book
+            if book is None or not book.orphans:
                 continue
-            orphans = tickets.orphans
+            orphans = book.orphans
             try:
                 held: Held = await self.peer(LEARNER).call(Holds(uids=orphans))
             except WireError as error:
@@ -186,12 +186,12 @@ class Dataloader(Actor):
                 self._orphaned.set()
                 await asyncio.sleep(AWAY_S)
                 continue
-            if tickets is not self._tickets:
+            if book is not self._book:
                 # The answer may be of a learner that is no more.
                 self._orphaned.set()
                 continue
-            tickets.settle(orphans, held.uids)
-            self._forget_ages(tickets, orphans)
+            book.settle(orphans, held.uids)
+            self._forget_ages(book, orphans)
             for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
                 if uids:
                     self._story.tell(SETTLED, uids=uids, held=by_learner)
@@ -213,17 +213,17 @@ class Dataloader(Actor):
                 # Before the restore, which tells the rollouters which learner lives.
                 self._learner = caller.incarnation
                 self.peer(LEARNER).adopt(caller.incarnation)
-                tickets = await self._restore(request)
+                book = await self._restore(request)
                 # Only now: a word whose restore has failed is not known, and is taken again.
                 self._last_word = request
-                self._open(tickets)
-            assert self._tickets is not None
+                self._open(book)
+            assert self._book is not None
             order = self._source.order
             return Resumed(
                 fingerprint=order.fingerprint,
                 seed=order.seed,
-                limit=self._tickets.gate.limit.versions,
-                first_epoch=self._tickets.ledger.first_epoch,
+                limit=self._book.gate.limit.versions,
+                first_epoch=self._book.ledger.first_epoch,
                 prompts=order.size,
             )
 
@@ -237,59 +237,59 @@ class Dataloader(Actor):
 
     def _is_known(self, request: Restored, caller: Caller) -> bool:
         """Whether the run goes on from there already, or from something later of the same learner."""
-        if self._tickets is None or caller.incarnation != self._learner:
+        if self._book is None or caller.incarnation != self._learner:
             return False
-        return request == self._last_word or request.outcomes_number < self._tickets.number
+        return request == self._last_word or request.outcomes_number < self._book.number
 
     def _shut(self) -> None:
-        if self._tickets is not None:
+        if self._book is not None:
             # After a restore that failed there are none, and the previous ones stay those of before it.
-            self._previous, self._tickets = self._tickets, None
+            self._previous, self._book = self._book, None
             self._counts.update(self._previous.counts)
 
-    async def _restore(self, request: Restored) -> Tickets:
+    async def _restore(self, request: Restored) -> LeaseBook:
         # A rollouter that is dead and has no successor yet would be waited for in vain.
         dead = {actor.name for actor in self.run_state.dead}
         names = [name for name in self.roster.actors if name.startswith("rollouter/") and name not in dead]
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
         previous = self._previous
-        tickets = await asyncio.to_thread(
+        book = await asyncio.to_thread(
             rebuild, self._source, self._limit, request, answers, previous, self._supply_number + 1
         )
         # Groups that were delivered after the learner spoke and before their rollouter did.
         # The gate lets out no more than so many, and what is out and known to nobody here is next in the order.
-        asked = await asyncio.to_thread(tickets.to_come, self.config.gate_capacity)
+        asked = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
         if previous is not None:
-            asked = list(dict.fromkeys([*tickets.missing(previous), *asked]))
+            asked = list(dict.fromkeys([*book.missing(previous), *asked]))
         held = await self._ask_learner(asked)
         for uid in held:
-            tickets.claim(uid)
+            book.claim(uid)
         if previous is not None:
-            tickets.inherit(previous)
+            book.inherit(previous)
         self.log.info(
             "restored",
             version=request.version,
             learner=self._learner,
             claims=len(request.claims),
-            rollouters={name: len(answer.tickets.tickets) for name, answer in answers.items()},
+            rollouters={name: len(answer.held.attempts) for name, answer in answers.items()},
             silent=[name for name in names if name not in answers],
             held=len(held),
-            outstanding=tickets.outstanding,
+            outstanding=book.outstanding,
         )
-        return tickets
+        return book
 
-    async def _ask_rollouter(self, name: str) -> HeldTickets | None:
+    async def _ask_rollouter(self, name: str) -> RollouterAnswer | None:
         peer = self.peer(name)
-        call = peer.call(OpenTickets(learner=self._learner), timeout=self._patience_s)
+        call = peer.call(OpenLeases(learner=self._learner), timeout=self._patience_s)
         try:
-            tickets: TicketsHeld = await call
+            held: LeasesHeld = await call
         except WireError as error:
             # Every run begins with rollouters that have yet to start.
             tell = self.log.warning if peer.known else self.log.info
             tell("rollouter counts as holding nothing", rollouter=name, error=str(error))
             return None
-        return HeldTickets(call.answered_by, tickets)
+        return RollouterAnswer(call.answered_by, held)
 
     async def _ask_learner(self, uids: list[str]) -> list[str]:
         if not uids:
@@ -306,26 +306,26 @@ class Dataloader(Actor):
         """Deadline of a question (s): both together end before the learner gives up."""
         return self.config.network.call_timeout_s / 3
 
-    def _open(self, tickets: Tickets) -> None:
+    def _open(self, book: LeaseBook) -> None:
         # Told while the gate was shut: an answer may be of an incarnation that is dead by now.
         for name, incarnation in self.dead.items():
             if name.startswith("rollouter/"):
-                tickets.died(name, incarnation)
+                book.died(name, incarnation)
         if self._preempted:
-            tickets.stop()
-        self._tickets, self._previous = tickets, None
+            book.stop()
+        self._book, self._previous = book, None
         # The learner's checkpoint has the outcome of the others, which nobody reports any more.
-        self._granted = {uid: at for uid, at in self._granted.items() if tickets.is_out(uid)}
-        self.param_version = tickets.gate.newest_version
+        self._leased = {uid: at for uid, at in self._leased.items() if book.is_out(uid)}
+        self.param_version = book.gate.newest_version
         self._note_orphans("")
         self.progress()
         self._opened.wake()
         self._changed()
 
-    def _for_learner(self, caller: Caller) -> Tickets:
-        if self._tickets is None or caller.incarnation != self._learner:
+    def _for_learner(self, caller: Caller) -> LeaseBook:
+        if self._book is None or caller.incarnation != self._learner:
             raise RestoreNeeded
-        return self._tickets
+        return self._book
 
     # --- rollouters ---
 
@@ -333,15 +333,15 @@ class Dataloader(Actor):
         """Prompts that a dead rollouter held become orphans."""
         if not name.startswith("rollouter/"):
             return
-        if self._tickets is not None:
-            self._tickets.died(name, incarnation)
+        if self._book is not None:
+            self._book.died(name, incarnation)
             self._note_orphans(name)
-            self._leases.wake()
+            self._parked.wake()
 
     def _note_orphans(self, rollouter: str) -> None:
         """The learner is to be asked about the orphans that there are."""
-        assert self._tickets is not None
-        orphans = self._tickets.orphans
+        assert self._book is not None
+        orphans = self._book.orphans
         if orphans:
             self._orphaned.set()
         if new := [uid for uid in orphans if uid not in self._known_orphans]:
@@ -349,8 +349,8 @@ class Dataloader(Actor):
         self._known_orphans = set(orphans)
 
     @handler
-    async def lease(self, request: Lease, caller: Caller) -> Leased:
-        """Grant the prompts that may be granted; parked until there are some, answered before half of the deadline."""
+    async def request_leases(self, request: RequestLeases, caller: Caller) -> NewLeases:
+        """Lease the prompts that may be leased; parked until there are some, answered before half of the deadline."""
         ask = Ask(
             caller.name,
             caller.incarnation,
@@ -362,66 +362,66 @@ class Dataloader(Actor):
         )
         if not self._asks_no_more(ask):
             self._meet(ask)
-        return await self._leases.until(lambda: self._answer(ask), caller.park_s) or Leased()
+        return await self._parked.until(lambda: self._answer(ask), caller.park_s) or NewLeases()
 
     def _meet(self, ask: Ask) -> None:
-        if self._tickets is not None:
-            self._tickets.meet(ask)
-            if self._tickets.orphans:
+        if self._book is not None:
+            self._book.meet(ask)
+            if self._book.orphans:
                 self._note_orphans(ask.rollouter)
 
-    def _answer(self, ask: Ask) -> Leased | None:
+    def _answer(self, ask: Ask) -> NewLeases | None:
         if self._asks_no_more(ask):
-            return Leased()
-        tickets = self._tickets
-        if tickets is None:
+            return NewLeases()
+        book = self._book
+        if book is None:
             return None
-        if not tickets.knows(ask.rollouter):
+        if not book.knows(ask.rollouter):
             # It has asked before the gate was opened.
             self._meet(ask)
-        grants = tickets.lease(ask)
-        if grants or tickets.supply_number != self._supply_number:
-            # A prompt may be rejected in its turn, and nothing be granted.
+        leases = book.take(ask)
+        if leases or book.supply_number != self._supply_number:
+            # A prompt may be rejected in its turn, and nothing be leased.
             self._count()
-        if grants:
+        if leases:
             self.progress()
-            for grant in grants:
-                if not isinstance(grant.prompt, EvalPrompt):
-                    # A grant that is given again keeps its age.
-                    self._granted.setdefault(grant.prompt.uid, self.clock.now())
+            for lease in leases:
+                if not isinstance(lease.prompt, EvalPrompt):
+                    # A lease that is given again keeps its age.
+                    self._leased.setdefault(lease.prompt.uid, self.clock.now())
             self._story.tell(
-                GRANTED,
+                LEASED,
                 to=ask.rollouter,
                 served=ask.served_version,
-                uids=[grant.prompt.uid for grant in grants],
-                grants=[[grant.number, grant.param_version, grant.attempt, grant.alone] for grant in grants],
+                uids=[lease.prompt.uid for lease in leases],
+                leases=[[lease.number, lease.param_version, lease.attempt, lease.alone] for lease in leases],
             )
-            if grants[-1].alone:
+            if leases[-1].alone:
                 # Nobody needs to be set aside for it any more.
-                self._leases.wake()
+                self._parked.wake()
             key, of = self.context.credentials.seal_key, (ask.rollouter, ask.incarnation)
-            return Leased(tickets=[sealed(key, self._ticket(grant), *of) for grant in grants])
-        return Leased(closed=True) if tickets.closed else None
+            return NewLeases(leases=[sealed(key, self._lease(lease), *of) for lease in leases])
+        return NewLeases(closed=True) if book.closed else None
 
     def _asks_no_more(self, ask: Ask) -> bool:
         return ask.incarnation <= self._leavers.get(ask.rollouter, 0)
 
     @handler
-    async def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
+    async def return_leases(self, request: ReturnLeases, caller: Caller) -> Done:
         """Somebody else is to generate these groups. Parked while the gate is shut."""
         if request.leaving:
-            # At once, also while the gate is shut: calls of it that are parked are to be granted nothing.
+            # At once, also while the gate is shut: calls of it that are parked are to be leased nothing.
             self._leavers[caller.name] = caller.incarnation
-            self._leases.wake()
-        tickets = await self._opened.until(lambda: self._tickets, caller.park_s)
-        if tickets is None:
+            self._parked.wake()
+        book = await self._opened.until(lambda: self._book, caller.park_s)
+        if book is None:
             raise RestoreNeeded
-        tickets.give_back(caller.name, caller.incarnation, request.uids)
-        self._forget_ages(tickets, request.uids)
+        book.give_back(caller.name, caller.incarnation, request.uids)
+        self._forget_ages(book, request.uids)
         self._story.tell(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
-            tickets.left(caller.name, caller.incarnation, request.holding)
-            if tickets.orphans:
+            book.left(caller.name, caller.incarnation, request.holding)
+            if book.orphans:
                 self._orphaned.set()
         self._changed()
         return Done()
@@ -431,35 +431,35 @@ class Dataloader(Actor):
     @handler
     def outcomes(self, request: Outcomes, caller: Caller) -> OutcomesSeen:
         """Take in the outcomes of groups. Raises RestoreNeeded, and ProtocolError for one that cannot be."""
-        tickets = self._for_learner(caller)
-        number = tickets.report(request)
-        for age in self._forget_ages(tickets, [outcome.uid for outcome in request.outcomes]):
+        book = self._for_learner(caller)
+        number = book.report(request)
+        for age in self._forget_ages(book, [outcome.uid for outcome in request.outcomes]):
             self.histograms.observe("tickets/age_s", age)
-        self.param_version = tickets.gate.newest_version
+        self.param_version = book.gate.newest_version
         self.progress()
         self._changed()
-        return OutcomesSeen(number=number, limit=tickets.gate.limit.versions)
+        return OutcomesSeen(number=number, limit=book.gate.limit.versions)
 
     @handler
     async def watch_supply(self, request: WatchSupply, caller: Caller) -> Supply:
         """The supply; parked until it is newer than what the learner has seen. Raises RestoreNeeded."""
 
         def news() -> Supply | None:
-            tickets = self._for_learner(caller)
-            return tickets.supply if tickets.supply_number > request.seen else None
+            book = self._for_learner(caller)
+            return book.supply if book.supply_number > request.seen else None
 
         return await self._watchers.until(news, caller.park_s) or self._for_learner(caller).supply
 
     # --- within ---
 
-    def _forget_ages(self, tickets: Tickets, uids: Iterable[str]) -> list[float]:
+    def _forget_ages(self, book: LeaseBook, uids: Iterable[str]) -> list[float]:
         """The ages (s) of those of these prompts that are out no more; those of the others are kept."""
-        ended = [uid for uid in uids if not tickets.is_out(uid)]
-        granted = [self._granted.pop(uid) for uid in ended if uid in self._granted]
-        return [self.clock.now() - at for at in granted]
+        ended = [uid for uid in uids if not book.is_out(uid)]
+        leased = [self._leased.pop(uid) for uid in ended if uid in self._leased]
+        return [self.clock.now() - at for at in leased]
 
-    def _ticket(self, grant: Grant) -> Ticket:
-        prompt, rollout = grant.prompt, self.config.rollout
+    def _lease(self, lease: PromptLease) -> Lease:
+        prompt, rollout = lease.prompt, self.config.rollout
         sampling: RolloutConfig | EvalConfig = rollout
         if isinstance(prompt, EvalPrompt):
             prompts, sampling = self._eval_prompts[prompt.name], self.config.eval[prompt.name]
@@ -468,15 +468,15 @@ class Dataloader(Actor):
             prompts = self._prompts
             purpose, epoch, samples = "train", prompt.epoch, rollout.samples_per_prompt
         ids, text, row = prompts.prompt(prompt.index)
-        return Ticket(
+        return Lease(
             uid=prompt.uid,
-            grant=grant.number,
+            number=lease.number,
             purpose=purpose,
             epoch=epoch,
             index=prompt.index,
-            param_version=grant.param_version,
-            attempt=grant.attempt,
-            alone=grant.alone,
+            param_version=lease.param_version,
+            attempt=lease.attempt,
+            alone=lease.alone,
             prompt_ids=ids,
             prompt=text,
             row=row,
@@ -487,28 +487,28 @@ class Dataloader(Actor):
 
     def figures(self) -> dict[str, float]:
         # Copied in one step, since the thread that beats asks while the event loop goes on.
-        oldest = next(iter(list(self._granted.values())[:1]), None)
+        oldest = next(iter(list(self._leased.values())[:1]), None)
         return super().figures() | {
             "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
-            "tickets/parked": len(self._leases),
+            "tickets/parked": len(self._parked),
         }
 
     def _changed(self) -> None:
-        """Have every parked call for grants ask again."""
-        self._leases.wake()
+        """Have every parked call for leases ask again."""
+        self._parked.wake()
         self._count()
 
     def _count(self) -> None:
         """Show the state, and wake the watchers of the supply if that has changed."""
-        tickets = self._tickets
-        if tickets is None:
+        book = self._book
+        if book is None:
             return
-        for name in {*self._counts, *tickets.counts}:
-            self.counters[f"tickets/{name}"] = self._counts[name] + tickets.counts[name]
-        self.counters["tickets/outstanding"] = tickets.outstanding
-        gate = tickets.gate
+        for name in {*self._counts, *book.counts}:
+            self.counters[f"tickets/{name}"] = self._counts[name] + book.counts[name]
+        self.counters["tickets/outstanding"] = book.outstanding
+        gate = book.gate
         self.counters["tickets/gate"] = gate.room(gate.newest_version, 0)
         self.counters["staleness/limit"] = gate.limit.versions
-        if tickets.supply_number != self._supply_number:
-            self._supply_number = tickets.supply_number
+        if book.supply_number != self._supply_number:
+            self._supply_number = book.supply_number
             self._watchers.wake()

@@ -1,13 +1,13 @@
 """The gate of admission: the only place where staleness is bounded.
 
 Let u be the oldest version that the asking rollouter's engines serve and T(u) the groups trained when u was
-published. A group is granted while
+published. A group is leased while
 
     trained + outstanding < T(u) + (eta_t + 1) * G
 
-where a group is outstanding from its grant until the learner has reported its outcome or it is returned. Its
+where a group is outstanding from its lease until the learner has reported its outcome or it is returned. Its
 delivery changes nothing. Then the number of groups that can be trained before it is below T(u) + (eta + 1) * G, so
-that in the order of grants it is trained under version u + eta at the latest. Freeing the place at delivery,
+that in the order of leases it is trained under version u + eta at the latest. Freeing the place at delivery,
 counting with the newest published version, or taking trained = v * G would each break that.
 
 Further: never more than the run still needs, nothing before the engines serve a version of the present learner, and
@@ -47,7 +47,7 @@ class Gate:
         self._trained_at = [trained if trained_at_version is None else trained_at_version]
         self._first_version = first_version
         self.finished = False
-        """Whether nothing more is to be granted for training."""
+        """Whether nothing more is to be leased for training."""
 
     @property
     def newest_version(self) -> int:
@@ -55,7 +55,7 @@ class Gate:
         return self._versions[-1]
 
     def needed(self, outstanding: int) -> int:
-        """Groups that are still to be granted until the end of the run, if all that are outstanding are trained."""
+        """Groups that are still to be leased until the end of the run, if all that are outstanding are trained."""
         return 0 if self.finished else max(0, self._groups_of_run - self.trained - outstanding)
 
     def room(self, served_version: int, outstanding: int) -> int:
@@ -75,7 +75,7 @@ class Gate:
         return may and self.room(served_version, outstanding) > 0
 
     def admits(self, served_version: int, *, outstanding: int, generating: int, rollouters: int) -> bool:
-        """Whether one of so many rollouters, with ``generating`` groups in generation, may be granted another one."""
+        """Whether one of so many rollouters, with ``generating`` groups in generation, may be leased another one."""
         if served_version < self._first_version or not self.needed(outstanding):
             return False
         share = -(-(self.limit.groups + self._groups_per_version) // rollouters)

@@ -1,7 +1,7 @@
-"""The holders of prompts: grants by rollouter, numbered, and the prompts that are outstanding. Pure.
+"""The holders of prompts: leases by rollouter, numbered, and the prompts that are outstanding. Pure.
 
-Invariants: a prompt is granted at most once at a time; numbers grow within an incarnation of a rollouter, and are never
-those of a grant that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
+Invariants: a prompt is leased at most once at a time; numbers grow within an incarnation of a rollouter, and are never
+those of a lease that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
 holder has died; it stays outstanding until it is released.
 """
 
@@ -18,7 +18,7 @@ Prompt = TrainingPrompt | EvalPrompt
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A rollouter's request for groups; the fields are those of Lease."""
+    """A rollouter's request for groups; the fields are those of RequestLeases."""
 
     rollouter: str
     incarnation: int
@@ -30,13 +30,13 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """A prompt granted to a rollouter."""
+class PromptLease:
+    """A prompt leased to a rollouter."""
 
     number: int
     prompt: Prompt
     param_version: int
-    """The newest published version at the grant."""
+    """The newest published version at the lease."""
     attempt: int = 0
     """Deaths that its earlier holders took part in."""
     alone: bool = False
@@ -51,7 +51,7 @@ class Calls:
     newest: int = 0
     """The latest call that has arrived."""
     answered: int = 0
-    """The latest call that was granted something."""
+    """The latest call that was leased something."""
 
 
 @dataclass(slots=True)
@@ -60,15 +60,15 @@ class Holder:
 
     incarnation: int
     seen: int
-    last_grant: int
+    last_lease: int
     served_version: int
     holding: frozenset[str] = frozenset()
-    grants: dict[int, Grant] = field(default_factory=dict)
-    """Grants by number, ascending; until the outcome is reported or the prompt is returned."""
+    leases: dict[int, PromptLease] = field(default_factory=dict)
+    """Leases by number, ascending; until the outcome is reported or the prompt is returned."""
 
-    def running(self, ask: Ask) -> list[Grant]:
-        """Grants that it generates, or may never have received."""
-        return [grant for grant in self.grants.values() if grant.number > ask.seen or grant.prompt.uid in ask.holding]
+    def running(self, ask: Ask) -> list[PromptLease]:
+        """Leases that it generates, or may never have received."""
+        return [lease for lease in self.leases.values() if lease.number > ask.seen or lease.prompt.uid in ask.holding]
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Holders:
         """Rollouters that ask no more, and live until they are removed."""
         self._held: dict[str, HeldPrompt] = {}
         self._calls: dict[str, Calls] = {}
-        """Lease calls by rollouter."""
+        """RequestLeases calls by rollouter."""
         self.outstanding = 0
         """Training prompts among those that are out."""
 
@@ -105,7 +105,7 @@ class Holders:
 
     @property
     def uids(self) -> Iterable[str]:
-        """Uids of all prompts that are out, in the order of their grants."""
+        """Uids of all prompts that are out, in the order of their leases."""
         return self._held.keys()
 
     @property
@@ -125,7 +125,7 @@ class Holders:
     def current(self, ask: Ask) -> Holder | None:
         """The rollouter that asks; None if it leaves, or a later call or a newer incarnation of it was heard."""
         holder = self._rollouters.get(ask.rollouter)
-        # A call that was overtaken would be granted again what a later one has said that it has seen.
+        # A call that was overtaken would be leased again what a later one has said that it has seen.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return None
         if ask.rollouter in self._leaving or ask.number < self._calls_of(ask).newest:
@@ -133,16 +133,16 @@ class Holders:
         return holder
 
     def is_answered(self, ask: Ask) -> bool:
-        """Whether a call was granted something before.
+        """Whether a call was leased something before.
 
         The caller may have received that, so ``holding`` no longer covers all that the caller holds. A call that was
         neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives
-        grants only as the answer to its latest call.
+        leases only as the answer to its latest call.
         """
         return 0 < ask.number <= self._calls_of(ask).answered
 
     def note_answer(self, ask: Ask) -> None:
-        """Record that a call was granted something."""
+        """Record that a call was leased something."""
         self._calls[ask.rollouter] = replace(self._calls_of(ask), answered=ask.number)
 
     def recall_calls(self, before: Holders) -> None:
@@ -167,26 +167,26 @@ class Holders:
             holder.seen = ask.seen
             holder.served_version = ask.served_version
             holder.holding = ask.holding
-            # A lost dataloader may have granted more than is known here.
+            # A lost dataloader may have leased more than is known here.
             self.skip_to(ask.rollouter, ask.seen)
 
     def remove(self, rollouter: str) -> list[HeldPrompt]:
         """A rollouter is dead: its prompts have no holder. Suspect are those that it generated and may have received.
 
-        That it received a grant is known only when it asks again, which a full one does not before it has finished
-        something; so a grant that it may have received counts as received, unless it is one alone: to run alone by
+        That it received a lease is known only when it asks again, which a full one does not before it has finished
+        something; so a lease that it may have received counts as received, unless it is one alone: to run alone by
         mistake costs time, to be rejected by mistake the prompt.
         """
         holder = self._rollouters.pop(rollouter)
         self._leaving.discard(rollouter)
         found = []
-        for number, grant in holder.grants.items():
-            held = self._held[grant.prompt.uid]
+        for number, lease in holder.leases.items():
+            held = self._held[lease.prompt.uid]
             held.rollouter = None
             if number <= holder.seen:
-                held.suspect = grant.prompt.uid in holder.holding
+                held.suspect = lease.prompt.uid in holder.holding
             else:
-                held.suspect = not grant.alone
+                held.suspect = not lease.alone
             found.append(held)
         return found
 
@@ -195,50 +195,50 @@ class Holders:
         self._leaving.add(rollouter)
 
     def keep(self, rollouter: str, uids: Collection[str]) -> list[HeldPrompt]:
-        """A rollouter that takes no more holds at most these: all else that it was granted has no holder."""
-        grants = self._rollouters[rollouter].grants
+        """A rollouter that takes no more holds at most these: all else that it was leased has no holder."""
+        leases = self._rollouters[rollouter].leases
         found = []
-        for number, grant in list(grants.items()):
-            if grant.prompt.uid not in uids:
-                del grants[number]
-                held = self._held[grant.prompt.uid]
+        for number, lease in list(leases.items()):
+            if lease.prompt.uid not in uids:
+                del leases[number]
+                held = self._held[lease.prompt.uid]
                 held.rollouter = None
                 found.append(held)
         return found
 
-    def grant(self, ask: Ask, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> Grant:
-        """Grant a prompt that is not out."""
+    def lease(self, ask: Ask, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> PromptLease:
+        """Lease a prompt that is not out."""
         rollouter = ask.rollouter
-        number = self._rollouters[rollouter].last_grant + 1
-        grant = Grant(number, prompt, param_version, attempt, alone)
-        self.restore(rollouter, grant)
-        return grant
+        number = self._rollouters[rollouter].last_lease + 1
+        lease = PromptLease(number, prompt, param_version, attempt, alone)
+        self.restore(rollouter, lease)
+        return lease
 
     def skip_to(self, rollouter: str, number: int) -> None:
-        """The next grant of a rollouter has a number above this one."""
+        """The next lease of a rollouter has a number above this one."""
         holder = self._rollouters[rollouter]
-        holder.last_grant = max(holder.last_grant, number)
+        holder.last_lease = max(holder.last_lease, number)
 
-    def restore(self, rollouter: str, grant: Grant) -> None:
-        """A rollouter holds a prompt that is not out, by a grant with this number."""
-        self.skip_to(rollouter, grant.number)
+    def restore(self, rollouter: str, lease: PromptLease) -> None:
+        """A rollouter holds a prompt that is not out, by a lease with this number."""
+        self.skip_to(rollouter, lease.number)
         holder = self._rollouters[rollouter]
-        assert grant.number not in holder.grants
-        holder.grants[grant.number] = grant
-        self.hold(grant.prompt, rollouter, grant)
+        assert lease.number not in holder.leases
+        holder.leases[lease.number] = lease
+        self.hold(lease.prompt, rollouter, lease)
 
-    def hold(self, prompt: Prompt, rollouter: str | None = None, grant: Grant | None = None) -> None:
+    def hold(self, prompt: Prompt, rollouter: str | None = None, lease: PromptLease | None = None) -> None:
         """A prompt is out from here on, with the learner where no rollouter is named."""
-        assert prompt.uid not in self._held, f"{prompt.uid} is granted to two"
+        assert prompt.uid not in self._held, f"{prompt.uid} is leased to two"
         held = self._held[prompt.uid] = HeldPrompt(prompt, rollouter)
-        if grant is not None:
-            held.number, held.alone = grant.number, grant.alone
+        if lease is not None:
+            held.number, held.alone = lease.number, lease.alone
         self.outstanding += isinstance(prompt, TrainingPrompt)
 
     def release(self, uid: str) -> HeldPrompt:
         """A prompt is not out any more."""
         held = self._held.pop(uid)
         if held.rollouter is not None:
-            del self._rollouters[held.rollouter].grants[held.number]
+            del self._rollouters[held.rollouter].leases[held.number]
         self.outstanding -= isinstance(held.prompt, TrainingPrompt)
         return held

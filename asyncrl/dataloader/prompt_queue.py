@@ -1,7 +1,7 @@
-"""The training prompt that is granted next: first one that came back, then the next one of the order.
+"""The training prompt that is leased next: first one that came back, then the next one of the order.
 
 A function of the order, the ledger and what is out. Invariant: every prompt of an epoch is in at most one place: out
-(granted, or with the learner), returned, rejected and not yet reported by the learner, or concluded in the ledger;
+(leased, or with the learner), returned, rejected and not yet reported by the learner, or concluded in the ledger;
 those in none of these are still to come, in the order. So the place where the order goes on needs no record of its own,
 and a prompt that was concluded, or found with somebody, before its turn is passed over.
 """
@@ -50,7 +50,7 @@ class PromptQueue:
         self.ledger = ledger
         """Ledger of the outcomes, changed here alone."""
         self.rejected: dict[str, Rejected] = {}
-        """Prompts that will not be granted, by uid, until the learner has reported them; in order."""
+        """Prompts that will not be leased, by uid, until the learner has reported them; in order."""
         self.rejections = 0
         """Prompts rejected so far."""
         self._order = order
@@ -105,7 +105,7 @@ class PromptQueue:
             heappush(self._oldest, (prompt.position, prompt.uid))
 
     def reject(self, prompt: TrainingPrompt, reason: str) -> None:
-        """A prompt that was out will not be granted again."""
+        """A prompt that was out will not be leased again."""
         self._come_back(prompt)
         self._reject(Rejected(prompt.uid, reason))
 

@@ -1,4 +1,4 @@
-"""A set of prompts ready to be granted: rows with their tokens.
+"""A set of prompts ready to be leased: rows with their tokens.
 
 Invariant: ids, text and row of an index never change. A row whose prompt cannot be tokenized ends the reading with
 DataError (file and line). Under on_bad_row = "skip" it is left out, as if it were not there. A prompt over
@@ -169,11 +169,11 @@ class PromptSet:
 
     @property
     def admissible(self) -> tuple[int, ...]:
-        """Indices of the prompts that may be granted."""
+        """Indices of the prompts that may be leased."""
         return tuple(index for index in range(len(self)) if index not in self.oversize)
 
     def prompt(self, index: int) -> tuple[np.ndarray, str, dict[str, Any]]:
-        """(ids int32 [P], text, row) of a prompt that may be granted."""
+        """(ids int32 [P], text, row) of a prompt that may be leased."""
         assert index not in self.oversize
         return self._ids[index], self._texts[index], unpack(self._packed[index])
 

@@ -1,7 +1,7 @@
-"""Making the tickets anew from what the learner, the rollouters and the data say. Pure.
+"""Making the book of leases anew from what the learner, the rollouters and the data say. Pure.
 
 Invariant: what comes out depends on the learner's word, the prompts and what is held, and on nothing that a dataloader
-remembers but grants that are still on their way, and deaths. So a dataloader that has started again, and one whose
+remembers but leases that are still on their way, and deaths. So a dataloader that has started again, and one whose
 learner went back to an earlier state, do the same.
 
 Fails with RunChanged when the ledger speaks of other prompts, or of another order, and that is not allowed.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import InvalidRequest, RunChanged
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Restored
-from asyncrl.messages.rollouter import TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ class RestoreInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTickets:
-    """The tickets that a rollouter says it holds."""
+class RollouterAnswer:
+    """The leases that a rollouter says it holds."""
 
     incarnation: int
-    tickets: TicketsHeld
+    held: LeasesHeld
 
 
 def check_unchanged(source: RestoreInputs, request: Restored) -> None:
@@ -63,11 +63,11 @@ def rebuild(
     source: RestoreInputs,
     limit: WorkingLimit,
     request: Restored,
-    answers: Mapping[str, HeldTickets],
-    previous: Tickets | None,
+    answers: Mapping[str, RollouterAnswer],
+    previous: LeaseBook | None,
     supply_number: int,
-) -> Tickets:
-    """Tickets that stand where ``request`` says the run does; ``previous`` is left as it is.
+) -> LeaseBook:
+    """The book that stands where ``request`` says the run does; ``previous`` is left as it is.
 
     ``answers`` are of all living rollouters, by name. Raises InvalidRequest on what is no ledger. May take a second for
     a million prompts.
@@ -99,7 +99,7 @@ def rebuild(
     if request.finished:
         gate.finished = True
         evals.finish(request.version)
-    tickets = Tickets(
+    book = LeaseBook(
         PromptQueue(source.order, ledger, source.oversize),
         gate,
         evals,
@@ -108,12 +108,12 @@ def rebuild(
         supply_number=supply_number,
     )
     if previous is not None:
-        tickets.recall_calls(previous)
+        book.recall_calls(previous)
     for uid in request.claims:
-        tickets.claim(uid)
+        book.claim(uid)
     for name, answer in answers.items():
-        tickets.adopt(name, answer.incarnation, answer.tickets, previous)
-    return tickets
+        book.adopt(name, answer.incarnation, answer.held, previous)
+    return book
 
 
 def _prompts(count: int, fingerprint: str) -> str:

@@ -1,12 +1,12 @@
 """Prompts that were held in deaths of rollouters, and when one of them runs alone. Pure.
 
 A death makes everything suspect that was being generated, most of it innocent. From ALONE_FROM deaths on a prompt is
-granted only to a rollouter that holds nothing, which is granted nothing beside it; only a death then is its own doing,
+leased only to a rollouter that holds nothing, which is leased nothing beside it; only a death then is its own doing,
 and after ``max_attempts`` of these it is rejected. Shared deaths count up to ALONE_FROM and no further, so that the
 number of deaths says how many were its own.
 
 A rollouter that is kept busy never holds nothing. So while a prompt waits to run alone, one rollouter is set aside: it
-is granted nothing more until it has delivered all that it holds, then gets the prompt.
+is leased nothing more until it has delivered all that it holds, then gets the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SuspectPrompts:
         self.reserved = 0
         """Training prompts that wait to run alone: places that nobody else may take."""
         self.set_aside: str | None = None
-        """The rollouter that is granted nothing until it holds nothing."""
+        """The rollouter that is leased nothing until it holds nothing."""
         self.changes = 0
         """Deaths counted so far."""
 

@@ -1,7 +1,7 @@
 """The lines of a run's logs that speak of one prompt group; see story.py.
 
 Text that does not decode as such a line is left out. Where the clocks of hosts differ a little, effects are put after
-their causes: no sample begins before its grant, no group is taken before its last score. Logs are read line by line and
+their causes: no sample begins before its lease, no group is taken before its last score. Logs are read line by line and
 never held.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from asyncrl.telemetry.group_log import GENERATED, GRANTED, RESTORED, TAKEN
+from asyncrl.telemetry.group_log import GENERATED, LEASED, RESTORED, TAKEN
 from asyncrl.telemetry.snapshots.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
@@ -37,9 +37,9 @@ class LogLine(Struct, kw_only=True):
     uid: str = ""
     uids: list[str] = []
     to: str = ""
-    grants: list[tuple[int, int, int, bool]] = []
+    leases: list[tuple[int, int, int, bool]] = []
     """(number, newest version, deaths, whether it is alone) of each of ``uids``."""
-    grant: int = 0
+    lease: int = 0
     since: float = 0.0
     samples: list[list[list[Any]]] = []
     """Events of each sample: [seconds after ``since``, what, facts ...]."""
@@ -68,8 +68,8 @@ class LogLine(Struct, kw_only=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The grant that a rollouter speaks of."""
-        return self.attempt, self.actor, self.grant, self.since
+        """The lease that a rollouter speaks of."""
+        return self.attempt, self.actor, self.lease, self.since
 
 
 _decode = msgspec.json.Decoder(LogLine).decode
@@ -105,18 +105,18 @@ def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
 
 
 def aligned(lines: list[LogLine]) -> list[LogLine]:
-    """The lines, those of rollouters not before the grant, those of the learner not before the last token.
+    """The lines, those of rollouters not before the lease, those of the learner not before the last token.
 
-    Of what a rollouter says of a grant again and again its newest word is kept, which has it all.
+    Of what a rollouter says of a lease again and again its newest word is kept, which has it all.
     """
     newest = {line.key: line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     lines = [line for line in lines if line.event != GENERATED or newest[line.key] is line]
-    grants = [line for line in lines if line.event == GRANTED]
-    granted = {(line.attempt, line.to, number): line.wall for line in grants for number, *_ in line.grants}
+    leases = [line for line in lines if line.event == LEASED]
+    leased = {(line.attempt, line.to, number): line.wall for line in leases for number, *_ in line.leases}
     ends: dict[tuple[int, str], float] = {}
     for line in lines:
         if line.event == GENERATED:
-            line.shift = _late(granted.get((line.attempt, line.actor, line.grant)), line.since)
+            line.shift = _late(leased.get((line.attempt, line.actor, line.lease)), line.since)
             # The first, where it had the group more than once.
             ends[line.attempt, line.actor] = min(line.last_event, ends.get((line.attempt, line.actor), line.last_event))
     shifts: dict[tuple[int, str], float] = {}

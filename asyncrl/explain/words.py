@@ -59,12 +59,12 @@ def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
         return Happening(wall=at, attempt=line.attempt, actor=actor, what=what, text=text, sample=sample, facts=facts)
 
     match line.event:
-        case group_log.GRANTED:
-            for one, (number, version, deaths, alone) in zip(line.uids, line.grants, strict=True):
+        case group_log.LEASED:
+            for one, (number, version, deaths, alone) in zip(line.uids, line.leases, strict=True):
                 if one == uid:
                     more = (f", deaths {deaths})" if deaths else ")") + (", alone" if alone else "")
-                    text = f"granted to {line.to} (grant {number}, newest version {version}{more}"
-                    yield told("granted", text, version=version)
+                    text = f"leased to {line.to} (lease {number}, newest version {version}{more}"
+                    yield told("leased", text, version=version)
         case group_log.GENERATED:
             for sample, events in enumerate(line.samples):
                 for seconds, what, *facts in events:
@@ -80,9 +80,9 @@ def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
         case group_log.ORPHANED:
             yield told("orphaned", f"its holder {line.of} has died" if line.of else "its holder has died")
         case group_log.SETTLED if line.held:
-            yield told("settled", "the learner has it: it is not granted again")
+            yield told("settled", "the learner has it: it is not leased again")
         case group_log.SETTLED:
-            yield told("to be granted again", "the learner does not have it: it is granted again")
+            yield told("to be leased again", "the learner does not have it: it is leased again")
         case group_log.RETURNED:
             yield told("returned", f"returned by {line.by}")
         case group_log.TAKEN:

@@ -24,7 +24,7 @@ from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.disk import in_words
-from asyncrl.errors import CannotLearn, DeadlineExceeded, NonFiniteStep, NotGranted, RemoteError
+from asyncrl.errors import CannotLearn, DeadlineExceeded, NonFiniteStep, NotLeased, RemoteError
 from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend, create
@@ -204,7 +204,7 @@ class Learner(Actor):
             self.log.info("does not restore the groups of the checkpoint", groups=len(contents.buffered), reason=reason)
             self.counters.add("groups/given_back", len(contents.buffered))
             restored = IntakeState(state.ledger, [], [])
-        buffered = [group.ticket.uid for group in restored.buffered]
+        buffered = [group.lease.uid for group in restored.buffered]
         self._story.tell(RESTORED, step=state.step, version=state.version, uids=buffered)
         for name, text in damaged.items():
             self.notify(f"damaged {name}", text)
@@ -451,18 +451,18 @@ class Learner(Actor):
 
     @handler
     def deliver(self, request: Deliver, caller: Caller) -> Delivered:
-        """Take a group, once; acknowledged means in memory, not durable. Raises NotGranted."""
+        """Take a group, once; acknowledged means in memory, not durable. Raises NotLeased."""
         group = request.group
-        uid = group.ticket.uid
+        uid = group.lease.uid
         key = self.context.credentials.seal_key
-        if key and not fits(key, group.ticket, caller.name, caller.incarnation):
+        if key and not fits(key, group.lease, caller.name, caller.incarnation):
             self.counters.add(REFUSED)
-            raise NotGranted(caller.name, uid)
+            raise NotLeased(caller.name, uid)
         self.progress()
         if self._components.trim(group):
             self.counters["reward/components_left_out"] = self._components.left_out
             self._notify_components()
-        if group.ticket.purpose != "train":
+        if group.lease.purpose != "train":
             duplicate = not self._evals.add(group)
             self._story.tell(TAKEN, uid=uid, by=caller.name, into="duplicate" if duplicate else "evaluation")
             self._rounds_changed.set()
@@ -496,7 +496,7 @@ class Learner(Actor):
 
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:
-        """Uids among the request's that must not be granted again."""
+        """Uids among the request's that must not be leased again."""
         return Held(uids=[uid for uid in request.uids if self._has(uid)])
 
     @handler
@@ -635,14 +635,14 @@ class Learner(Actor):
                 name = round.rpartition("@")[0]
                 step, metrics = self._training.step, eval_metrics(name, groups, self.config.eval[name].pass_at)
                 await self._lines.emit({"kind": "eval", "step": step} | metrics)
-                shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.ticket.index)
+                shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.lease.index)
                 version = metrics.get("weights/version", self._training.version)
                 await self._lines.samples("evaluation", name, step, version, shown)
                 self._rounds_written.add(round)
-                self._story.tell(EVALUATED, uids=[group.ticket.uid for group in groups], step=self._training.step)
+                self._story.tell(EVALUATED, uids=[group.lease.uid for group in groups], step=self._training.step)
                 # The line comes before the outcomes, which end the round, and with the last round the run.
                 for group in groups:
-                    self._intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
+                    self._intake.outcomes.outcome(Outcome(group.lease.uid, "evaluated"))
                 self._supply.changed()
 
     def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:

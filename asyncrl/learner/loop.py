@@ -232,7 +232,7 @@ class Training:
     async def finish(self) -> None:
         """Do the work after the last step: the last evaluations, and the writing of files that the user keeps.
 
-        A round at the end is granted only to engines that serve the last version, so it is the one that waits for
+        A round at the end is leased only to engines that serve the last version, so it is the one that waits for
         the parameter server to have it. A run that is to make way does without.
         """
         self._finished = True
@@ -289,7 +289,7 @@ class Training:
                 self._supply.changed()
                 return None
             trained = dict(error.metrics)
-            groups = [group for group in groups if group.ticket.uid in error.trained]
+            groups = [group for group in groups if group.lease.uid in error.trained]
             plan = _taken(plan, error.trained)
             metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
@@ -300,7 +300,7 @@ class Training:
         lengths = intake.end_step()
         if self._teacher is not None:
             self._teacher.keep(intake.claims)
-        self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.ticket.uid for group in groups])
+        self._story.tell(TRAINED, step=self.step + 1, version=version, uids=[group.lease.uid for group in groups])
         self._supply.changed()
         ledger = intake.ledger
         self._counters["ledger/trained"] = ledger.count("trained")
@@ -347,7 +347,7 @@ class Training:
         self._counters.add("learner/empty_steps")
         self._counters.add("groups/filtered", len(groups))
         for group in groups:
-            self._story.tell(NOT_TRAINED, uid=group.ticket.uid, reason=MASKED, outcome="filtered")
+            self._story.tell(NOT_TRAINED, uid=group.lease.uid, reason=MASKED, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
         self._notify("empty_step", _masked(groups, self.step + 1, self.version, self._config), count=count)
         self._supply.changed()

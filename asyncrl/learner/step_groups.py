@@ -106,7 +106,7 @@ class StepGroups:
         """Whether a teacher on a server has done with the groups that come next."""
         buffer = self._intake.buffer
         uids = set(buffer.oldest(wanted))
-        return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.ticket.uid in uids])
+        return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.lease.uid in uids])
 
     async def _take_the_last(self) -> None:
         """Wait until the rollouters have delivered or returned their groups, or for as long as that may take."""

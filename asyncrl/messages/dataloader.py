@@ -8,28 +8,28 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from asyncrl.messages import Count, Done, Message, Request, Uid
-from asyncrl.messages.groups import LedgerState, Ticket
+from asyncrl.messages.groups import Lease, LedgerState
 from asyncrl.messages.senders import LEARNER, ROLLOUTER
 
 
-class Leased(Message, frozen=True, kw_only=True):
-    """The grants: none when nothing could be granted in time; ``closed`` when nothing will ever be again."""
+class NewLeases(Message, frozen=True, kw_only=True):
+    """The leases: none when nothing could be leased in time; ``closed`` when nothing will ever be again."""
 
-    tickets: list[Ticket] = []
+    leases: list[Lease] = []
     closed: bool = False
 
 
-class Lease(Request, frozen=True, kw_only=True):
-    """Rollouter to dataloader: grant me prompt groups. Parked until there is one.
+class RequestLeases(Request, frozen=True, kw_only=True):
+    """Rollouter to dataloader: lease me prompt groups. Parked until there is one.
 
-    Grants above ``seen`` are granted again first, so a lost reply loses nothing.
+    Leases above ``seen`` are leased again first, so a lost reply loses nothing.
     """
 
-    reply = Leased
+    reply = NewLeases
     senders = ROLLOUTER
     idle = True
     seen: Count
-    """The highest grant received by this incarnation of the rollouter."""
+    """The highest lease received by this incarnation of the rollouter."""
     free_groups: Annotated[int, Meta(ge=1)]
     """Number of further groups that it can hold, those above ``seen`` included."""
     served_version: int
@@ -39,18 +39,18 @@ class Lease(Request, frozen=True, kw_only=True):
     number: Count = 0
     """Number of the call, from 1 in each incarnation of the rollouter; 0 if it has none.
 
-    Nothing new is granted to a call that a later one has overtaken, or that was granted something before.
+    Nothing new is leased to a call that a later one has overtaken, or that was leased something before.
     """
 
 
-class ReturnTickets(Request, frozen=True, kw_only=True):
+class ReturnLeases(Request, frozen=True, kw_only=True):
     """Rollouter to dataloader: these groups were not generated; somebody else is to do it."""
 
     reply = Done
     senders = ROLLOUTER
     uids: list[Uid]
     leaving: bool = False
-    """It asks for nothing any more and holds nothing but ``holding``; what else it was granted is with the learner, or
+    """It asks for nothing any more and holds nothing but ``holding``; what else it was leased is with the learner, or
     was never received. Said when it begins to leave, and again when it ends.
     """
     holding: list[Uid] = []
@@ -95,7 +95,7 @@ class Outcomes(Request, frozen=True, kw_only=True):
 
 
 class Rejected(Struct, gc=False, frozen=True, array_like=True):
-    """A prompt that the dataloader will not grant (again)."""
+    """A prompt that the dataloader will not lease (again)."""
 
     uid: Uid
     reason: str
@@ -108,9 +108,9 @@ class Supply(Message, frozen=True, kw_only=True):
 
     number: int
     exhausted: bool
-    """Nothing is left to grant for training."""
+    """Nothing is left to lease for training."""
     outstanding: Count
-    """Groups granted for training and not yet reported or returned."""
+    """Groups leased for training and not yet reported or returned."""
     rejected: list[Rejected] = []
     """Prompts over max_prompt_tokens and prompts of too many deaths, until the learner reports their outcome."""
     attempts: dict[Uid, Count] = {}
@@ -129,7 +129,7 @@ class WatchSupply(Request, frozen=True, kw_only=True):
 
 
 class PromptSample(Message, frozen=True, kw_only=True):
-    """The prompts asked for, or all that may be granted where there are fewer."""
+    """The prompts asked for, or all that may be leased where there are fewer."""
 
     prompts: list[np.ndarray]
     """int32 [P] each, P > 0."""
@@ -169,7 +169,7 @@ class Restored(Request, frozen=True, kw_only=True):
     """Learner to dataloader: this is where the run stands; every other belief is void.
 
     Sent at the start of a learner, and to a dataloader that has started again (which asks for it with the error
-    ``restore_needed``). The gate is shut until it is answered: the rollouters have then said which tickets they hold.
+    ``restore_needed``). The gate is shut until it is answered: the rollouters have then said which leases they hold.
     Error ``changed`` when the prompts, or the seed of their order, are not those of the ledger and the user has not
     allowed that.
     """
@@ -177,7 +177,7 @@ class Restored(Request, frozen=True, kw_only=True):
     reply = Resumed
     senders = LEARNER
     version: Count
-    """Newest published version, of the weights as they are now. Nothing is granted to an engine that serves less."""
+    """Newest published version, of the weights as they are now. Nothing is leased to an engine that serves less."""
     trained_at_version: Count
     """T(version)."""
     groups_left: Count

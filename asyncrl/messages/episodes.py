@@ -48,7 +48,7 @@ class RunEpisode(Request, frozen=True, kw_only=True):
     attempt: Count
     """Number of the attempt at this trajectory, from 0."""
     purpose: str
-    """Purpose of the ticket: train, or eval/NAME."""
+    """Purpose of the lease: train, or eval/NAME."""
     prompt: str
     """The prompt as text."""
     messages: list[dict[str, Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from asyncrl.messages import Count, FinishReason, Uid
 
@@ -41,7 +41,7 @@ class Sequence(Struct, gc=False, kw_only=True):
     """A path through a conversation, as the policy saw it and went on: T tokens after the prompt, S of them sampled."""
 
     prompt_ids: np.ndarray | None = None
-    """int32 [P], P > 0, the tokens before the first sampled one; None: the prompt of the ticket."""
+    """int32 [P], P > 0, the tokens before the first sampled one; None: the prompt of the lease."""
     tokens: np.ndarray
     """int32 [T]; the first is sampled, or repeated."""
     logprobs: np.ndarray
@@ -52,19 +52,19 @@ class Sequence(Struct, gc=False, kw_only=True):
     """The answers in it, ascending; empty: all of it is one."""
 
 
-class Ticket(Struct, gc=False, frozen=True, kw_only=True):
+class Lease(Struct, gc=False, frozen=True, kw_only=True):
     """The lease of one prompt group. It ends by delivery, return, or its holder's death."""
 
     uid: Uid
     """EPOCH-INDEX of a training prompt; NAME@ROUND-INDEX of an eval prompt."""
-    grant: Count
-    """Number of the grant, counted per rollouter incarnation from 1."""
+    number: Count = field(name="grant")
+    """Number of the lease, counted per rollouter incarnation from 1. Checkpoints hold it as ``grant``."""
     purpose: str
     """train, or eval/NAME."""
     epoch: Count
     index: Count
     param_version: int
-    """The newest version published at the grant."""
+    """The newest version published at the lease."""
     attempt: Count = 0
     """Deaths of engines and rollouters that its earlier holders took part in."""
     alone: bool = False
@@ -79,7 +79,7 @@ class Ticket(Struct, gc=False, frozen=True, kw_only=True):
     temperature: float
     max_tokens: Annotated[int, Meta(ge=1)]
     seal: str = ""
-    """Seal by which the learner knows whom it was granted to (seals.py); empty where there is no key for it."""
+    """Seal by which the learner knows whom it was leased to (seals.py); empty where there is no key for it."""
 
 
 class Trajectory(Struct, gc=False, kw_only=True):
@@ -137,9 +137,9 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     outcomes: list[EpochIntervals] = []
     """The form of asyncrl 0.1, read in place of ``concluded`` and ``counts``; empty in what is written."""
     attempts: dict[Uid, Count] = {}
-    """Ticket.attempt of prompts without an outcome; absent where it is 0."""
+    """Lease.attempt of prompts without an outcome; absent where it is 0."""
     first_epoch: Count = 0
-    """The prompts of earlier epochs were others: nothing is granted from them any more."""
+    """The prompts of earlier epochs were others: nothing is leased from them any more."""
     concluded: list[ConcludedEpochs] = []
     """Outcomes by epochs, ascending; an epoch in which no prompt has an outcome is in none."""
     counts: dict[Literal["trained", "filtered", "quarantined", "left_out"], Count] = {}
@@ -149,7 +149,8 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
 class Group(Struct, gc=False, frozen=True, kw_only=True):
     """A finished prompt group: scored trajectories, or the reason why there are none."""
 
-    ticket: Ticket
+    lease: Lease = field(name="ticket")
+    """Checkpoints hold it as ``ticket``."""
     trajectories: list[Trajectory]
     failure: str | None = None
     """Set when the group is to be quarantined."""

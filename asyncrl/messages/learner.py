@@ -10,7 +10,7 @@ from asyncrl.messages.senders import DATALOADER, ROLLOUTER
 
 
 class Delivered(Message, frozen=True, kw_only=True):
-    """The learner holds the group in memory, or held it before: its ticket may be released."""
+    """The learner holds the group in memory, or held it before: its lease may be released."""
 
     duplicate: bool = False
 
@@ -24,7 +24,7 @@ class Deliver(Request, frozen=True, kw_only=True):
 
 
 class Held(Message, frozen=True, kw_only=True):
-    """The subset that must not be granted again."""
+    """The subset that must not be leased again."""
 
     uids: list[Uid]
 

@@ -1,39 +1,30 @@
-"""Requests of the dataloader to a rollouter after a restart."""
+"""The question of the dataloader to a rollouter after a restart, and the answer."""
 
 from __future__ import annotations
-
-from msgspec import Struct
 
 from asyncrl.messages import Count, Message, Request, Uid
 from asyncrl.messages.senders import DATALOADER
 
 
-class HeldTicket(Struct, gc=False, frozen=True, array_like=True):
-    """A ticket that a rollouter holds."""
-
-    uid: Uid
-    grant: Count
-    attempt: Count
-
-
-class TicketsHeld(Message, frozen=True, kw_only=True):
-    """All tickets that are not acknowledged by that learner, finished ones included."""
+class LeasesHeld(Message, frozen=True, kw_only=True):
+    """All leases that the learner has not acknowledged, those of finished groups included."""
 
     seen: Count
-    """The highest grant received."""
+    """The highest number of a lease that was received."""
     served_version: int
-    tickets: list[HeldTicket]
+    attempts: dict[Uid, Count]
+    """Lease.attempt of each lease that is held, with the deaths since then."""
     leaving: bool = False
-    """It takes no grant above ``seen``."""
+    """The rollouter takes no lease above ``seen``."""
 
 
-class OpenTickets(Request, frozen=True, kw_only=True):
-    """Dataloader to rollouter: which tickets do you hold?
+class OpenLeases(Request, frozen=True, kw_only=True):
+    """Dataloader to rollouter: which leases do you hold?
 
     Before it answers, the rollouter takes ``learner`` for the living incarnation of learner/0: an acknowledgement of
     an older one releases nothing any more, and what was delivered to an older one is delivered again.
     """
 
-    reply = TicketsHeld
+    reply = LeasesHeld
     senders = DATALOADER
     learner: Count

@@ -1,4 +1,4 @@
-"""The first prompts of the training data, as the dataloader would grant them, without reading the rest of the data.
+"""The first prompts of the training data, as the dataloader would lease them, without reading the rest of the data.
 
 Rows that cannot be used, and prompts over data.max_prompt_tokens, are passed over: the checks before a start report
 them. Fails with DataError or ConfigError where the data cannot be read.

@@ -1,11 +1,11 @@
-"""The rollouter: pulls tickets with credit, generates, has trajectories scored, delivers groups, updates its engine.
+"""The rollouter: pulls leases with credit, generates, has trajectories scored, delivers groups, updates its engine.
 
-A ticket is held from its grant until the living learner has acknowledged the group; a draining rollouter returns
+A lease is held from its lease until the living learner has acknowledged the group; a draining rollouter returns
 all that it holds. One that is to leave while the run goes on first finishes all that it has begun, within a time.
-``OpenTickets`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
-the answer stays true. Nothing outlives a rollouter: the tickets that it held return to the gate.
+``OpenLeases`` tells who lives: no learner and no dataloader that has been replaced is believed from then on, so that
+the answer stays true. Nothing outlives a rollouter: the leases that it held return to the gate.
 
-It asks for no ticket before it has reached the learner, then for new ones whenever it has room for a whole group, and
+It asks for no lease before it has reached the learner, then for new ones whenever it has room for a whole group, and
 asks again when it serves a newer version, since the gate counts with that.
 """
 
@@ -23,13 +23,13 @@ from msgspec.structs import replace
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.rollout import AUTO_START
 from asyncrl.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, RemoteError, WireError
-from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
+from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, RunEpisode, TurnReward, TurnRewarded
-from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.rollouter.engines import engine_parsers, make_engine
@@ -104,20 +104,20 @@ class Rollouter(Actor):
         self._delivery: Delivery
         self._dataloader = 0
         """Incarnation of the dataloader below which none lives any more."""
-        self._held: dict[str, Ticket] = {}
-        self._leased: dict[str, float] = {}
-        """Times when held tickets were taken up; the oldest first."""
+        self._held: dict[str, Lease] = {}
+        self._leased_at: dict[str, float] = {}
+        """Times when held leases were taken up; the oldest first."""
         self._scoring: Counter[str] = Counter()
         """Trajectories with each reward pool."""
         self._reward_away = 0
         """Calls that reward pools did not answer."""
         self._ungenerated: Counter[str] = Counter()
-        """Trajectories of each held ticket that are not generated yet."""
+        """Trajectories of each held lease that are not generated yet."""
         self._running: set[asyncio.Task[None]] = set()
-        """Tasks that run, each by the name of its ticket."""
+        """Tasks that run, each by the name of its lease."""
         self._seen = 0
-        """The highest grant received."""
-        self._lease_calls = 0
+        """The highest lease received."""
+        self._lease_requests = 0
         self._generating = 0
         """Trajectories leased and not yet generated; those without a slot wait."""
         self._preempted = False
@@ -132,7 +132,7 @@ class Rollouter(Actor):
         self._player: EpisodePlayer | None = None
         self._faults = EpisodeFaults(self.config)
         self._accounts: dict[str, GroupAccount] = {}
-        """Accounts of the tickets that run."""
+        """Accounts of the leases that run."""
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
         self._stats_due = asyncio.Event()
@@ -197,7 +197,7 @@ class Rollouter(Actor):
         )
 
     async def run(self) -> None:
-        work = [self._follower.run(), self._lease_tickets(), self._report_stats(), self._tell_running()]
+        work = [self._follower.run(), self._take_leases(), self._report_stats(), self._tell_running()]
         if self.config.rollout.concurrency == "auto":
             work.append(self._adapt_concurrency())
         tasks = [self.tasks.create_task(item) for item in work]
@@ -227,7 +227,7 @@ class Rollouter(Actor):
         self._leaves = True
         self._room.set()
         self._ask_again.set()
-        # A call that is cancelled may be granted something all the same.
+        # A call that is cancelled may be leased something all the same.
         self.tasks.create_task(self._give_back([], holding=list(self._held), leaving=True), name="say leaving")
         self.tasks.create_task(self._finish(within_s), name="finish")
 
@@ -243,15 +243,15 @@ class Rollouter(Actor):
         await self._host.close()
 
     async def _return_ungenerated(self, given_up: list[asyncio.Task[None]]) -> None:
-        """Return tickets of a run that makes way: its learner waits for all that is out, taken in or not."""
+        """Return leases of a run that makes way: its learner waits for all that is out, taken in or not."""
         if given_up:
             await asyncio.wait(given_up)
         uids = [task.get_name() for task in given_up]
         holding = [uid for uid in self._held if uid not in uids]
         if await self._give_back(uids, holding=holding, leaving=True):
-            # Only now: until the dataloader has them they are held, and told to whoever asks (open_tickets).
+            # Only now: until the dataloader has them they are held, and told to whoever asks (open_leases).
             for uid in uids:
-                del self._held[uid], self._ungenerated[uid], self._leased[uid]
+                del self._held[uid], self._ungenerated[uid], self._leased_at[uid]
 
     async def _return_held(self, ungenerated: Collection[str]) -> None:
         # While the run goes on the learner is asked about the rest: it may just be taking in what is generated.
@@ -259,24 +259,24 @@ class Rollouter(Actor):
         await self._give_back(uids, holding=[], leaving=self._leaves)
 
     async def _give_back(self, uids: list[str], *, holding: list[str], leaving: bool) -> bool:
-        request = ReturnTickets(uids=uids, leaving=leaving, holding=holding)
+        request = ReturnLeases(uids=uids, leaving=leaving, holding=holding)
         try:
             await self.peer(DATALOADER).call(request, timeout=GIVE_BACK_S if leaving else AWAY_S * 2)
         except WireError as error:
             # The dataloader drains after us; without it the leases end with this incarnation.
-            self.log.warning("tickets not returned", error=str(error))
+            self.log.warning("leases not returned", error=str(error))
             return False
         return True
 
     def resources(self) -> list[ResourceRecord]:
         return [self.states.record("engine")]
 
-    # --- tickets ---
+    # --- leases ---
 
-    async def _lease_tickets(self) -> None:
+    async def _take_leases(self) -> None:
         samples = self.config.rollout.samples_per_prompt
         await self._reach_learner()
-        with self.awaits.on(DATALOADER, "Lease", idle=True) as leasing:
+        with self.awaits.on(DATALOADER, "RequestLeases", idle=True) as leasing:
             while not (self._preempted or self._leaves):
                 # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
                 free = -((self._generating - self._open.size) // samples)
@@ -285,31 +285,31 @@ class Rollouter(Actor):
                     self._room.clear()
                     await self._room.wait()
                     continue
-                reply = await self._lease(free)
+                reply = await self._request_leases(free)
                 if reply is None or self._preempted or self._leaves:
                     continue
-                if reply.tickets:
+                if reply.leases:
                     leasing.renew()
-                for ticket in reply.tickets:
-                    # Also for a ticket that is held already: a grant that is not seen is given again with each call.
-                    self._seen = max(self._seen, ticket.grant)
-                    if ticket.uid not in self._held:
+                for lease in reply.leases:
+                    # Also for a lease that is held already: a lease that is not seen is given again with each call.
+                    self._seen = max(self._seen, lease.number)
+                    if lease.uid not in self._held:
                         self._stats_due.set()
-                        self._held[ticket.uid] = ticket
-                        self._leased[ticket.uid] = self.clock.now()
-                        self._generating += ticket.samples
-                        self._ungenerated[ticket.uid] = ticket.samples
-                        task = self.tasks.create_task(self._run_ticket(ticket), name=ticket.uid)
+                        self._held[lease.uid] = lease
+                        self._leased_at[lease.uid] = self.clock.now()
+                        self._generating += lease.samples
+                        self._ungenerated[lease.uid] = lease.samples
+                        task = self.tasks.create_task(self._run_lease(lease), name=lease.uid)
                         self._running.add(task)
                         task.add_done_callback(self._running.discard)
                 # Not the end of leasing: a learner that goes back to a checkpoint opens the gate again, and its
                 # version, once committed, sets ``_room``.
-                if reply.closed and not reply.tickets:
+                if reply.closed and not reply.leases:
                     self._room.clear()
                     await self._room.wait()
 
     async def _reach_learner(self) -> None:
-        """Wait for the learner: a rollouter that is cut off takes no tickets, and its successors hold nothing up.
+        """Wait for the learner: a rollouter that is cut off takes no leases, and its successors hold nothing up.
 
         The controller, which is told of it, ends the wait within ``supervision.unreachable_s``.
         """
@@ -318,28 +318,28 @@ class Rollouter(Actor):
                 self.peer(LEARNER).connect()
                 await self.peer(LEARNER).reached(LEARNER_LOOK_S)
 
-    async def _lease(self, free: int) -> Leased | None:
+    async def _request_leases(self, free: int) -> NewLeases | None:
         """One lease call; given up when the version or what is held changes, since the gate then counts differently."""
         self._ask_again.clear()
-        self._lease_calls += 1
-        request = Lease(
+        self._lease_requests += 1
+        request = RequestLeases(
             seen=self._seen,
             free_groups=free,
             served_version=self._host.version,
             holding=list(self._held),
-            number=self._lease_calls,
+            number=self._lease_requests,
         )
         call = self.peer(DATALOADER).call(request)
         changed = asyncio.ensure_future(self._ask_again.wait())
         try:
             await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
-                # Tickets that were granted meanwhile are granted again, because ``seen`` does not cover them.
+                # Leases that were leased meanwhile are leased again, because ``seen`` does not cover them.
                 return None
-            leased: Leased = call.result()
+            found: NewLeases = call.result()
             # A dataloader that has been replaced was told for nothing, and so are we: its successor knows of no such
-            # grant, and numbers its own from what it was told is seen.
-            return leased if call.answered_by >= self._dataloader else None
+            # lease, and numbers its own from what it was told is seen.
+            return found if call.answered_by >= self._dataloader else None
         except (DeadlineExceeded, RemoteError) as error:
             await wait_out(self.log, "dataloader", error)
             return None
@@ -348,19 +348,19 @@ class Rollouter(Actor):
             if not call.done():
                 call.cancel()
 
-    async def _run_ticket(self, ticket: Ticket) -> None:
-        account = self._accounts[ticket.uid] = GroupAccount(ticket, self.clock.now, self.clock.wall)
+    async def _run_lease(self, lease: Lease) -> None:
+        account = self._accounts[lease.uid] = GroupAccount(lease, self.clock.now, self.clock.wall)
         end = "given up"
         try:
-            group = await self._deliver(ticket, account)
+            group = await self._deliver(lease, account)
             end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
         finally:
-            del self._accounts[ticket.uid]
+            del self._accounts[lease.uid]
             self._story.tell(GENERATED, **account.facts(end))
 
-    async def _deliver(self, ticket: Ticket, account: GroupAccount) -> Group:
+    async def _deliver(self, lease: Lease, account: GroupAccount) -> Group:
         """Generate a group and have it acknowledged."""
-        group = await self._groups.run(ticket, account)
+        group = await self._groups.run(lease, account)
         began = self.clock.now()
         try:
             await self._delivery.deliver(group)
@@ -370,41 +370,38 @@ class Rollouter(Actor):
             await self._delivery.deliver(group)
         self.histograms.observe("rollout/deliver_s", self.clock.now() - began)
         # Without waiting in between: an acknowledgement is worth something only for as long as nobody else is adopted.
-        del self._held[ticket.uid], self._ungenerated[ticket.uid], self._leased[ticket.uid]
-        self._host.suspects.forget(ticket.uid)
+        del self._held[lease.uid], self._ungenerated[lease.uid], self._leased_at[lease.uid]
+        self._host.suspects.forget(lease.uid)
         self._ask_again.set()
         self.progress()
         return group
 
     @handler
-    def open_tickets(self, request: OpenTickets, caller: Caller) -> TicketsHeld:
-        """Tickets held, once the living learner and the dataloader that asks are believed and nobody before them."""
+    def open_leases(self, request: OpenLeases, caller: Caller) -> LeasesHeld:
+        """Leases held, once the living learner and the dataloader that asks are believed and nobody before them."""
         self._delivery.adopt(request.learner)
         self._dataloader = max(self._dataloader, caller.incarnation)
         self.peer(DATALOADER).adopt(caller.incarnation)
-        return TicketsHeld(
+        return LeasesHeld(
             seen=self._seen,
             served_version=self._host.version,
-            tickets=[
-                HeldTicket(ticket.uid, ticket.grant, self._host.suspects.deaths(ticket))
-                for ticket in self._held.values()
-            ],
+            attempts={uid: self._host.suspects.deaths(lease) for uid, lease in self._held.items()},
             leaving=self._leaves,
         )
 
-    async def _episode(self, ticket: Ticket, sample: int) -> Trajectory:
-        account = self._accounts[ticket.uid].samples[sample]
+    async def _episode(self, lease: Lease, sample: int) -> Trajectory:
+        account = self._accounts[lease.uid].samples[sample]
         if self._player is not None:
             async with self._open.take():
-                trajectory = await self._player.play(ticket, account)
+                trajectory = await self._player.play(lease, account)
         else:
             call = account.call()
             async with self._slot(call):
-                policy = self._policy(ticket, call)
-                trajectory = await single_turn(policy, ticket, sample, self._stops, self._tokenizer)
+                policy = self._policy(lease, call)
+                trajectory = await single_turn(policy, lease, sample, self._stops, self._tokenizer)
         self.counters.add("rollout/trajectories")
         self.histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
-        self.histograms.observe("rollout/generate_s", self.clock.now() - self._leased[ticket.uid])
+        self.histograms.observe("rollout/generate_s", self.clock.now() - self._leased_at[lease.uid])
         return trajectory
 
     @asynccontextmanager
@@ -436,12 +433,12 @@ class Rollouter(Actor):
                 self._open.resize(self.config.episodes_open(limit))
                 self._room.set()
 
-    def _policy(self, ticket: Ticket, call: CallAccount, **told: Any) -> PolicyCall:
-        return PolicyCall(self._host, self._tokenizer, self.config, ticket, call, **told)
+    def _policy(self, lease: Lease, call: CallAccount, **told: Any) -> PolicyCall:
+        return PolicyCall(self._host, self._tokenizer, self.config, lease, call, **told)
 
-    def _trajectory_generated(self, ticket: Ticket) -> None:
+    def _trajectory_generated(self, lease: Lease) -> None:
         self._generating -= 1
-        self._ungenerated[ticket.uid] -= 1
+        self._ungenerated[lease.uid] -= 1
         self._room.set()
 
     async def _call_reward(self, request: Score, away: set[str]) -> Scores:
@@ -595,8 +592,8 @@ class Rollouter(Actor):
     def figures(self) -> dict[str, float]:
         host = self._host
         running = host.running
-        # The thread that beats asks: a copy, and 0 from the Counter for a ticket that has gone meanwhile.
-        oldest = next((began for uid, began in list(self._leased.items()) if self._ungenerated[uid] > 0), None)
+        # The thread that beats asks: a copy, and 0 from the Counter for a lease that has gone meanwhile.
+        oldest = next((began for uid, began in list(self._leased_at.items()) if self._ungenerated[uid] > 0), None)
         kv_use = host.kv_use
         return super().figures() | {
             "rollout/sampled_tokens": host.sampled_tokens,

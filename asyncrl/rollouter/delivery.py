@@ -1,6 +1,6 @@
 """Brings finished groups to the learner, to the incarnation of it that lives.
 
-Invariant: ``deliver`` is over only when the living learner has acknowledged the group, so that its ticket may be
+Invariant: ``deliver`` is over only when the living learner has acknowledged the group, so that its lease may be
 released. An acknowledgement of a learner that has been replaced, also one that was taken in before that was known, is
 worth nothing: the group that it acknowledged died with it, and is delivered again. The learner knows each group by its
 uid, so that one which arrives twice is trained once.
@@ -54,7 +54,7 @@ class Delivery:
                 times += 1
 
     async def _delivered(self, group: Group, times: int) -> bool:
-        uid = group.ticket.uid
+        uid = group.lease.uid
         call = self._learner.call(Deliver(group=group), self._timeout_s)
         try:
             await call

@@ -1,4 +1,4 @@
-"""From a ticket to a finished prompt group: episodes, scores, retries.
+"""From a lease to a finished prompt group: episodes, scores, retries.
 
 Failure is per trajectory: only it is tried again, with backoff, up to ``rollout.max_attempts``. One that failed for
 good quarantines its group with the reason, or is left out where the configuration says so. The death of an engine is
@@ -20,7 +20,7 @@ from typing import TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed
 from asyncrl.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
-from asyncrl.messages.groups import Group, Ticket, Trajectory
+from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
@@ -45,9 +45,9 @@ class GroupRunner:
         self,
         config: Config,
         *,
-        episode: Callable[[Ticket, int], Awaitable[Trajectory]],
+        episode: Callable[[Lease, int], Awaitable[Trajectory]],
         score: Callable[[Score, set[str]], Awaitable[Scores]],
-        generated: Callable[[Ticket], None],
+        generated: Callable[[Lease], None],
         clock: Clock,
     ) -> None:
         self._config = config
@@ -58,54 +58,54 @@ class GroupRunner:
         self._has_worked = False
         """Whether the reward function has ever given a reward."""
 
-    async def run(self, ticket: Ticket, account: GroupAccount) -> Group:
+    async def run(self, lease: Lease, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError and Refused."""
         failure: Exception
         try:
             return await finish_group(
-                [partial(self._trajectory, ticket, sample) for sample in account.samples],
-                partial(self._scored, ticket, account),
+                [partial(self._trajectory, lease, sample) for sample in account.samples],
+                partial(self._scored, lease, account),
                 failure=TrajectoryFailed,
-                needed=MIN_SURVIVORS if ticket.purpose == "train" else 1,
+                needed=MIN_SURVIVORS if lease.purpose == "train" else 1,
                 may_drop=self._config.rollout.on_failed_trajectory == "drop",
             )
         except GroupFailed as error:
             failure = error.failures[0]
         except TrajectoryFailed as error:
             failure = error
-        return Group(ticket=ticket, trajectories=[], failure=str(failure), failed_attempts=account.failed_attempts)
+        return Group(lease=lease, trajectories=[], failure=str(failure), failed_attempts=account.failed_attempts)
 
-    async def _scored(self, ticket: Ticket, account: GroupAccount, finished: TrajectoryGroup[Trajectory]) -> Group:
+    async def _scored(self, lease: Lease, account: GroupAccount, finished: TrajectoryGroup[Trajectory]) -> Group:
         trajectories = finished.trajectories
         if self._config.reward.per == "group":
-            await self._score_into(ticket, trajectories, [account.samples[t.sample] for t in trajectories])
+            await self._score_into(lease, trajectories, [account.samples[t.sample] for t in trajectories])
         return Group(
-            ticket=ticket,
+            lease=lease,
             trajectories=trajectories,
             dropped=len(finished.failures),
             failed_attempts=account.failed_attempts,
         )
 
-    async def _trajectory(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
-        """One trajectory of a ticket. Raises TrajectoryFailed."""
+    async def _trajectory(self, lease: Lease, account: SampleAccount) -> Trajectory:
+        """One trajectory of a lease. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
-            trajectory = await self._retry("generation", lambda: self._episode(ticket, account.sample), [account])
+            trajectory = await self._retry("generation", lambda: self._episode(lease, account.sample), [account])
         finally:
             # Also where it has failed: the room that it had is for another group.
-            self._generated(ticket)
+            self._generated(lease)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
         # User code that played an episode may have given its reward.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
-            await self._score_into(ticket, [trajectory], [account])
+            await self._score_into(lease, [trajectory], [account])
         return trajectory
 
-    async def _score_into(self, ticket: Ticket, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:
+    async def _score_into(self, lease: Lease, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:
         request = Score(
-            uid=ticket.uid,
-            prompt=ticket.prompt,
-            row=ticket.row,
+            uid=lease.uid,
+            prompt=lease.prompt,
+            row=lease.row,
             completions=[
                 Completion(
                     text=t.text,

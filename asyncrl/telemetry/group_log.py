@@ -17,7 +17,7 @@ import msgspec
 
 from asyncrl.telemetry import logging
 
-GRANTED = "granted"
+LEASED = "leased"
 ORPHANED = "orphaned"
 SETTLED = "settled"
 RETURNED = "returned"

@@ -24,7 +24,7 @@ STATES: dict[Kind, dict[str, str]] = {
     },
     "engine": {
         "starting": "the process, its model or its kernels come up; nothing is served",
-        "waiting": "it serves and has nothing to generate (for tickets, or for new weights before the first)",
+        "waiting": "it serves and has nothing to generate (for leases, or for new weights before the first)",
         "generating": "at least one request is running",
         "pausing": "an update is due, and what runs ends or is aborted",
         "paused": "idle for an update, and waits for its turn or for the bytes",

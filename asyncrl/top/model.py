@@ -245,7 +245,7 @@ def bottleneck(facts: Facts, reward: RewardView, ledger: LedgerView) -> Verdict:
             lag=facts.over_window(lambda each: each.lag),
             gate_open=_gate_open(facts),
             episodes=_episodes(facts),
-            # All that the run still trains is granted.
+            # All that the run still trains is leased.
             exhausted=facts.run.steps > 0
             and (ledger.outstanding or 0.0) >= (facts.run.steps - facts.run.step) * facts.run.groups_per_step,
         )
@@ -314,13 +314,13 @@ def stages(
 
     engines, learner = facts.states("rollouter"), _learner(facts)
     tokens, flight = total(each.tokens_per_s for each in rollouters), total(each.in_flight for each in rollouters)
-    granted = facts.rate("dataloader", "tickets/granted")
+    leased = facts.rate("dataloader", "tickets/granted")
     updates = facts.rate("parameter_server", "weights/updates_committed")
     known = None if weights.behind is None else float(sum(each.lag is not None for each in rollouters))
     step = float(facts.run.groups_per_step) or None
     at_hand = total((reward.queued, reward.running))
     return [
-        row("dataloader", "dataloader", {}, granted, "groups", ledger.outstanding, "groups", ledger.gate),
+        row("dataloader", "dataloader", {}, leased, "groups", ledger.outstanding, "groups", ledger.gate),
         row("rollouters", "rollouter", engines, tokens, "tokens", flight, "samples"),
         row("reward", "reward", reward.states, reward.rate, "tasks", at_hand, "tasks"),
         row("learner", "learner", learner, _trained_per_s(facts), "groups", ledger.buffered, "groups", step),

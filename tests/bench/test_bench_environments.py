@@ -60,7 +60,7 @@ def test_trl_is_given_the_batch_that_the_others_train(tmp_path):
             held = batch["completion_mask"][at].astype(bool)
             np.testing.assert_array_equal(batch["completion_ids"][at][held], sequence.tokens)
             np.testing.assert_array_equal(batch["old_per_token_logps"][at][held], sequence.logprobs)
-            np.testing.assert_array_equal(batch["prompt_ids"][at], group.ticket.prompt_ids)
+            np.testing.assert_array_equal(batch["prompt_ids"][at], group.lease.prompt_ids)
         best = max(range(len(rows)), key=lambda at: batch["advantages"][at])
         assert rows[best][1].reward == max(each.reward for each in rows[best][0].trajectories), (
             "an advantage that is not its trajectory's"

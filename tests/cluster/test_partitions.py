@@ -17,7 +17,7 @@ def test_a_rollouter_that_cannot_have_its_trajectories_scored_is_fenced_and_the_
     launched,
     direction,
 ):
-    """I1, I5: it beats, and holds tickets that it can neither finish nor is to keep."""
+    """I1, I5: it beats, and holds leases that it can neither finish nor is to keep."""
     run = launched(120, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
     pool = run.host_of("reward/0")

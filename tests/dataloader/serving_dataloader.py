@@ -15,10 +15,10 @@ from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.ledger import Ledger
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.dataloader import Lease, Outcome, Outcomes, Restored, Supply, WatchSupply
+from asyncrl.messages.dataloader import Outcome, Outcomes, RequestLeases, Restored, Supply, WatchSupply
 from asyncrl.messages.groups import LedgerState
 from asyncrl.messages.learner import Held, Holds
-from asyncrl.messages.rollouter import HeldTicket, OpenTickets, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.runtime.actor import ActorContext, Caller, handler
 
 A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"
@@ -47,17 +47,17 @@ def ledger(*trained: int, **fields: Any) -> LedgerState:
 class Rollouter:
     """Answers what it holds."""
 
-    def __init__(self, *held: HeldTicket, seen: int = 0, served_version: int = 0) -> None:
-        self.tickets = TicketsHeld(seen=seen, served_version=served_version, tickets=list(held))
+    def __init__(self, attempts: dict[str, int] | None = None, *, seen: int = 0, served_version: int = 0) -> None:
+        self.leases = LeasesHeld(seen=seen, served_version=served_version, attempts=attempts or {})
         self.learners: list[int] = []
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
     @handler
-    async def open_tickets(self, request: OpenTickets, caller: Caller) -> TicketsHeld:
+    async def open_leases(self, request: OpenLeases, caller: Caller) -> LeasesHeld:
         self.learners.append(request.learner)
         await self.may_answer.wait()
-        return self.tickets
+        return self.leases
 
 
 class Learner:
@@ -109,11 +109,13 @@ class Running:
 
     def lease(self, name: str = A, free: int = 4, *, wait_s: float = 10.0, **fields: Any) -> asyncio.Future[Any]:
         fields["holding"] = fields.get("holding", "").split()
-        return self.call(name, Lease(**{"seen": 0, "free_groups": free, "served_version": 0, **fields}), 1, wait_s)
+        return self.call(
+            name, RequestLeases(**{"seen": 0, "free_groups": free, "served_version": 0, **fields}), 1, wait_s
+        )
 
-    async def granted(self, *of: Any, **how: Any) -> list[str]:
-        """Uids of what is granted; a call that is parked in vain is answered with nothing before half its deadline."""
-        return [ticket.uid for ticket in (await self.lease(*of, **how)).tickets]
+    async def leased(self, *of: Any, **how: Any) -> list[str]:
+        """Uids of what is leased; a call that is parked in vain is answered with nothing before half its deadline."""
+        return [lease.uid for lease in (await self.lease(*of, **how)).leases]
 
     async def is_parked(self, call: asyncio.Future[Any]) -> bool:
         """Whether it waits, after all that is on its way has come."""

@@ -14,7 +14,7 @@ from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Leased, OutcomesSeen, Rejected, ReturnTickets, SamplePrompts
+from asyncrl.messages.dataloader import NewLeases, OutcomesSeen, Rejected, ReturnLeases, SamplePrompts
 
 RUN = run
 ONE_STEP = {"learner": {"steps": 1}}
@@ -25,16 +25,16 @@ async def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:
     evaluation = {"data": {"source": "synthetic", "size": 1}, "n": 3, "temperature": 0.0, "max_tokens": 5}
     config = small_config(rollout={"temperature": 0.7, "max_tokens": 33}, eval={"held": evaluation})
     async with running(tmp_path, config) as it:
-        [ticket] = (await it.lease()).tickets
-        assert (ticket.uid, ticket.purpose, ticket.epoch, ticket.index) == ("held@0-0", "eval/held", 0, 0)
-        assert (ticket.samples, ticket.temperature, ticket.max_tokens) == (3, 0.0, 5)
+        [lease] = (await it.lease()).leases
+        assert (lease.uid, lease.purpose, lease.epoch, lease.index) == ("held@0-0", "eval/held", 0, 0)
+        assert (lease.samples, lease.temperature, lease.max_tokens) == (3, 0.0, 5)
         assert (await it.supply()).evals == {"eval/held@0": 1}
         await it.report("held@0-0", kind="evaluated")
-        first, second = (await it.lease(free=2, seen=1)).tickets
+        first, second = (await it.lease(free=2, seen=1)).leases
         assert first.prompt_ids.tolist() == list(first.prompt.encode())
         assert first.prompt == first.row["question"]
-        assert (first.uid, first.epoch, first.index, first.grant) == ("0-0", 0, 0, 2)
-        assert (second.uid, second.grant) == ("0-1", 3)
+        assert (first.uid, first.epoch, first.index, first.number) == ("0-0", 0, 0, 2)
+        assert (second.uid, second.number) == ("0-1", 3)
         assert (first.purpose, first.samples, first.temperature, first.max_tokens) == ("train", 2, 0.7, 33)
         assert (first.param_version, first.attempt) == (0, 0)
 
@@ -63,57 +63,57 @@ async def test_a_few_prompts_from_all_over_the_data_are_told_before_the_gate_ope
 
 async def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
     async with running(tmp_path, small_config(**FRESH)) as it:
-        granted = await it.granted(A, 2) + await it.granted(B, 2)
+        leased = await it.leased(A, 2) + await it.leased(B, 2)
         # One that is given up takes nothing.
         given_up, parked = it.lease(A, 2, seen=2), it.lease(B, 2, seen=2)
         assert await it.is_parked(parked)
         given_up.cancel()
-        await it.report(granted[0], kind="filtered")
-        assert [ticket.grant for ticket in (await parked).tickets] == [3]
+        await it.report(leased[0], kind="filtered")
+        assert [lease.number for lease in (await parked).leases] == [3]
         parked = it.lease(A, 2, seen=2)
-        assert await it.call(A, ReturnTickets(uids=granted[1:2])) == Done()
-        assert [ticket.uid for ticket in (await parked).tickets] == [granted[1]]
+        assert await it.call(A, ReturnLeases(uids=leased[1:2])) == Done()
+        assert [lease.uid for lease in (await parked).leases] == [leased[1]]
 
 
 @pytest.mark.parametrize("holds", [True, False])
-async def test_a_call_of_who_leaves_that_is_still_parked_is_granted_nothing(tmp_path: Path, holds: bool) -> None:
+async def test_a_call_of_who_leaves_that_is_still_parked_is_leased_nothing(tmp_path: Path, holds: bool) -> None:
     """I1: as when its CANCEL was lost; what is free goes to the others."""
 
     async with running(tmp_path, small_config(**FRESH)) as it:
-        granted, rest = await it.granted(A, 2), await it.granted(B, 2)
-        parked = it.lease(A, 2, seen=2, holding=" ".join(granted))
+        leased, rest = await it.leased(A, 2), await it.leased(B, 2)
+        parked = it.lease(A, 2, seen=2, holding=" ".join(leased))
         assert await it.is_parked(parked)
         asked = len(it.learner.asked)
-        await it.call(A, ReturnTickets(uids=[], leaving=True, holding=granted if holds else []))
-        assert await parked == Leased()
+        await it.call(A, ReturnLeases(uids=[], leaving=True, holding=leased if holds else []))
+        assert await parked == NewLeases()
         if holds:
-            # That is granted to nobody else, nor is the learner asked about it.
+            # That is leased to nobody else, nor is the learner asked about it.
             other = it.lease(B, 2, seen=2, holding=" ".join(rest))
             assert await it.is_parked(other)
             other.cancel()
             assert len(it.learner.asked) == asked
         await it.report(rest[0], kind="filtered")
         if holds:
-            await it.call(A, ReturnTickets(uids=granted, leaving=True))
+            await it.call(A, ReturnLeases(uids=leased, leaving=True))
         # Nor is one that was on its way.
-        assert await it.granted(A, 2, seen=2) == []
-        found = await it.granted(B, 3, seen=2, holding=rest[1])
-        assert set(granted) <= set(found) and len(found) == 3
+        assert await it.leased(A, 2, seen=2) == []
+        found = await it.leased(B, 3, seen=2, holding=rest[1])
+        assert set(leased) <= set(found) and len(found) == 3
 
 
-async def test_a_call_of_who_leaves_is_granted_nothing_by_a_gate_that_opens_again(tmp_path: Path) -> None:
+async def test_a_call_of_who_leaves_is_leased_nothing_by_a_gate_that_opens_again(tmp_path: Path) -> None:
     async with running(tmp_path, restore=False) as it:
         parked = it.lease(A, 2)
-        leaving = it.call(A, ReturnTickets(uids=[], leaving=True))
+        leaving = it.call(A, ReturnLeases(uids=[], leaving=True))
         await it.restore()
-        assert (await parked, await leaving) == (Leased(), Done())
-        assert len(await it.granted(B, 2)) == 2
+        assert (await parked, await leaving) == (NewLeases(), Done())
+        assert len(await it.leased(B, 2)) == 2
 
 
 async def test_a_parked_call_is_answered_with_nothing_before_half_of_its_deadline(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
         supply = await it.supply()
-        assert await it.lease(served_version=-1, wait_s=0.4) == Leased(tickets=[], closed=False)
+        assert await it.lease(served_version=-1, wait_s=0.4) == NewLeases(leases=[], closed=False)
         assert await it.supply(seen=supply.number, wait_s=0.4) == supply
 
 
@@ -126,22 +126,22 @@ async def test_the_learner_is_woken_when_the_supply_changes_and_rollouters_are_s
         watched = it.supply(seen=supply.number)
         await it.lease(A, 3)
         assert await it.is_parked(watched)
-        granted = await it.granted(A, 9)
+        leased = await it.leased(A, 9)
         supply = await watched
         assert (supply.exhausted, supply.outstanding) == (True, 4)
         parked, watched = it.lease(A, 9, seen=4), it.supply(seen=supply.number)
-        seen = await it.report(*granted, version=1, trained_at_version=4, finished=True)
+        seen = await it.report(*leased, version=1, trained_at_version=4, finished=True)
         assert seen == OutcomesSeen(number=1, limit=1.0)
         assert (await watched).outstanding == 0
         assert it.actor.param_version == 1
-        assert await parked == Leased(tickets=[], closed=True)
+        assert await parked == NewLeases(leases=[], closed=True)
         assert (await it.lease(B)).closed
 
 
-async def test_the_learner_is_told_at_once_of_a_prompt_that_is_rejected_by_a_call_that_is_granted_nothing(
+async def test_the_learner_is_told_at_once_of_a_prompt_that_is_rejected_by_a_call_that_is_leased_nothing(
     tmp_path: Path,
 ) -> None:
-    """Nothing is granted for training before the learner has reported all of the round at the start."""
+    """Nothing is leased for training before the learner has reported all of the round at the start."""
     config = small_config(eval={"held": {"data": {"source": "synthetic", "size": 1}, "n": 3}})
     async with running(tmp_path, config, restore=False) as it:
         await it.restore(ledger=ledger(attempts={"held@0-0": ALONE_FROM + config.rollout.max_attempts}))
@@ -153,10 +153,10 @@ async def test_the_learner_is_told_at_once_of_a_prompt_that_is_rejected_by_a_cal
         assert [rejected.uid for rejected in (await watched).rejected] == ["held@0-0"]
         assert await it.is_parked(parked)
         await it.report("held@0-0", kind="quarantined")
-        assert len((await parked).tickets) == 4
+        assert len((await parked).leases) == 4
 
 
-async def test_prompts_that_are_too_long_are_reported_and_never_granted(
+async def test_prompts_that_are_too_long_are_reported_and_never_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notices = []
@@ -166,7 +166,7 @@ async def test_prompts_that_are_too_long_are_reported_and_never_granted(
     path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (3, 30, 4)))
     data = {"source": "jsonl", "path": str(path), "max_prompt_tokens": 10}
     async with running(tmp_path, small_config(data=data)) as it:
-        assert await it.granted(A, 3) == ["0-0", "0-2", "1-0"]
+        assert await it.leased(A, 3) == ["0-0", "0-2", "1-0"]
         assert (await it.supply()).rejected == [Rejected("0-1", TOO_LONG, "left_out")]
         await it.report("0-1", kind="left_out", version=-1)
         assert (await it.supply()).rejected == []
@@ -196,15 +196,15 @@ def test_bad_data_ends_the_actor_before_it_is_ready(
     assert error.exit_code == 78
 
 
-async def test_groups_of_the_dead_are_granted_again_before_a_successor_is_there(tmp_path: Path) -> None:
+async def test_groups_of_the_dead_are_leased_again_before_a_successor_is_there(tmp_path: Path) -> None:
     """I1: the controller's word is enough, once the learner has said which groups it holds."""
 
     async with running(tmp_path, small_config(**FRESH)) as it:
-        held, lost = await it.granted(A, 2)
-        assert len(await it.granted(B, 2)) == 2
+        held, lost = await it.leased(A, 2)
+        assert len(await it.leased(B, 2)) == 2
         it.learner.held.add(held)
         parked = it.lease(B, 2, seen=2)
         assert await it.is_parked(parked)
         it.actor.peer_died(A, 1)
-        assert [ticket.uid for ticket in (await parked).tickets] == [lost]
+        assert [lease.uid for lease in (await parked).leases] == [lost]
         assert it.learner.asked[-1] == [held, lost]

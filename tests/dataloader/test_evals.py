@@ -17,7 +17,7 @@ def test_a_round_at_the_start_is_open_until_its_last_prompt_is_evaluated() -> No
     assert rounds.starting
     assert rounds.sizes == {"eval/a@0": 2}
     assert not rounds.is_waiting(-1)
-    # One that is evaluated while it waits is not granted.
+    # One that is evaluated while it waits is not leased.
     rounds.finish_prompt("a@0-0")
     assert "a@0-0" not in rounds and rounds.starting
     assert take_all(rounds, 0) == ["a@0-2"]

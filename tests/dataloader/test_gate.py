@@ -1,4 +1,4 @@
-"""The gate and its working limit, by tables. Their guarantees over whole runs are in test_tickets_model."""
+"""The gate and its working limit, by tables. Their guarantees over whole runs are in test_lease_book_model."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, r
 from asyncrl.config import Config
 from asyncrl.errors import RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Outcomes, ReturnTickets
-from asyncrl.messages.rollouter import HeldTicket
+from asyncrl.messages.dataloader import Outcomes, ReturnLeases
 
 RUN = run
 
@@ -33,29 +32,29 @@ async def needs_restore(it: Running) -> None:
 # --- the gate ---
 
 
-async def test_nothing_is_granted_before_the_learner_has_said_where_the_run_stands(tmp_path: Path) -> None:
-    rollouters = {A: Rollouter(HeldTicket("0-1", 1, 0), seen=1)}
+async def test_nothing_is_leased_before_the_learner_has_said_where_the_run_stands(tmp_path: Path) -> None:
+    rollouters = {A: Rollouter({"0-1": 0}, seen=1)}
     async with running(tmp_path, rollouters=rollouters, restore=False) as it:
-        parked, returned = it.lease(free=2, seen=1), it.call(A, ReturnTickets(uids=["0-1"]))
+        parked, returned = it.lease(free=2, seen=1), it.call(A, ReturnLeases(uids=["0-1"]))
         await needs_restore(it)
         assert not parked.done()
         both = await asyncio.gather(it.restore(), it.restore())
         assert (both[0].seed, both[0].limit, both[0].first_epoch, both[0].prompts) == (0, 1.0, 0, 64)
         assert await returned == Done()
-        granted = [ticket.uid for ticket in (await parked).tickets]
-        assert set(granted) <= {"0-0", "0-1", "0-2"} and len(granted) == 2
+        leased = [lease.uid for lease in (await parked).leases]
+        assert set(leased) <= {"0-0", "0-1", "0-2"} and len(leased) == 2
         # The same word again changes nothing.
-        await it.report(*granted)
+        await it.report(*leased)
         assert await it.restore() == both[0] == both[1]
         assert len(rollouters[A].learners) == 1
         assert (await it.supply()).outstanding == 0
 
 
-async def test_known_and_held_prompts_are_not_granted(tmp_path: Path) -> None:
+async def test_known_and_held_prompts_are_not_leased(tmp_path: Path) -> None:
     """I1: the state of a dataloader follows from ledger, claims and what is held."""
 
-    held = (HeldTicket("0-3", 7, 0), HeldTicket("0-5", 9, 1))
-    rollouters = {A: Rollouter(*held, seen=9, served_version=3)}
+    held = {"0-3": 0, "0-5": 1}
+    rollouters = {A: Rollouter(held, seen=9, served_version=3)}
     async with running(tmp_path, learner=Learner("0-4"), rollouters=rollouters, restore=False) as it:
         where = {"version": 3, "trained_at_version": 2, "groups_left": 12, "outcomes_number": 5}
         await it.restore(**where, ledger=ledger(0, 1), claims=["0-2"])
@@ -63,11 +62,11 @@ async def test_known_and_held_prompts_are_not_granted(tmp_path: Path) -> None:
         supply = await it.supply()
         # 0-4 was delivered after the learner had spoken and before the rollouter did.
         assert (supply.outstanding, supply.attempts) == (4, {"0-5": 1})
-        assert await it.granted(seen=9, served_version=2, holding="0-3 0-5", wait_s=0.2) == []
+        assert await it.leased(seen=9, served_version=2, holding="0-3 0-5", wait_s=0.2) == []
         leased = await it.lease(seen=9, served_version=3, free=9, holding="0-3 0-5")
         # T(3) + 2 G admits ten; two are trained and four are out.
-        granted = [(ticket.uid, ticket.grant) for ticket in leased.tickets]
-        assert granted == [("0-6", 10), ("0-7", 11), ("0-8", 12), ("0-9", 13)]
+        leased = [(lease.uid, lease.number) for lease in leased.leases]
+        assert leased == [("0-6", 10), ("0-7", 11), ("0-8", 12), ("0-9", 13)]
         await it.report("0-2", "0-3", "0-4", "0-5", version=4, trained_at_version=6)
         assert (await it.supply()).attempts == {}
 
@@ -87,14 +86,14 @@ async def test_a_successor_counts_supplies_on_from_above_all_of_its_predecessor(
 async def test_a_rollouter_that_does_not_answer_holds_nothing_and_its_prompts_go_to_others(tmp_path: Path) -> None:
     silent, learner = Rollouter(), Learner()
     async with running(tmp_path, two(), learner=learner, rollouters={A: silent, B: Rollouter()}) as it:
-        granted = await it.granted(A, 2)
+        leased = await it.leased(A, 2)
         silent.may_answer.clear()
-        learner.held = {granted[1]}
+        learner.held = {leased[1]}
         await it.restore(outcomes_number=1)
-        assert granted[0] in learner.asked[-1]
-        assert await it.granted(B, 2) == [granted[0], "0-2"]
+        assert leased[0] in learner.asked[-1]
+        assert await it.leased(B, 2) == [leased[0], "0-2"]
         # It finishes all the same: of what is reported then, nothing is refused.
-        await it.report(*granted)
+        await it.report(*leased)
         assert (await it.supply()).outstanding == 1
 
 
@@ -103,12 +102,12 @@ async def test_neither_a_rollouter_that_is_not_there_nor_a_silent_learner_keeps_
     async with running(tmp_path, two(), learner=learner, rollouters={B: Rollouter()}, restore=False) as it:
         learner.may_answer.clear()
         await it.restore()
-        assert await it.granted(A, 1) == ["0-0"]
+        assert await it.leased(A, 1) == ["0-0"]
 
 
 async def test_a_rollouter_that_dies_after_its_answer_leaves_orphans(tmp_path: Path) -> None:
     slow = Rollouter()
-    rollouters = {A: Rollouter(HeldTicket("0-0", 1, 0), seen=1), B: slow}
+    rollouters = {A: Rollouter({"0-0": 0}, seen=1), B: slow}
     async with running(tmp_path, two(call_timeout_s=20), rollouters=rollouters, restore=False) as it:
         slow.may_answer.clear()
         restoring = it.restore()
@@ -118,7 +117,7 @@ async def test_a_rollouter_that_dies_after_its_answer_leaves_orphans(tmp_path: P
         slow.may_answer.set()
         await restoring
         leased = await it.lease(B, 1)
-        assert [(ticket.uid, ticket.attempt) for ticket in leased.tickets] == [("0-0", 1)]
+        assert [(lease.uid, lease.attempt) for lease in leased.leases] == [("0-0", 1)]
 
 
 # --- another learner, another dataloader ---
@@ -127,21 +126,21 @@ async def test_a_rollouter_that_dies_after_its_answer_leaves_orphans(tmp_path: P
 async def test_i1_a_learner_that_went_back_gets_again_what_it_had_reported(tmp_path: Path) -> None:
     rollouter = Rollouter()
     async with running(tmp_path, rollouters={A: rollouter}) as it:
-        granted = await it.granted()
-        rollouter.tickets = Rollouter(HeldTicket("0-3", 4, 0), seen=4).tickets
-        await it.report(*granted[:3], version=1, trained_at_version=3)
+        leased = await it.leased()
+        rollouter.leases = Rollouter({"0-3": 0}, seen=4).leases
+        await it.report(*leased[:3], version=1, trained_at_version=3)
         with pytest.raises(RemoteError) as caught:
             await it.call("learner/0", Outcomes(number=1, version=2, trained_at_version=0), 2)
         assert caught.value.code == "restore_needed"
         await it.restore(2, version=2, trained_at_version=1, ledger=ledger(0))
         assert rollouter.learners == [1, 2]
-        assert await it.granted(seen=4, served_version=1, wait_s=0.2) == []
-        assert await it.granted(free=3, seen=4, served_version=2, holding="0-3") == ["0-1", "0-2", "0-4"]
+        assert await it.leased(seen=4, served_version=1, wait_s=0.2) == []
+        assert await it.leased(free=3, seen=4, served_version=2, holding="0-3") == ["0-1", "0-2", "0-4"]
         await it.report("0-1", version=2, trained_at_version=1)
         assert it.actor.param_version == 2
 
 
-async def test_prompts_of_a_checkpoint_are_no_tickets_that_are_out(tmp_path: Path) -> None:
+async def test_prompts_of_a_checkpoint_are_no_leases_that_are_out(tmp_path: Path) -> None:
     """Their outcome was not reported in time, and nobody reports it any more."""
 
     rollouter = Rollouter()
@@ -149,48 +148,48 @@ async def test_prompts_of_a_checkpoint_are_no_tickets_that_are_out(tmp_path: Pat
         await it.lease(free=3)
         assert it.actor.counters["tickets/granted"] == 3
         assert it.actor.figures()["tickets/oldest_s"] > 0
-        rollouter.tickets = Rollouter(seen=3).tickets
+        rollouter.leases = Rollouter(seen=3).leases
         await it.restore(2, ledger=ledger(0, 1, 2), groups_left=21)
         assert (it.actor.counters["tickets/outstanding"], it.actor.figures()["tickets/oldest_s"]) == (0, 0)
-        assert await it.granted(seen=3, free=2) == ["0-3", "0-4"]
+        assert await it.leased(seen=3, free=2) == ["0-3", "0-4"]
         assert it.actor.counters["tickets/granted"] == 5, "counters only grow"
 
 
 async def test_a_restarted_dataloader_stands_where_the_lost_one_stood(tmp_path: Path) -> None:
     rollouter, learner = Rollouter(), Learner()
     async with running(tmp_path, learner=learner, rollouters={A: rollouter}) as first:
-        granted = await first.granted()
-        await first.report(granted[0])
+        leased = await first.leased()
+        await first.report(leased[0])
         seen = (await first.supply()).number
         first.actor.begin_drain()
-        held = (HeldTicket(uid, grant, 0) for grant, uid in enumerate(granted[1:3], 2))
-        rollouter.tickets = Rollouter(*held, seen=4).tickets
+        held = dict.fromkeys(leased[1:3], 0)
+        rollouter.leases = Rollouter(held, seen=4).leases
         async with running(tmp_path, restore=False, incarnation=2, net=first.net) as second:
             await needs_restore(second)
-            await second.restore(outcomes_number=2, ledger=ledger(0), claims=[granted[3]], groups_left=23)
+            await second.restore(outcomes_number=2, ledger=ledger(0), claims=[leased[3]], groups_left=23)
             # What the learner has seen of the lost one does not keep news from it.
             assert (await second.supply(seen=seen)).outstanding == 3
-            assert await second.granted(seen=4, free=1, holding=" ".join(granted[1:3])) == ["0-4"]
-            await second.report(*granted[1:])
+            assert await second.leased(seen=4, free=1, holding=" ".join(leased[1:3])) == ["0-4"]
+            await second.report(*leased[1:])
 
 
 async def test_the_working_limit_survives_the_learner(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
-        granted = await it.granted(free=9)
-        assert await it.granted(seen=8, wait_s=0.2) == []
-        assert (await it.report(*granted, step_began=True, waited=True)).limit == 1.5
+        leased = await it.leased(free=9)
+        assert await it.leased(seen=8, wait_s=0.2) == []
+        assert (await it.report(*leased, step_began=True, waited=True)).limit == 1.5
         assert (await it.restore(2, version=1)).limit == 1.5
 
 
-async def test_a_run_that_makes_way_grants_nothing_more(tmp_path: Path) -> None:
+async def test_a_run_that_makes_way_leases_nothing_more(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
         supply = await it.supply()
-        granted = await it.granted(free=2)
+        leased = await it.leased(free=2)
         watched = it.supply(seen=supply.number)
         it.actor.preempted()
         assert ((await watched).exhausted, (await watched).outstanding) == (True, 2)
-        assert await it.granted(seen=2, wait_s=0.2) == []
-        await it.call(A, ReturnTickets(uids=granted))
+        assert await it.leased(seen=2, wait_s=0.2) == []
+        await it.call(A, ReturnLeases(uids=leased))
         assert (await it.supply()).outstanding == 0
         await it.restore(outcomes_number=1)
         assert (await it.supply()).exhausted
@@ -210,7 +209,7 @@ async def test_other_prompts_are_refused_unless_that_is_allowed(tmp_path: Path) 
                 await it.restore(**was, **changed)
             assert caught.value.code == "changed"
         # A refusal leaves everything as it was.
-        assert await it.granted(free=1) == ["0-0"]
+        assert await it.leased(free=1) == ["0-0"]
 
 
 async def test_other_prompts_begin_with_an_epoch_of_their_own(tmp_path: Path) -> None:
@@ -220,11 +219,11 @@ async def test_other_prompts_begin_with_an_epoch_of_their_own(tmp_path: Path) ->
         before = ledger(0, 1, attempts={"0-2": 2})
         resumed = await it.restore(fingerprint="other", seed=4, ledger=before, claims=["1-5"], groups_left=9)
         assert resumed.first_epoch == 2
-        assert await it.granted(free=2) == ["2-0", "2-1"]
+        assert await it.leased(free=2) == ["2-0", "2-1"]
         await it.report("1-5", "2-1")
-        rollouter.tickets = Rollouter(HeldTicket("2-0", 1, 0), seen=2).tickets
+        rollouter.leases = Rollouter({"2-0": 0}, seen=2).leases
         # The learner keeps the first epoch with the ledger, and the fingerprint fits from then on.
         known = ledger(0, 1, first_epoch=2)
         again = await it.restore(fingerprint=resumed.fingerprint, seed=0, ledger=known, outcomes_number=2)
         assert again.first_epoch == 2
-        assert await it.granted(seen=2, free=1, holding="2-0") == ["2-1"]
+        assert await it.leased(seen=2, free=1, holding="2-0") == ["2-1"]

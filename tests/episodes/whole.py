@@ -1,6 +1,6 @@
 """Episodes from end to end: user code in an episode host, its calls answered by a rollouter's sessions and an engine.
 
-Real processes, sockets and, where the world has one, a real engine with weights that change; the tickets are given by
+Real processes, sockets and, where the world has one, a real engine with weights that change; the leases are given by
 hand, and no learner trains.
 """
 
@@ -112,9 +112,9 @@ def played_by(
     return found
 
 
-def play(world: World, prompt: str, sample: int = 0, **ticket: Any) -> asyncio.Task[Trajectory]:
+def play(world: World, prompt: str, sample: int = 0, **lease: Any) -> asyncio.Task[Trajectory]:
     """One attempt at a trajectory."""
-    given = msgspec.structs.replace(world.ticket, prompt=prompt, uid=f"0-{sample}", temperature=1.0, **ticket)
+    given = msgspec.structs.replace(world.lease, prompt=prompt, uid=f"0-{sample}", temperature=1.0, **lease)
     account = GroupAccount(given, world.clock.now, world.clock.wall).samples[0]
     return asyncio.ensure_future(world.player.play(given, account))
 

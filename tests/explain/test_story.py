@@ -34,12 +34,12 @@ class Logs:
         stamp = datetime.fromtimestamp(T + at, UTC).isoformat().replace("+00:00", "Z")
         self.write(actor, json.dumps({"actor": actor, "event": event, "timestamp": stamp, **facts}) + "\n")
 
-    def granted(self, at, to="rollouter/0", number=1, version=2, attempt=0, uid=UID):
-        grants = [[0, 1, 0, False], [number, version, attempt, False]]
-        self.line(at, "dataloader/0", "granted", to=to, uids=["0-6", uid], grants=grants)
+    def leased(self, at, to="rollouter/0", number=1, version=2, attempt=0, uid=UID):
+        leases = [[0, 1, 0, False], [number, version, attempt, False]]
+        self.line(at, "dataloader/0", "leased", to=to, uids=["0-6", uid], leases=leases)
 
-    def generated(self, at, since, *samples, actor="rollouter/0", grant=1, end="delivered"):
-        self.line(at, actor, "generated", uid=UID, grant=grant, since=T + since, end=end, samples=list(samples))
+    def generated(self, at, since, *samples, actor="rollouter/0", lease=1, end="delivered"):
+        self.line(at, actor, "generated", uid=UID, lease=lease, since=T + since, end=end, samples=list(samples))
 
     def taken(self, at, into="buffered", by="rollouter/0"):
         self.line(at, "learner/0", "taken", uid=UID, by=by, into=into)
@@ -48,7 +48,7 @@ class Logs:
         self.line(at, "learner/0", "trained", uids=["0-1", UID], step=step, version=step - 1)
 
     def whole(self, skew=0.0, learner=0.0):
-        self.granted(0.0)
+        self.leased(0.0)
         events = [
             [0.01, "began", 2],
             [0.5, "aborted", 60],
@@ -70,7 +70,7 @@ def whats(run_dir):
     return [happening.what for happening in read_story(run_dir, UID)]
 
 
-WHOLE = ["granted", "began", "aborted", "resumed", "finished", "scored", "buffered", "delivered", "trained"]
+WHOLE = ["leased", "began", "aborted", "resumed", "finished", "scored", "buffered", "delivered", "trained"]
 
 
 def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
@@ -79,7 +79,7 @@ def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
         f"prompt group {UID}: trained at step 3, on the weights of version 2\n"
         "seconds since 2025-10-09 08:53:20.000000 UTC\n"
         "\n"
-        "      +0.000  dataloader/0  granted to rollouter/0 (grant 1, newest version 2)\n"
+        "      +0.000  dataloader/0  leased to rollouter/0 (lease 1, newest version 2)\n"
         "      +0.011  rollouter/0   sample 0: generation began at version 2\n"
         "      +0.501  rollouter/0   sample 0: aborted with 60 tokens\n"
         "      +0.601  rollouter/0   sample 0: resumed at version 3\n"
@@ -92,7 +92,7 @@ def test_a_story_is_told_in_words_and_in_order(logs, tmp_path):
 
 
 def test_turns_of_an_episode_are_told(logs, tmp_path):
-    logs.granted(0.0)
+    logs.leased(0.0)
     events = [
         [0.01, "episode", 0, "episodes/0"],
         [0.2, "asked", 0, 2, 0.1, "root", None, 40, 40],
@@ -139,7 +139,7 @@ def test_clocks_that_differ_a_little_do_not_put_effects_before_causes(logs, tmp_
     logs.whole(skew, learner)
     found = whats(tmp_path)
     assert sorted(found) == sorted(WHOLE)
-    assert found[0] == "granted" and found[-1] == "trained"
+    assert found[0] == "leased" and found[-1] == "trained"
     assert found.index("finished") < found.index("buffered")
     assert [what for what in found if what in WHOLE[1:6]] == WHOLE[1:6]
 
@@ -147,8 +147,8 @@ def test_clocks_that_differ_a_little_do_not_put_effects_before_causes(logs, tmp_
 def test_torn_and_foreign_lines_are_left_out(logs, tmp_path):
     logs.write("rollouter/0", '{"actor": "rollouter/0", "event": "generated", "uid": "0-7", "sam\n')
     logs.write("rollouter/0", 'Traceback: "0-7"\n\xff\n')
-    logs.line(0.3, "rollouter/0", "generated", uid=UID, grant=9, since=T, end="delivered", samples=[[[0.1, "sang", 3]]])
-    logs.line(0.3, "dataloader/0", "granted", to="rollouter/0", uids=[UID], grants=[])
+    logs.line(0.3, "rollouter/0", "generated", uid=UID, lease=9, since=T, end="delivered", samples=[[[0.1, "sang", 3]]])
+    logs.line(0.3, "dataloader/0", "leased", to="rollouter/0", uids=[UID], leases=[])
     logs.line(0.3, "learner/0", "taken", uid=UID, by="rollouter/7", into="hand")
     logs.line(0.3, "learner/0", "trained", uids="0-7", step=3)
     logs.whole()
@@ -172,28 +172,28 @@ def test_whatever_is_cut_off_or_mixed_up_never_breaks_the_story(tmp_path_factory
         assert explain(folder, UID).startswith(f"prompt group {UID}: ")
 
 
-def test_a_death_and_another_grant(logs, tmp_path):
+def test_a_death_and_another_lease(logs, tmp_path):
     # Its reply was lost; of what is said again and again while a group runs the last word counts.
     for at in (0.0, 0.2):
-        logs.granted(at, number=4)
+        logs.leased(at, number=4)
     for at in (0.3, 0.4):
-        logs.generated(at, 0.001, [[0.1, "began", 2]], grant=4, end="running")
+        logs.generated(at, 0.001, [[0.1, "began", 2]], lease=4, end="running")
     assert "being generated by rollouter/0" in explain(tmp_path, UID)
     logs.line(0.62, "dataloader/0", "orphaned", uids=[UID], of="rollouter/0")
     logs.line(0.64, "dataloader/0", "settled", uids=[UID], held=False)
     assert verdict(read_story(tmp_path, UID)).startswith("to be generated again")
-    logs.granted(0.7, to="rollouter/1", number=1, attempt=1)
-    assert "granted to rollouter/1 (grant 1, newest version 2, deaths 1)" in explain(tmp_path, UID)
+    logs.leased(0.7, to="rollouter/1", number=1, attempt=1)
+    assert "leased to rollouter/1 (lease 1, newest version 2, deaths 1)" in explain(tmp_path, UID)
     assert verdict(read_story(tmp_path, UID)).endswith("nothing is known of it since")
     logs.generated(1.0, 0.701, [[0.1, "began", 3], [0.2, "finished", 9, "length", [[3, 0, 9]]]], actor="rollouter/1")
     assert whats(tmp_path) == [
-        *("granted", "began", "running", "orphaned", "to be granted again"),
-        *("granted", "began", "finished", "delivered"),
+        *("leased", "began", "running", "orphaned", "to be leased again"),
+        *("leased", "began", "finished", "delivered"),
     ]
 
 
-def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_grant(logs, tmp_path):
-    logs.granted(0.0)
+def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_lease(logs, tmp_path):
+    logs.leased(0.0)
     events = [[0.1, "began", 2], [0.5, "aborted", 60]]
     logs.generated(0.3, 0.001, events[:1], end="running")
     logs.generated(1.0, 0.001, events, end="given up")
@@ -203,8 +203,8 @@ def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_grant(l
     assert verdict(read_story(tmp_path, UID)) == "in the learner's buffer, not trained so far"
     logs.line(1.2, "dataloader/0", "returned", uids=[UID], by="rollouter/0")
     assert verdict(read_story(tmp_path, UID)) == "to be generated again: returned by rollouter/0"
-    logs.granted(1.3, to="rollouter/1", number=2)
-    logs.generated(2.0, 1.301, events, actor="rollouter/1", grant=2, end="given up")
+    logs.leased(1.3, to="rollouter/1", number=2)
+    logs.generated(2.0, 1.301, events, actor="rollouter/1", lease=2, end="given up")
     assert verdict(read_story(tmp_path, UID)) == "given up by rollouter/1; nothing is known of it since"
 
 
@@ -218,22 +218,22 @@ def test_a_learner_that_goes_on_from_before_undoes_what_was_trained_and_leaves_w
     logs.attempt = 2
     logs.line(9.0, "learner/0", "restored", step=2, version=2, uids=[])
     assert verdict(read_story(tmp_path, UID)).startswith("to be generated again")
-    logs.granted(10.0)
+    logs.leased(10.0)
     logs.trained(12.0, step=4)
     text = explain(tmp_path, UID)
     assert "attempt 2 of the run:\n" in text
     assert "starts from the checkpoint of step 2: it is not trained any more" in text
     assert text.startswith(f"prompt group {UID}: trained at step 4")
     other = Logs(tmp_path / "other")
-    other.granted(0.0)
+    other.leased(0.0)
     other.taken(1.0)
     other.line(9.0, "learner/0", "restored", step=3, version=3, uids=[UID])
-    assert whats(other.run_dir) == ["granted", "buffered", "buffered"]
+    assert whats(other.run_dir) == ["leased", "buffered", "buffered"]
     assert "which holds it in the buffer" in explain(other.run_dir, UID)
 
 
 def test_a_quarantine_tells_its_reason_and_what_was_printed_is_told(logs, tmp_path):
-    logs.granted(0.0)
+    logs.leased(0.0)
     logs.line(0.4, "reward/0", "printed", uid=UID, text="odd answer")
     logs.generated(
         0.5, 0.1, [[0.1, "began", 2], [0.2, "failed", "scoring: timeout"]], end="delivered as failed: timeout"
@@ -262,7 +262,7 @@ def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
     with pytest.raises(UsageError, match=r"log\.level"):
         explain(tmp_path, UID)
     for uid in ("heldout@0-0", "heldout_greedy@50-511", "0-9"):
-        logs.granted(0.0, uid=uid)
+        logs.leased(0.0, uid=uid)
     for uid, said in (
         (UID, "The first that was is 0-6, the last 0-9"),
         ("heldout@0-7", "The first of heldout that was is heldout@0-0, the last heldout@0-0"),
@@ -286,7 +286,7 @@ def test_where_nothing_is_known_it_is_said_what_is(logs, tmp_path):
 )
 def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_path, into, said):
     events = [[0.1, "began", 2], [0.3, "finished", 9, "stop", [[2, 0, 9]]], [0.4, "scored", 1.0, 0.002]]
-    logs.granted(0.0)
+    logs.leased(0.0)
     logs.taken(0.5, into)
     logs.generated(0.501, 0.001, events)
     found = read_story(tmp_path, UID)
@@ -294,8 +294,8 @@ def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_pa
     logs.line(0.6, "dataloader/0", "orphaned", uids=[UID], of="rollouter/0")
     logs.line(0.7, "dataloader/0", "settled", uids=[UID], held=True)
     assert verdict(read_story(tmp_path, UID)) == said
-    # What was said of an earlier grant is not said of this one.
-    logs.granted(0.8, to="rollouter/1")
+    # What was said of an earlier lease is not said of this one.
+    logs.leased(0.8, to="rollouter/1")
     logs.generated(1.5, 0.9, events, actor="rollouter/1")
     assert verdict(read_story(tmp_path, UID)) == "delivered; the learner's word on it is not known"
     if into == "evaluation":

@@ -15,7 +15,7 @@ from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, Rewa
 from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan, build_step
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.ledger import Ledger
-from asyncrl.messages.groups import Group, Sequence, Ticket, TokenRole, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan
 from asyncrl.trajectories import sampled_positions
 
 VOCABULARY = 48
@@ -128,9 +128,9 @@ def make_trajectory(
 def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) -> Group:
     for sample, trajectory in enumerate(trajectories):
         trajectory.sample = sample
-    ticket = Ticket(
+    lease = Lease(
         uid=f"0-{index}",
-        grant=index + 1,
+        number=index + 1,
         purpose="train",
         epoch=0,
         index=index,
@@ -142,7 +142,7 @@ def make_group(index: int, prompt: list[int], trajectories: list[Trajectory]) ->
         temperature=TEMPERATURE,
         max_tokens=32,
     )
-    return Group(ticket=ticket, trajectories=trajectories)
+    return Group(lease=lease, trajectories=trajectories)
 
 
 def make_state(version: int = 3, **fields: Any) -> CheckpointState:
@@ -225,7 +225,7 @@ def exact_scores(model: Any, group: Group, sequence: Sequence) -> tuple[Any, Any
     """Log-probs of the sampled tokens of a sequence by a model, and the entropies there: float64 [N] each, nats."""
     import torch
 
-    prompt = (group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids).tolist()
+    prompt = (group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids).tolist()
     ids, places = torch.tensor([*prompt, *sequence.tokens.tolist()]), sampled_positions(sequence) + len(prompt)
     logp = torch.log_softmax(model(ids[None]).logits[0, places - 1].double() / TEMPERATURE, dim=-1)
     return logp[torch.arange(len(places)), ids[places]], -(logp.exp() * logp).sum(-1)

@@ -51,7 +51,7 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
     def short(body):
         return told(scores(body)[1:])
 
-    async def episode(ticket, sample):
+    async def episode(lease, sample):
         trajectory = make_group(samples=SAMPLES).trajectories[sample]
         trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
         return trajectory
@@ -68,8 +68,8 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
         )
 
         async def group():
-            ticket = make_group(samples=SAMPLES).ticket
-            return await runner.run(ticket, GroupAccount(ticket, LoopClock().now, LoopClock().wall))
+            lease = make_group(samples=SAMPLES).lease
+            return await runner.run(lease, GroupAccount(lease, LoopClock().now, LoopClock().wall))
 
         found = await group()
         attempts = config.rollout.max_attempts

@@ -10,18 +10,18 @@ from test_messages import make_group
 
 from asyncrl.errors import RestoreNeeded
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
+from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
-from asyncrl.messages.rollouter import OpenTickets, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.rollouter import actor
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire.envelope import Kind, decode_header
 
 
-def group_of(ticket):
-    return Group(ticket=ticket, trajectories=make_group(samples=ticket.samples).trajectories)
+def group_of(lease):
+    return Group(lease=lease, trajectories=make_group(samples=lease.samples).trajectories)
 
 
 class Learner:
@@ -43,7 +43,7 @@ class Learner:
         if self.refusals:
             self.refusals -= 1
             raise RestoreNeeded
-        uid = request.group.ticket.uid
+        uid = request.group.lease.uid
         duplicate = uid in self.uids
         self.uids.append(uid)
         self.failures.append(request.group.failure)
@@ -58,41 +58,41 @@ class Learner:
 
 
 class Dataloader:
-    """Grants what is put into ``grants``, numbered from what was seen, and again until that is: calls are given up."""
+    """Leases what is put into ``leases``, numbered from what was seen, and again until that is: calls are given up."""
 
     def __init__(self):
-        self.grants, self.asked, self.returned = [], [], []
+        self.leases, self.asked, self.returned = [], [], []
         self.unseen = []
         self.partings = []
         """Uids held by one that leaves, each time it said so."""
         self.more = asyncio.Event()
         self.callers = []
 
-    def grant(self, *uids, **changes):
-        self.grants += [(uid, changes) for uid in uids]
+    def lease(self, *uids, **changes):
+        self.leases += [(uid, changes) for uid in uids]
         self.more.set()
 
     @handler
-    async def lease(self, request: Lease, caller: Caller) -> Leased:
+    async def request_leases(self, request: RequestLeases, caller: Caller) -> NewLeases:
         self.asked.append(request)
         self.callers.append(caller)
-        self.unseen = [ticket for ticket in self.unseen if ticket.grant > request.seen]
+        self.unseen = [lease for lease in self.unseen if lease.number > request.seen]
         try:
             async with asyncio.timeout(caller.park_s):
-                while not (self.grants or self.unseen):
+                while not (self.leases or self.unseen):
                     self.more.clear()
                     await self.more.wait()
         except TimeoutError:
-            return Leased()
-        given, self.grants = self.grants, []
-        last = max([request.seen, *(ticket.grant for ticket in self.unseen)])
+            return NewLeases()
+        given, self.leases = self.leases, []
+        last = max([request.seen, *(lease.number for lease in self.unseen)])
         self.unseen += [
-            replace(make_group(uid).ticket, grant=last + n, **changes) for n, (uid, changes) in enumerate(given, 1)
+            replace(make_group(uid).lease, number=last + n, **changes) for n, (uid, changes) in enumerate(given, 1)
         ]
-        return Leased(tickets=list(self.unseen))
+        return NewLeases(leases=list(self.unseen))
 
     @handler
-    def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
+    def return_leases(self, request: ReturnLeases, caller: Caller) -> Done:
         self.returned += request.uids
         if request.leaving:
             self.partings.append(request.holding)
@@ -126,14 +126,14 @@ class ScriptedGroups:
     def __init__(self, generated, score):
         self.gates, self.score, self._generated = {}, score, generated
 
-    async def run(self, ticket, _account):
+    async def run(self, lease, _account):
         try:
-            if ticket.uid in self.gates:
-                await self.gates[ticket.uid].wait()
+            if lease.uid in self.gates:
+                await self.gates[lease.uid].wait()
         finally:
-            for _ in range(ticket.samples):
-                self._generated(ticket)
-        return group_of(ticket)
+            for _ in range(lease.samples):
+                self._generated(lease)
+        return group_of(lease)
 
 
 class Life:
@@ -168,10 +168,10 @@ class Life:
         await self.until(lambda: self.rollouter.ready)
         return self
 
-    def open_tickets(self, learner, dataloader=1) -> TicketsHeld:
+    def open_leases(self, learner, dataloader=1) -> LeasesHeld:
         """The handler's answer, within one callback."""
         caller = Caller("dataloader/0", dataloader, -1, asyncio.get_running_loop().time() + 10)
-        return self.rollouter.open_tickets(OpenTickets(learner=learner), caller)
+        return self.rollouter.open_leases(OpenLeases(learner=learner), caller)
 
     def within_the_next_reply(self, name, act):
         """Run ``act`` in the very callback that takes in the next reply of a peer, before anybody has it."""
@@ -191,8 +191,8 @@ class Life:
 
     @property
     def held(self):
-        """The grant of each ticket that it holds, as peers are told that are no newer than those it believes."""
-        return {ticket.uid: ticket.grant for ticket in self.open_tickets(learner=0, dataloader=0).tickets}
+        """The number of each lease that it holds, by uid."""
+        return {uid: lease.number for uid, lease in self.rollouter._held.items()}
 
     async def die(self):
         """As far as a task can: nothing more is said to anybody."""

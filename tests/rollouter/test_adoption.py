@@ -1,6 +1,6 @@
-"""Who is believed after OpenTickets: I1, no ticket is lost and none released by a learner that is no more.
+"""Who is believed after OpenLeases: I1, no lease is lost and none released by a learner that is no more.
 
-The answer says which tickets are held; whatever is on its way at that moment, it must be true from then on.
+The answer says which leases are held; whatever is on its way at that moment, it must be true from then on.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from rollouter_cases import Dataloader, Learner, living
 
 from asyncrl.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.rollouter import HeldTicket, OpenTickets
+from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.runtime.calls import peer as peer_module
 
 
@@ -37,21 +37,21 @@ def soon(monkeypatch):
 async def test_i1_an_acknowledgement_of_an_older_learner_releases_nothing_once_another_is_adopted(
     arrived, memory, tmp_path
 ):
-    """Also where it has arrived, and the coroutine that waits for it has not run when OpenTickets is answered."""
+    """Also where it has arrived, and the coroutine that waits for it has not run when OpenLeases is answered."""
     old, new, dataloader = Learner(open=False), Learner(), Dataloader()
     async with between(old, dataloader, tmp_path, memory=memory) as life:
-        dataloader.grant("0-1")
+        dataloader.lease("0-1")
         await old.came.wait()
         if arrived:
-            answers = life.within_the_next_reply("learner/0", lambda: life.open_tickets(learner=2))
+            answers = life.within_the_next_reply("learner/0", lambda: life.open_leases(learner=2))
             old.open.set()
             await life.until(lambda: answers)
             await life.until(lambda: life.rollouter.counters["rollout/delivered_again"])
         else:
-            answers = [life.open_tickets(learner=2)]
+            answers = [life.open_leases(learner=2)]
             old.open.set()
             await life.until(lambda: old.answered)
-        assert [ticket.uid for ticket in answers[0].tickets] == ["0-1"]
+        assert [lease.uid for lease in answers[0].leases] == ["0-1"]
         assert life.held.keys() == {"0-1"}
         life.net.serve(new, "learner/0", 2)
         await life.until(lambda: not life.held)
@@ -65,54 +65,54 @@ async def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever
     """It takes no groups yet at first, and is asked again."""
     learner, dataloader = Learner(open=False, refusals=1), Dataloader()
     async with between(learner, dataloader, tmp_path, learner_at=2) as life:
-        dataloader.grant("0-1")
+        dataloader.lease("0-1")
         await learner.came.wait()
-        answers = life.within_the_next_reply("learner/0", lambda: life.open_tickets(learner=adopted))
+        answers = life.within_the_next_reply("learner/0", lambda: life.open_leases(learner=adopted))
         learner.open.set()
         await life.until(lambda: answers and not life.held)
         assert learner.uids == ["0-1"]
         assert life.rollouter.counters["rollout/delivered_again"] == 0
 
 
-async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_grant_and_the_deaths_it_was_in(tmp_path):
+async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_lease_and_the_deaths_it_was_in(tmp_path):
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path, dataloader_at=7) as life:
         life.gates["0-2"] = asyncio.Event()
-        dataloader.grant("0-1", "0-2")
+        dataloader.lease("0-1", "0-2")
         await life.until(lambda: learner.uids == ["0-1"])
-        dataloader.grant("0-3", attempt=1)
+        dataloader.lease("0-3", attempt=1)
         await life.until(lambda: learner.uids == ["0-1", "0-3"])
         life.rollouter._host.suspects.died(["0-2", "0-3"], "killed", alone=False)
         asker = life.net.client("rollouter/0", "dataloader/0", 7)
         life.net.register(ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address))
-        answer = await asker.call(OpenTickets(learner=1))
-        assert answer.tickets == [HeldTicket("0-1", 1, 0), HeldTicket("0-2", 2, 1), HeldTicket("0-3", 3, 2)]
+        answer = await asker.call(OpenLeases(learner=1))
+        assert answer.attempts == {"0-1": 0, "0-2": 1, "0-3": 2}
         assert (answer.seen, answer.served_version) == (3, -1)
         stranger = life.net.client("rollouter/0", "reward/0", 1)
-        with pytest.raises(RemoteError, match="reward/0 may not send OpenTickets: dataloader may"):
-            await stranger.call(OpenTickets(learner=9))
+        with pytest.raises(RemoteError, match="reward/0 may not send OpenLeases: dataloader may"):
+            await stranger.call(OpenLeases(learner=9))
         learner.open.set()
         life.gates["0-2"].set()
         await life.until(lambda: not life.held)
 
 
-async def test_grants_of_a_dataloader_that_is_no_more_are_dropped_with_their_numbers(tmp_path):
+async def test_leases_of_a_dataloader_that_is_no_more_are_dropped_with_their_numbers(tmp_path):
     """Else the next one numbers other prompts alike, and believes that they were seen."""
     learner, old, new = Learner(open=False), Dataloader(), Dataloader()
     async with between(learner, old, tmp_path) as life:
-        old.grant("0-1")
+        old.lease("0-1")
         await life.until(lambda: life.held.keys() == {"0-1"} and len(old.asked) > 1)
-        answers = life.within_the_next_reply("dataloader/0", lambda: life.open_tickets(1, dataloader=2))
-        old.grant("0-2")
+        answers = life.within_the_next_reply("dataloader/0", lambda: life.open_leases(1, dataloader=2))
+        old.lease("0-2")
         await life.until(lambda: answers)
         assert answers[0].seen == 1
         life.net.serve(new, "dataloader/0", 2)
-        # It lives on, as one that is cut off from the controller would, and grants.
-        old.grant("0-9")
+        # It lives on, as one that is cut off from the controller would, and leases.
+        old.lease("0-9")
         await life.until(lambda: new.asked)
         assert (new.asked[0].seen, new.asked[0].holding) == (1, ["0-1"])
         assert life.held.keys() == {"0-1"}
-        new.grant("0-3")
+        new.lease("0-3")
         await life.until(lambda: life.held.keys() == {"0-1", "0-3"})
         assert life.held["0-3"] == 2
         # The numbers of the calls only grow, across dataloaders too.
@@ -126,15 +126,15 @@ async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
-        dataloader.grant("0-1", "0-2")
+        dataloader.lease("0-1", "0-2")
         await learner.came.wait()
         life.rollouter.preempted()
         asked = len(dataloader.asked)
-        dataloader.grant("0-3")
+        dataloader.lease("0-3")
         # At once, as the learner waits for whatever is out; with all that may still be delivered.
         await life.until(lambda: life.held.keys() == {"0-1"})
         assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
-        assert [held.uid for held in life.open_tickets(1).tickets] == ["0-1"]
+        assert [held.uid for held in life.open_leases(1).leases] == ["0-1"]
         learner.open.set()
         await life.until(lambda: not life.held)
         await life.drain()
@@ -144,17 +144,17 @@ async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_
 
 
 async def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(tmp_path):
-    """I1: whatever it is granted afterwards it does not take."""
+    """I1: whatever it is leased afterwards it does not take."""
     learner, dataloader = Learner(), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
-        dataloader.grant("0-1", "0-2")
+        dataloader.lease("0-1", "0-2")
         await life.until(lambda: life.held.keys() == {"0-2"})
         life.rollouter.asked_to_leave(10.0)
-        dataloader.grant("0-3")
+        dataloader.lease("0-3")
         await life.until(lambda: dataloader.partings)
         assert dataloader.partings == [["0-2"]]
-        assert life.open_tickets(1).leaving
+        assert life.open_leases(1).leaving
         assert life.held.keys() == {"0-2"}
         life.gates["0-2"].set()
         await life.task
@@ -168,7 +168,7 @@ async def test_who_stops_returns_what_it_holds_and_one_that_leaves_only_what_is_
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
-        dataloader.grant("0-1", "0-2")
+        dataloader.lease("0-1", "0-2")
         await life.until(lambda: learner.uids == ["0-1"] and life.held.keys() == {"0-1", "0-2"})
         if leaves:
             life.rollouter.asked_to_leave(0.1)
@@ -179,7 +179,7 @@ async def test_who_stops_returns_what_it_holds_and_one_that_leaves_only_what_is_
         assert dataloader.partings == ([["0-1", "0-2"], []] if leaves else [])
 
 
-async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_along_and_tells_whom_it_misses(tmp_path):
+async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_leases_along_and_tells_whom_it_misses(tmp_path):
     def told():
         return {record.whom: record.seconds for record in life.rollouter.heartbeat(1).unreached}
 
@@ -190,7 +190,7 @@ async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_alon
         async with way_to(net.records["learner/0"].address) as way:
             net.register(replace(net.records["learner/0"], address=way.address))
             way.cut()
-            dataloader.grant("0-1")
+            dataloader.lease("0-1")
             async with living(net, tmp_path) as life:
                 await life.until(lambda: told().get("learner/0", 0.0) > 0.5)
                 assert set(told()) == {"learner/0"}
@@ -200,7 +200,7 @@ async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_tickets_alon
                 assert told() == {}
                 # Once it was reached, it is kept busy: its learner may only be starting again.
                 way.cut()
-                dataloader.grant("0-2")
+                dataloader.lease("0-2")
                 await life.until(lambda: life.held.keys() == {"0-2"} and told().get("learner/0", 0.0) > 0.1)
                 await way.open()
                 await life.until(lambda: not life.held)
@@ -212,9 +212,9 @@ async def test_a_group_over_what_the_learner_accepts_is_delivered_as_failed_and_
         net.serve(learner, "learner/0", max_message_bytes=4000)
         net.serve(dataloader, "dataloader/0")
         async with living(net, tmp_path) as life:
-            dataloader.grant("0-1", samples=100)
+            dataloader.lease("0-1", samples=100)
             await life.until(lambda: learner.uids and not life.held)
-            dataloader.grant("0-2")
+            dataloader.lease("0-2")
             await life.until(lambda: len(learner.uids) == 2 and not life.held)
     assert learner.uids == ["0-1", "0-2"]
     told, none = learner.failures

@@ -21,8 +21,8 @@ from asyncrl.runtime.calls.handlers import Caller, handler
 SAMPLES = 4
 
 
-def ticket():
-    return make_group(samples=SAMPLES).ticket
+def lease():
+    return make_group(samples=SAMPLES).lease
 
 
 class Scripted:
@@ -37,7 +37,7 @@ class Scripted:
         self.has_worked = []
         """Each score's word on the function."""
 
-    async def episode(self, ticket, sample):
+    async def episode(self, lease, sample):
         await asyncio.sleep(sample + 1)
         if sample == self.hopeless:
             self.tries += 1
@@ -70,14 +70,14 @@ class Scripted:
 
 
 def run(script, **tables):
-    def generated(_ticket):
+    def generated(_lease):
         script.reported += 1
 
     async def main():
         clock = LoopClock()
         calls = {"episode": script.episode, "score": script.score, "generated": generated}
         runner = GroupRunner(sim_config(**tables), clock=clock, **calls)
-        return await runner.run(ticket(), GroupAccount(ticket(), clock.now, clock.wall))
+        return await runner.run(lease(), GroupAccount(lease(), clock.now, clock.wall))
 
     return run_virtual(main())
 

@@ -9,7 +9,7 @@ from test_adoption import between
 from asyncrl.rollouter import actor
 
 
-async def test_an_idle_rollouter_sends_no_statistics_until_it_is_granted_something(tmp_path, monkeypatch):
+async def test_an_idle_rollouter_sends_no_statistics_until_it_is_leased_something(tmp_path, monkeypatch):
     monkeypatch.setattr(actor, "STATS_S", 0.02)
     learner, dataloader = Learner(), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
@@ -18,7 +18,7 @@ async def test_an_idle_rollouter_sends_no_statistics_until_it_is_granted_somethi
         await asyncio.sleep(0.5)
         assert len(learner.stats) == count
         life.gates["0-1"] = asyncio.Event()
-        dataloader.grant("0-1")
+        dataloader.lease("0-1")
         # Long before the next statistics of an idle rollouter.
         await until(lambda: len(learner.stats) > count)
         assert not learner.stats[count].idle

@@ -57,8 +57,8 @@ def test_who_waits_anew_comes_after_those_that_wait_still(awaits):
 
 
 def test_the_oldest_comes_first_and_idle_ones_make_way(awaits):
-    idle = [awaits.on(f"rollouter/{i}", "OpenTickets", idle=True) for i in range(6)]
-    real = [awaits.on(f"rollouter/{i}", "OpenTickets") for i in range(6)]
+    idle = [awaits.on(f"rollouter/{i}", "OpenLeases", idle=True) for i in range(6)]
+    real = [awaits.on(f"rollouter/{i}", "OpenLeases") for i in range(6)]
     for wait in (*idle, *real):
         wait.__enter__()
         after(1.0)

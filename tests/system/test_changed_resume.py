@@ -47,7 +47,7 @@ def leave(run_dir: Path) -> dict[str, list[list[int]]]:
     assert system.play(preempt).phase == "done"
     newest = CheckpointFolder(run_dir / "checkpoints").newest()
     assert newest is not None
-    found = {group.ticket.uid: tokens(group) for group in read_contents(newest.path).buffered}
+    found = {group.lease.uid: tokens(group) for group in read_contents(newest.path).buffered}
     assert found, "groups wait in the checkpoint"
     return found
 
@@ -93,7 +93,7 @@ def test_i1_groups_that_a_changed_key_affects_are_generated_again_once(tmp_path,
             await system.replace(victim)
 
     assert system.play(kill, timeout=100).phase == "done"
-    assert {group.ticket.temperature for group in trained} == {0.3}
+    assert {group.lease.temperature for group in trained} == {0.3}
     assert {t.reward for group in trained for t in group.trajectories} == {NEW}
     assert system.actors["learner/0"].counters["groups/given_back"] == len(waiting)
     audit(run_dir)
@@ -109,7 +109,7 @@ def test_without_such_a_change_the_groups_of_the_checkpoint_are_trained(tmp_path
     system = Resumed(settings(0.8, OLD, drift={"warn": 1.0}), run_dir)
     assert system.play(timeout=100).phase == "done"
     assert "groups/given_back" not in system.actors["learner/0"].counters
-    assert waiting.items() <= {group.ticket.uid: tokens(group) for group in trained}.items()
+    assert waiting.items() <= {group.lease.uid: tokens(group) for group in trained}.items()
     audit(run_dir)
 
 

@@ -1,6 +1,6 @@
 """I1, exactly once, in any order of events: the pure parts of dataloader and learner, and modelled rollouters.
 
-Tickets and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
+Leases and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
 between any two steps, the learner back to any earlier checkpoint; messages are lost, repeated and late; some prompts
 kill whoever generates them. From every state reached, a fair
 continuation must bring each epoch to its end and the run to its own, and then each prompt of a finished epoch has
@@ -23,17 +23,17 @@ from test_messages import make_group
 from asyncrl.config.training import LearnerConfig
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
-from asyncrl.dataloader.holders import Ask, Grant
+from asyncrl.dataloader.holders import Ask, PromptLease
+from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.limit import WorkingLimit
-from asyncrl.dataloader.restoring import HeldTickets, RestoreInputs, rebuild
+from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, rebuild
 from asyncrl.dataloader.suspects import ALONE_FROM
-from asyncrl.dataloader.tickets import Tickets
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
-from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")
@@ -52,7 +52,7 @@ class RememberedOrder(EpochOrder):
 
 @dataclass
 class Held:
-    grant: Grant
+    lease: PromptLease
     finished: bool = False
 
 
@@ -91,11 +91,11 @@ class Restoring:
     request: Restored
     learner: int
     waiting: list[Rollouter]
-    answers: dict[str, HeldTickets] = field(default_factory=dict)
+    answers: dict[str, RollouterAnswer] = field(default_factory=dict)
 
 
 class ExactlyOnce(RuleBasedStateMachine):
-    """All parties. Attributes with ``tickets`` are the dataloader's, those with ``intake`` the learner's."""
+    """All parties. Attributes with ``leases`` are the dataloader's, those with ``intake`` the learner's."""
 
     @initialize(
         size=st.integers(2, 6),
@@ -142,18 +142,18 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.mark = -1
         self.incarnations = 0
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
-        self.tickets: Tickets | None = None
-        self.previous: Tickets | None = None
+        self.leases: LeaseBook | None = None
+        self.previous: LeaseBook | None = None
         self.restoring: Restoring | None = None
         self.dead: dict[str, int] = {}
         self.restored_by = 0
         self.restored_number = 0
         self.supply_number = 0
-        self.asked: tuple[Tickets, list[str], set[str]] | None = None
+        self.asked: tuple[LeaseBook, list[str], set[str]] | None = None
         self.dataloader = 1
         self.late_acks: list[tuple[Rollouter, int, int, str, Held]] = []
         """Rollouter, its incarnation, the learner's, the group, and the lease under which it was delivered."""
-        self.late_grants: list[tuple[Rollouter, int, int, list[Grant]]] = []
+        self.late_leases: list[tuple[Rollouter, int, int, list[PromptLease]]] = []
         """Rollouter, its incarnation, the dataloader's; of its last call, else it would not listen."""
         self.blind = False
         """Whether somebody did not answer, or said that he had not what the learner has: it may be generated twice."""
@@ -197,26 +197,26 @@ class ExactlyOnce(RuleBasedStateMachine):
         return self.evals.holds(uid) if "@" in uid else self.intake.has(uid)
 
     def take_delivery(self, held: Held, kind: str) -> None:
-        uid = held.grant.prompt.uid
+        uid = held.lease.prompt.uid
         group = make_group(uid)
-        ticket = group.ticket
+        lease = group.lease
         if "@" in uid:
             self.evals.add(group)
             return
         epoch, index = position_of(uid)
-        ticket = msgspec.structs.replace(
-            ticket,
+        lease = msgspec.structs.replace(
+            lease,
             epoch=epoch,
             index=index,
-            param_version=held.grant.param_version,
-            attempt=held.grant.attempt,
+            param_version=held.lease.param_version,
+            attempt=held.lease.attempt,
         )
         for sample, trajectory in enumerate(group.trajectories):
             trajectory.reward = float(sample) if kind == "trained" else 1.0
         if kind == "quarantined":
-            group = Group(ticket=ticket, trajectories=[], failure="its reward hangs")
+            group = Group(lease=lease, trajectories=[], failure="its reward hangs")
         else:
-            group = Group(ticket=ticket, trajectories=group.trajectories)
+            group = Group(lease=lease, trajectories=group.trajectories)
         self.intake.deliver(group)
 
     def can_begin(self) -> bool:
@@ -230,7 +230,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         """Half a step or a whole one; a version, and a checkpoint that may or may not be kept."""
         if not self.in_training:
             groups, _ = self.intake.begin_step()
-            self.in_training = [group.ticket.uid for group in groups]
+            self.in_training = [group.lease.uid for group in groups]
             if halfway:
                 return
         self.trained += self.in_training
@@ -267,13 +267,13 @@ class ExactlyOnce(RuleBasedStateMachine):
             finished=self.finished,
         )
         self.report = None
-        if self.tickets is not None:
-            self.previous, self.tickets = self.tickets, None
+        if self.leases is not None:
+            self.previous, self.leases = self.leases, None
         self.restoring = Restoring(request, self.learner, list(self.rollouters))
 
     @property
     def needs_restore(self) -> bool:
-        return self.restoring is None and (self.tickets is None or self.restored_by != self.learner)
+        return self.restoring is None and (self.leases is None or self.restored_by != self.learner)
 
     @precondition(lambda self: self.needs_restore)
     @rule()
@@ -285,12 +285,12 @@ class ExactlyOnce(RuleBasedStateMachine):
         """The reply was lost, or the deadline was over."""
         self.say_restored()
 
-    @precondition(lambda self: self.tickets is not None and self.restored_by == self.learner)
+    @precondition(lambda self: self.leases is not None and self.restored_by == self.learner)
     @rule(acknowledged=st.sampled_from([True, True, False]))
     def talk_to_the_dataloader(self, acknowledged: bool) -> None:
         """The supply, and the present report, again if its acknowledgement was lost."""
-        assert self.tickets is not None
-        supply = self.tickets.supply
+        assert self.leases is not None
+        supply = self.leases.supply
         self.evals.opened(supply.evals)
         for rejected in supply.rejected:
             self.check_rejected(rejected.uid)
@@ -301,10 +301,10 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.intake.ledger.attempts = dict(supply.attempts)
         for _, groups in self.evals.complete():
             for group in groups:
-                self.intake.outcomes.outcome(Outcome(group.ticket.uid, "evaluated"))
+                self.intake.outcomes.outcome(Outcome(group.lease.uid, "evaluated"))
         self.report = self.report or self.intake.outcomes.next_report()
         if self.report is not None:
-            assert self.tickets.report(self.report) == self.report.number
+            assert self.leases.report(self.report) == self.report.number
             if acknowledged:
                 self.report = None
 
@@ -324,7 +324,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         )
 
     def crash_dataloader(self) -> None:
-        self.tickets = self.previous = self.restoring = None
+        self.leases = self.previous = self.restoring = None
         self.dataloader += 1
         self.dead = {}
         self.make_limit()
@@ -343,13 +343,10 @@ class ExactlyOnce(RuleBasedStateMachine):
         assert self.restoring is not None
         if self.restoring.learner > rollouter.learner:
             rollouter.learner = self.restoring.learner
-        tickets = [
-            HeldTicket(uid, grant.number, grant.attempt)
-            for uid, grant in ((uid, held.grant) for uid, held in rollouter.held.items())
-        ]
-        self.restoring.answers[rollouter.name] = HeldTickets(
+        attempts = {uid: held.lease.attempt for uid, held in rollouter.held.items()}
+        self.restoring.answers[rollouter.name] = RollouterAnswer(
             rollouter.incarnation,
-            TicketsHeld(seen=rollouter.seen, served_version=rollouter.served, tickets=tickets),
+            LeasesHeld(seen=rollouter.seen, served_version=rollouter.served, attempts=attempts),
         )
 
     @precondition(lambda self: self.restoring is not None and not self.restoring.waiting)
@@ -357,41 +354,41 @@ class ExactlyOnce(RuleBasedStateMachine):
     def open_gate(self, learner_answers: bool) -> None:
         restoring, previous = self.restoring, self.previous
         assert restoring is not None
-        tickets = rebuild(
+        leases = rebuild(
             self.source, self.limit, restoring.request, restoring.answers, previous, self.supply_number + 1
         )
         self.blind |= len(restoring.answers) < len(self.rollouters) or not learner_answers
         self.blind |= restoring.learner != self.learner
-        asked = tickets.to_come(self.capacity)
+        asked = leases.to_come(self.capacity)
         if previous is not None:
-            asked += tickets.missing(previous)
+            asked += leases.missing(previous)
         if learner_answers and restoring.learner == self.learner:
             for uid in asked:
                 if self.has(uid):
-                    tickets.claim(uid)
+                    leases.claim(uid)
         if previous is not None:
-            tickets.inherit(previous)
+            leases.inherit(previous)
         for name, incarnation in self.dead.items():
-            tickets.died(name, incarnation)
-        assert tickets.supply_number > self.supply_number
-        self.supply_number = tickets.supply_number
-        self.tickets, self.previous, self.restoring = tickets, None, None
+            leases.died(name, incarnation)
+        assert leases.supply_number > self.supply_number
+        self.supply_number = leases.supply_number
+        self.leases, self.previous, self.restoring = leases, None, None
         self.restored_by = restoring.learner
 
-    @precondition(lambda self: self.asked is not None or (self.tickets is not None and self.tickets.orphans))
+    @precondition(lambda self: self.asked is not None or (self.leases is not None and self.leases.orphans))
     @rule(answered=st.booleans())
     def settle(self, answered: bool) -> None:
         """Ask the learner about orphans, or take its answer, or both."""
         if self.asked is None:
-            assert self.tickets is not None
-            orphans = self.tickets.orphans
-            self.asked = (self.tickets, orphans, {uid for uid in orphans if self.has(uid)})
+            assert self.leases is not None
+            orphans = self.leases.orphans
+            self.asked = (self.leases, orphans, {uid for uid in orphans if self.has(uid)})
             if not answered:
                 return
-        tickets, orphans, held = self.asked
+        leases, orphans, held = self.asked
         self.asked = None
-        if tickets is self.tickets:
-            tickets.settle(orphans, held)
+        if leases is self.leases:
+            leases.settle(orphans, held)
 
     # --- rollouters ---
 
@@ -400,8 +397,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.send_lease(data.draw(st.sampled_from(self.rollouters)), free_groups, received)
 
     def send_lease(self, rollouter: Rollouter, free_groups: int, received: str = "now") -> None:
-        self.late_grants = [late for late in self.late_grants if late[0] is not rollouter]
-        if self.tickets is None or (self.tickets.closed and not rollouter.held):
+        self.late_leases = [late for late in self.late_leases if late[0] is not rollouter]
+        if self.leases is None or (self.leases.closed and not rollouter.held):
             return
         ask = Ask(
             rollouter.name,
@@ -415,56 +412,56 @@ class ExactlyOnce(RuleBasedStateMachine):
         rollouter.dataloader = self.dataloader
         rollouter.asks.append(ask)
         rollouter.waits_for = ask
-        self.tickets.meet(ask)
-        before = set(self.tickets._holders.uids)
-        grants = self.tickets.lease(ask)
-        for grant in grants:
-            uid = grant.prompt.uid
-            if isinstance(grant.prompt, EvalPrompt):
-                assert rollouter.served >= grant.prompt.version
+        self.leases.meet(ask)
+        before = set(self.leases._holders.uids)
+        leases = self.leases.take(ask)
+        for lease in leases:
+            uid = lease.prompt.uid
+            if isinstance(lease.prompt, EvalPrompt):
+                assert rollouter.served >= lease.prompt.version
             else:
-                assert self.tickets.ledger.is_open(*position_of(uid))
+                assert self.leases.ledger.is_open(*position_of(uid))
             if uid not in before and not self.blind:
                 assert not self.has(uid), "the learner has it"
                 assert not any(uid in other.held for other in self.rollouters), "somebody does"
-            if grant.alone:
-                assert grants == [grant]
-                assert rollouter.held.keys() <= {uid}, "granted alone to a rollouter that holds something"
+            if lease.alone:
+                assert leases == [lease]
+                assert rollouter.held.keys() <= {uid}, "leased alone to a rollouter that holds something"
         if received == "now":
-            self.receive(rollouter, grants)
+            self.receive(rollouter, leases)
         elif received == "late":
-            self.late_grants.append((rollouter, rollouter.incarnation, self.dataloader, grants))
+            self.late_leases.append((rollouter, rollouter.incarnation, self.dataloader, leases))
 
-    def receive(self, rollouter: Rollouter, grants: list[Grant]) -> None:
+    def receive(self, rollouter: Rollouter, leases: list[PromptLease]) -> None:
         rollouter.waits_for = None
-        self.late_grants = [late for late in self.late_grants if late[0] is not rollouter]
-        for grant in grants:
-            assert grant.number > rollouter.seen
-            rollouter.seen = grant.number
-            rollouter.held.setdefault(grant.prompt.uid, Held(grant))
+        self.late_leases = [late for late in self.late_leases if late[0] is not rollouter]
+        for lease in leases:
+            assert lease.number > rollouter.seen
+            rollouter.seen = lease.number
+            rollouter.held.setdefault(lease.prompt.uid, Held(lease))
 
-    @precondition(lambda self: self.tickets is not None and any(r.asks for r in self.rollouters))
+    @precondition(lambda self: self.leases is not None and any(r.asks for r in self.rollouters))
     @rule(data=st.data())
     def a_lease_of_long_ago_comes_again(self, data: st.DataObject) -> None:
         """A copy of a lease call arrives. Its answer is received only if the rollouter still waits for that call."""
-        assert self.tickets is not None
+        assert self.leases is not None
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.asks]))
         ask = data.draw(st.sampled_from(rollouter.asks))
-        self.tickets.meet(ask)
-        grants = self.tickets.lease(ask)
+        self.leases.meet(ask)
+        leases = self.leases.take(ask)
         if rollouter.waits_for is ask:
             rollouter.dataloader = self.dataloader
-            self.late_grants.append((rollouter, rollouter.incarnation, self.dataloader, grants))
+            self.late_leases.append((rollouter, rollouter.incarnation, self.dataloader, leases))
 
-    @precondition(lambda self: self.late_grants)
+    @precondition(lambda self: self.late_leases)
     @rule(data=st.data())
     def receive_late(self, data: st.DataObject) -> None:
         """An answer to the latest lease call arrives, perhaps from a dataloader that has died since."""
-        late = data.draw(st.sampled_from(self.late_grants))
-        self.late_grants.remove(late)
-        rollouter, incarnation, dataloader, grants = late
+        late = data.draw(st.sampled_from(self.late_leases))
+        self.late_leases.remove(late)
+        rollouter, incarnation, dataloader, leases = late
         if rollouter.incarnation == incarnation and rollouter.dataloader == dataloader:
-            self.receive(rollouter, grants)
+            self.receive(rollouter, leases)
 
     @precondition(lambda self: any(r.served < self.mark for r in self.rollouters))
     @rule(data=st.data())
@@ -537,20 +534,20 @@ class ExactlyOnce(RuleBasedStateMachine):
         rollouter.held, rollouter.waits_for = {}, None
         if heard:
             self.dead[rollouter.name] = dead
-            if self.tickets is not None:
-                self.tickets.died(rollouter.name, dead)
+            if self.leases is not None:
+                self.leases.died(rollouter.name, dead)
 
     @precondition(lambda self: any(r.held for r in self.rollouters))
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.held]))
         uids = data.draw(st.lists(st.sampled_from(sorted(rollouter.held)), min_size=1, unique=True))
-        if self.tickets is None:
+        if self.leases is None:
             # The call is parked.
             return
         # It may return what has arrived.
         self.blind |= any(rollouter.held[uid].finished for uid in uids)
-        self.tickets.give_back(rollouter.name, rollouter.incarnation, uids)
+        self.leases.give_back(rollouter.name, rollouter.incarnation, uids)
         for uid in uids:
             del rollouter.held[uid]
 
@@ -602,8 +599,8 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @invariant()
     def the_copy_of_the_ledger_is_never_ahead(self) -> None:
-        if hasattr(self, "tickets") and self.tickets is not None and self.restored_by == self.learner:
-            theirs, ours = self.tickets.ledger, self.intake.ledger
+        if hasattr(self, "leases") and self.leases is not None and self.restored_by == self.learner:
+            theirs, ours = self.leases.ledger, self.intake.ledger
             for epoch in range(theirs.next_epoch):
                 for index in range(self.size):
                     assert theirs.is_open(epoch, index) or not ours.is_open(epoch, index)
@@ -642,14 +639,14 @@ class ExactlyOnce(RuleBasedStateMachine):
         return all(self.intake.ledger.concluded(epoch) == self.size for epoch in range(EPOCHS))
 
     def is_closed(self) -> bool:
-        return self.tickets is not None and self.tickets.closed and self.restored_by == self.learner
+        return self.leases is not None and self.leases.closed and self.restored_by == self.learner
 
     def fair_round(self) -> None:
         self.restore_fully()
         for _ in range(2):
             self.talk_to_the_dataloader(acknowledged=True)
-        assert self.tickets is not None
-        while self.asked is not None or self.tickets.orphans:
+        assert self.leases is not None
+        while self.asked is not None or self.leases.orphans:
             self.settle(answered=True)
         for rollouter in self.rollouters:
             rollouter.served = self.mark

@@ -47,17 +47,17 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         found = await system.join("c")
         assert (found.agent, found.rollouters) == ("agent/0", ["rollouter/2"])
         await step(system, 3)
-        tickets = system.actors["dataloader/0"]
+        leases = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
             await until(lambda: system.actors["rollouter/2"].figures()["rollout/sampled_tokens"])
-            await until(lambda: tickets._tickets._holders.asking == 3)
-        assert "rollouter/2" in tickets.roster.actors
+            await until(lambda: leases._leases._holders.asking == 3)
+        assert "rollouter/2" in leases.roster.actors
         await step(system, 2)
         await system.leave(found, within_s)
-        await until(lambda: "rollouter/2" not in tickets.roster.actors)
-        assert tickets._tickets._holders.asking == 2
+        await until(lambda: "rollouter/2" not in leases.roster.actors)
+        assert leases._leases._holders.asking == 2
         assert system.actors["parameter_server/0"].counters["weights/replicas"] == 2
-        assert tickets.counters["tickets/granted_alone"] == 0
+        assert leases.counters["tickets/granted_alone"] == 0
         # A name is given once.
         again = await system.join("c2")
         assert again.rollouters == ["rollouter/3"]

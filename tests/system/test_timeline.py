@@ -158,7 +158,7 @@ def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_sam
             ((_, (reward, _)),) = told(story, sample, "scored")
             assert reward == trajectory["reward"]
         whole = [h for h in story if h.sample < 0]
-        assert [h.what for h in whole] == ["granted", "buffered", "delivered", "trained"]
+        assert [h.what for h in whole] == ["leased", "buffered", "delivered", "trained"]
         assert whole[0].facts["version"] == group["granted_version"]
         assert (whole[-1].facts["step"], whole[-1].actor) == (group["step"], "learner/0")
         assert [h.wall for h in story] == sorted(h.wall for h in story)
@@ -192,14 +192,14 @@ def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, 
     assert again
     for whats in again:
         assert [w for w in whats if w not in ("given up", "delivered")] in (
-            ["granted", "orphaned", "to be granted again", "granted", "buffered", "trained"],
-            ["granted", "buffered", "orphaned", "settled", "trained"],
-            ["granted", "orphaned", "settled", "buffered", "trained"],
+            ["leased", "orphaned", "to be leased again", "leased", "buffered", "trained"],
+            ["leased", "buffered", "orphaned", "settled", "trained"],
+            ["leased", "orphaned", "settled", "buffered", "trained"],
         )
 
 
 def test_without_a_window_no_timeline_is_written_and_of_an_unknown_group_it_is_said_what_there_is(tmp_path, logs):
     system = live(tmp_path, trace={"window_s": 0.0}, learner=TABLES["learner"] | {"steps": 2})
     assert not (system.run_dir / "trace").exists()
-    with pytest.raises(UsageError, match=r"0-99999.*not granted.*The first that was is 0-"):
+    with pytest.raises(UsageError, match=r"0-99999.*not leased.*The first that was is 0-"):
         explain(system.run_dir, "0-99999")

@@ -20,7 +20,7 @@ from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.ledger import position_of
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.learner import Deliver, Holds
-from asyncrl.messages.rollouter import OpenTickets
+from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.rollouter import actor as rollouter_module
 from asyncrl.rollouter.delivery import Delivery
 from asyncrl.runtime.actor import Caller
@@ -88,7 +88,7 @@ def test_samples_of_filtered_groups_and_of_evaluations_are_kept(played):
     assert set(trained_uids(system)) == {group.uid for group in of_kind["trained"]}
 
 
-def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatch):
+def test_a_group_is_taken_from_whom_it_was_leased_to_alone(tmp_path, monkeypatch):
     """Another rollouter that delivers it first is refused for good, and it is trained as its holder brings it."""
     system = System(sim_config(run={"samples_per_step": 100}), tmp_path / "run")
     refused = []
@@ -102,11 +102,11 @@ def test_a_group_is_taken_from_whom_it_was_granted_to_alone(tmp_path, monkeypatc
             thief = system.actors["rollouter/1"]
             if self.holder != thief.name and len(refused) < 3:
                 stolen = msgspec.structs.replace(group, failure="stolen")
-                claimed = msgspec.structs.replace(stolen, ticket=msgspec.structs.replace(group.ticket, uid="0-63"))
+                claimed = msgspec.structs.replace(stolen, lease=msgspec.structs.replace(group.lease, uid="0-63"))
                 for attempt in (stolen, claimed):
-                    with pytest.raises(RemoteError, match="rollouter/1 does not hold the ticket of 0-") as caught:
+                    with pytest.raises(RemoteError, match="rollouter/1 does not hold the lease of 0-") as caught:
                         await thief.peer("learner/0").call(Deliver(group=attempt))
-                    refused.append((group.ticket.uid, caught.value.code, caught.value.retryable))
+                    refused.append((group.lease.uid, caught.value.code, caught.value.retryable))
             await super().deliver(group)
 
     monkeypatch.setattr(rollouter_module, "Delivery", AfterAThief)
@@ -244,15 +244,15 @@ def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
         await system.stop()
 
     assert system.play(stop).phase in ("failed", "done")
-    holders, learner = system.actors["dataloader/0"]._tickets._holders, system.actors["learner/0"]
+    holders, learner = system.actors["dataloader/0"]._leases._holders, system.actors["learner/0"]
     # Of a dataloader that is older than any other: nothing changes for it.
     dataloader = Caller("dataloader/0", 0, -1, 0.0)
     in_learner = learner.holds(Holds(uids=list(holders.uids)), dataloader).uids
     for uid in holders.uids:
-        granted = holders[uid]
-        # A grant whose reply was on its way when its rollouter ended has never been seen.
-        seen = system.actors[granted.rollouter].open_tickets(OpenTickets(learner=0), dataloader).seen
-        assert uid in in_learner or granted.number > seen, f"{uid} was neither delivered nor returned"
+        leased = holders[uid]
+        # A lease whose reply was on its way when its rollouter ended has never been seen.
+        seen = system.actors[leased.rollouter].open_leases(OpenLeases(learner=0), dataloader).seen
+        assert uid in in_learner or leased.number > seen, f"{uid} was neither delivered nor returned"
 
 
 def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_nothing(tmp_path):
@@ -387,7 +387,7 @@ def test_a_checkpoint_is_complete_only_once_all_that_it_quarantines_is_written(p
     monkeypatch.setattr(RecordFiles, "quarantined", slowly)
     monkeypatch.setattr(CheckpointFolder, "commit", complete)
     monkeypatch.setattr(StepLines, "written", written)
-    monkeypatch.setattr(intake, "check_group", lambda group: "odd" if group.ticket.index % 8 == 3 else None)
+    monkeypatch.setattr(intake, "check_group", lambda group: "odd" if group.lease.index % 8 == 3 else None)
     played(checkpoint={"every_versions": 1}, learner={"steps": 12, "sim": {"step_s": 0.05}})
     assert held[-1][0]
     assert all(written >= quarantined for quarantined, written in held), held

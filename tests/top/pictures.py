@@ -184,7 +184,7 @@ class Run:
             },
             histograms=self._turns(t) if self.episodes else {},
             resources=[_resource("engine", self.engine, t)],
-            waits=[Wait(whom="dataloader/0", what="Lease", seconds=0.4, idle=True)],
+            waits=[Wait(whom="dataloader/0", what="RequestLeases", seconds=0.4, idle=True)],
         )
 
     def _episodes(self, t: float) -> dict[str, float]:
@@ -306,7 +306,7 @@ def _resource(name: str, shares: dict[str, float], t: float) -> Resource:
     return Resource(
         name=name,
         state=state,
-        awaiting={"waiting": "groups" if name == "rank" else "tickets", "paused": "weights v7"}.get(state, ""),
+        awaiting={"waiting": "groups" if name == "rank" else "leases", "paused": "weights v7"}.get(state, ""),
         state_s=t % 5,
         seconds={state: share * t for state, share in shares.items()},
     )

@@ -70,9 +70,9 @@ BOTH_WAIT = "rollouters wait 70 % for {}, the learner waits 70 % for groups"
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (flow(learner=BUSY_RANK), "busy 95 % of the time (training 90 %); rollouters wait 70 % for tickets"),
+        (flow(learner=BUSY_RANK), "busy 95 % of the time (training 90 %); rollouters wait 70 % for leases"),
         (flow(rollouters=BUSY_ENGINE), "generating 95 % of the time; the learner waits 70 % for groups"),
-        (flow(), f"it is closed: {BOTH_WAIT.format('tickets')}"),
+        (flow(), f"it is closed: {BOTH_WAIT.format('leases')}"),
         *(
             (
                 flow(episodes={stage: 48.0, "close": 3.0, "engine": 13.0}),

@@ -30,7 +30,7 @@ def group(uid, text="2", prompt="1+1=", **changes):
         trajectory.components = {"right": 1.0}
         for name, value in changes.items():
             setattr(trajectory, name, value)
-    return replace(made, ticket=replace(made.ticket, prompt=prompt))
+    return replace(made, lease=replace(made.lease, prompt=prompt))
 
 
 @pytest.fixture

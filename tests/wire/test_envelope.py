@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from asyncrl.errors import ProtocolError
 from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Kind, OtherProtocol, decode_header, encode_header
 
-HEADER = Header(PROTOCOL_VERSION, Kind.CALL, 7, 0, "rollouter/3", 123, 42, 30_000, "Lease", 5)
+HEADER = Header(PROTOCOL_VERSION, Kind.CALL, 7, 0, "rollouter/3", 123, 42, 30_000, "RequestLeases", 5)
 
 
 def test_round_trip_and_layout():
     frame = encode_header(HEADER)
     assert decode_header(frame) == HEADER
-    assert msgpack.unpackb(frame) == [1, 4, 7, 0, "rollouter/3", 123, 42, 30_000, "Lease", 5]
+    assert msgpack.unpackb(frame) == [1, 4, 7, 0, "rollouter/3", 123, 42, 30_000, "RequestLeases", 5]
 
 
 def test_appended_fields_are_ignored_and_the_last_one_is_optional():

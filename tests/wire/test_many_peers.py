@@ -28,7 +28,7 @@ def transport():
 
 
 async def test_one_actor_has_connections_to_hundreds(descriptors):
-    """As the dataloader has to all rollouters, whose tickets it asks for."""
+    """As the dataloader has to all rollouters, whose leases it asks for."""
     ours, theirs = transport(), transport()
     heard, all_heard = set(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A rollouter's peers, cut down to what it needs to work: tickets, rewards, thanks and versions of its weights.
+"""A rollouter's peers, cut down to what it needs to work: leases, rewards, thanks and versions of its weights.
 
 All four are actors on the in-memory transport of this process, so every message passes the codec and the runtime
 as it does between processes.
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Lease, Leased, ReturnTickets
-from asyncrl.messages.groups import Group, Ticket
+from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
+from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
@@ -25,7 +25,7 @@ class Exchange:
     """The exchange with a rollouter: what goes in and what comes out."""
 
     manifest: Manifest
-    tickets: list[Ticket] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     serving: int = -1
     """The version that the rollouter serves."""
@@ -35,18 +35,18 @@ class Exchange:
     """Those who wait for a version to be there, or to be served."""
     parked: ParkingLot = field(default_factory=ParkingLot)
     delivered: ParkingLot = field(default_factory=ParkingLot)
-    granted: int = 0
-    unseen: list[Ticket] = field(default_factory=list)
-    """Tickets granted, and not known to have reached the rollouter."""
+    leased: int = 0
+    unseen: list[Lease] = field(default_factory=list)
+    """Leases leased, and not known to have reached the rollouter."""
 
-    async def generate(self, tickets: list[Ticket], timeout: float) -> list[Group]:
+    async def generate(self, leases: list[Lease], timeout: float) -> list[Group]:
         """Have these groups generated, scored and delivered. Raises TimeoutError."""
         self.groups = []
-        self.tickets = list(tickets)
+        self.leases = list(leases)
         self.parked.wake()
-        groups = await self.delivered.until(lambda: self.groups if len(self.groups) == len(tickets) else None, timeout)
+        groups = await self.delivered.until(lambda: self.groups if len(self.groups) == len(leases) else None, timeout)
         if groups is None:
-            raise TimeoutError(f"{len(self.groups)} of {len(tickets)} groups within {timeout:g} s")
+            raise TimeoutError(f"{len(self.groups)} of {len(leases)} groups within {timeout:g} s")
         return groups
 
     async def update(self, timeout: float) -> None:
@@ -73,23 +73,23 @@ class Counterpart(Actor):
         self.exchange = exchange
 
     @handler
-    async def lease(self, request: Lease, caller: Caller) -> Leased:
-        """Grant as many tickets as there is room for; those that the rollouter has not seen are granted again first."""
-        return await self.exchange.parked.until(lambda: self._grant(request), caller.park_s) or Leased()
+    async def request_leases(self, request: RequestLeases, caller: Caller) -> NewLeases:
+        """Lease as many leases as there is room for; those that the rollouter has not seen are leased again first."""
+        return await self.exchange.parked.until(lambda: self._lease(request), caller.park_s) or NewLeases()
 
-    def _grant(self, request: Lease) -> Leased | None:
+    def _lease(self, request: RequestLeases) -> NewLeases | None:
         exchange = self.exchange
-        exchange.unseen = [ticket for ticket in exchange.unseen if ticket.grant > request.seen]
+        exchange.unseen = [lease for lease in exchange.unseen if lease.number > request.seen]
         again = exchange.unseen[: request.free_groups]
         free = request.free_groups - len(again)
         fresh = [
-            msgspec.structs.replace(ticket, grant=exchange.granted + number)
-            for number, ticket in enumerate(exchange.tickets[:free], 1)
+            msgspec.structs.replace(lease, number=exchange.leased + number)
+            for number, lease in enumerate(exchange.leases[:free], 1)
         ]
-        del exchange.tickets[:free]
-        exchange.granted += len(fresh)
+        del exchange.leases[:free]
+        exchange.leased += len(fresh)
         exchange.unseen += fresh
-        return Leased(tickets=again + fresh) if again or fresh else None
+        return NewLeases(leases=again + fresh) if again or fresh else None
 
     @handler
     def score(self, request: Score, caller: Caller) -> Scores:
@@ -129,8 +129,8 @@ class Counterpart(Actor):
         return Done()
 
     @handler
-    def return_tickets(self, request: ReturnTickets, caller: Caller) -> Done:
-        """Tickets come back at the end."""
+    def return_leases(self, request: ReturnLeases, caller: Caller) -> Done:
+        """Leases come back at the end."""
         return Done()
 
     @handler

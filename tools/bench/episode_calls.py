@@ -25,7 +25,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
@@ -218,7 +218,7 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                     live(actor.main())
                 await until_ready(actors, lives)
                 await exchange.served(READY_S)
-                exchange.tickets = [ticket(chosen)]
+                exchange.leases = [lease(chosen)]
                 exchange.parked.wake()
                 await agent.begin(rollouter)
                 yield agent
@@ -231,14 +231,14 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                 listener.close()
 
 
-def ticket(chosen: Config) -> Ticket:
+def lease(chosen: Config) -> Lease:
     """One prompt."""
     tokenizer = tokenizer_of(chosen)
     text = tokenizer.render_chat([{"role": "user", "content": "Find it out."}])
     ids = tokenizer.encode(text)
-    return Ticket(
+    return Lease(
         uid="0-0",
-        grant=0,
+        number=0,
         purpose="train",
         epoch=0,
         index=0,

@@ -13,7 +13,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
 
 VOCABULARY = 2048
 PROMPT, MEDIAN, LONGEST = 32, 128, 2000
@@ -95,9 +95,9 @@ def make_groups(sigma: float) -> list[Group]:
             )
             for sample, count in enumerate(counts)
         ]
-        ticket = Ticket(
+        lease = Lease(
             uid=f"0-{index}",
-            grant=index + 1,
+            number=index + 1,
             purpose="train",
             epoch=0,
             index=index,
@@ -109,7 +109,7 @@ def make_groups(sigma: float) -> list[Group]:
             temperature=1.0,
             max_tokens=LONGEST,
         )
-        found.append(Group(ticket=ticket, trajectories=trajectories))
+        found.append(Group(lease=lease, trajectories=trajectories))
     return found
 
 
@@ -130,7 +130,7 @@ def write_padded(sigma: float, folder: Path, model: Path, threads: int, *, lora:
         (sequence,) = trajectory.sequences
         count = len(sequence.tokens)
         completion[at, :count], mask[at, :count], behaviour[at, :count] = sequence.tokens, 1, sequence.logprobs
-    prompts = np.stack([group.ticket.prompt_ids for group, _ in rows]).astype(np.int64)
+    prompts = np.stack([group.lease.prompt_ids for group, _ in rows]).astype(np.int64)
     np.savez(
         folder / f"{sigma:g}.npz",
         prompt_ids=prompts,

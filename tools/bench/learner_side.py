@@ -89,8 +89,8 @@ Padded = tuple[np.ndarray, int, np.ndarray, float]
 def _rows(group: Group) -> Iterator[Padded]:
     for trajectory, advantage in zip(group.trajectories, learner_batch.advantages(group), strict=True):
         (sequence,) = trajectory.sequences
-        ids = np.concatenate([group.ticket.prompt_ids, sequence.tokens])
-        yield ids, len(group.ticket.prompt_ids), sequence.logprobs, float(advantage)
+        ids = np.concatenate([group.lease.prompt_ids, sequence.tokens])
+        yield ids, len(group.lease.prompt_ids), sequence.logprobs, float(advantage)
 
 
 def _batches(rows: list[Padded], budget: int) -> Iterator[list[Padded]]:

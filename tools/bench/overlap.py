@@ -4,7 +4,7 @@ Whole simulated runs, started with asyncrl-launch: every actor a process of its 
 Only the engines' decoding and the learner's training are timing models. T_generate, the time to generate a step's
 groups, is measured by a run whose learner takes no time and whose staleness limit never refuses a group; T_train is
 the simulated step. A run's time per step is taken between the end of its warm-up and the beginning of its end, when
-no more groups are granted than the run still needs. Responses are the same in all runs: lengths depend on seed and
+no more groups are leased than the run still needs. Responses are the same in all runs: lengths depend on seed and
 prompt alone.
 
 One run for each figure: each is a mean over as many steps as there would be pairs.

@@ -28,7 +28,7 @@ from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.loop import Training
 from asyncrl.messages.dataloader import Supply
-from asyncrl.messages.groups import Group, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
@@ -102,9 +102,9 @@ def _group(random: np.random.Generator, index: int, lengths: Sequence[int]) -> G
         )
         for sample, length in enumerate(lengths)
     ]
-    ticket = Ticket(
+    lease = Lease(
         uid=f"0-{index}",
-        grant=index + 1,
+        number=index + 1,
         purpose="train",
         epoch=0,
         index=index,
@@ -116,14 +116,14 @@ def _group(random: np.random.Generator, index: int, lengths: Sequence[int]) -> G
         temperature=1.0,
         max_tokens=LONGEST,
     )
-    return Group(ticket=ticket, trajectories=trajectories)
+    return Group(lease=lease, trajectories=trajectories)
 
 
 def numbered(groups: Sequence[Group]) -> Iterator[Group]:
     """Groups without an end: the same responses again under the next uids."""
     for index, group in enumerate(itertools.cycle(groups)):
-        ticket = msgspec.structs.replace(group.ticket, uid=f"0-{index}", grant=index + 1, index=index)
-        yield msgspec.structs.replace(group, ticket=ticket)
+        lease = msgspec.structs.replace(group.lease, uid=f"0-{index}", number=index + 1, index=index)
+        yield msgspec.structs.replace(group, lease=lease)
 
 
 class Receiver(Protocol):

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.telemetry.logging import configure_logging
 from asyncrl.tokenizer import load_tokenizer
@@ -32,7 +32,7 @@ from asyncrl.trajectories import sampled_tokens
 from tools.bench.counterparts import Exchange
 from tools.bench.paired import REST_S, compare
 from tools.bench.report import Report
-from tools.bench.rollout import config, living, make_tickets
+from tools.bench.rollout import config, living, make_leases
 from tools.bench.tiny_model import make_model, publish
 
 CONCURRENCY = 64
@@ -78,14 +78,14 @@ async def measure(report: Report, *, rounds: int, batched_tokens: int | None) ->
         await asyncio.to_thread(make_model, folder / "model")
         _without_end(folder / "model")
         settings = _settings(folder / "model", batched_tokens)
-        tickets = _tickets(settings)
+        leases = _leases(settings)
         with publish(folder / "model") as publication:
             exchange = Exchange(publication.manifest)
             async with living(settings, folder, exchange) as rollouter:
                 engine: Any = rollouter._host._engine
                 engine._eos_token_ids = []
                 found = await _rounds(
-                    {mode: partial(_generate, rollouter, exchange, settings, tickets, mode) for mode in MODES}, rounds
+                    {mode: partial(_generate, rollouter, exchange, settings, leases, mode) for mode in MODES}, rounds
                 )
     for mode, passes in found.items():
         _tell(report, mode, passes, found["abort_resume"])
@@ -105,13 +105,13 @@ def _settings(model: Path, batched_tokens: int | None) -> Config:
     return Config.model_validate(tree)
 
 
-def _tickets(settings: Config) -> list[Ticket]:
+def _leases(settings: Config) -> list[Lease]:
     """Different prompts, of which all samples are as long."""
     lengths = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, GROUPS)
-    tickets = make_tickets(settings, load_tokenizer(settings.model.path))[:GROUPS]
+    leases = make_leases(settings, load_tokenizer(settings.model.path))[:GROUPS]
     return [
-        msgspec.structs.replace(ticket, samples=SAMPLES, max_tokens=int(min(LONGEST, length)))
-        for ticket, length in zip(tickets, lengths, strict=True)
+        msgspec.structs.replace(lease, samples=SAMPLES, max_tokens=int(min(LONGEST, length)))
+        for lease, length in zip(leases, lengths, strict=True)
     ]
 
 
@@ -129,9 +129,7 @@ async def _rounds(modes: dict[str, Callable[[], Awaitable[Pass]]], rounds: int) 
     return found
 
 
-async def _generate(
-    rollouter: Rollouter, exchange: Exchange, settings: Config, tickets: list[Ticket], mode: str
-) -> Pass:
+async def _generate(rollouter: Rollouter, exchange: Exchange, settings: Config, leases: list[Lease], mode: str) -> Pass:
     on_update, keep_kv = MODES[mode]
     host = rollouter._host
     rollout = settings.rollout.model_copy(update={"on_update": on_update, "keep_kv": keep_kv})
@@ -140,10 +138,10 @@ async def _generate(
     before, version, exchange.updates = host.reprefill.tokens, exchange.manifest.version, []
     async with _updates(exchange, every_s=None if mode == NONE else UPDATE_S):
         began = time.perf_counter()
-        groups = await exchange.generate(tickets, PASS_S)
+        groups = await exchange.generate(leases, PASS_S)
         seconds = time.perf_counter() - began
     tokens = sum(sampled_tokens(trajectory) for group in groups for trajectory in group.trajectories)
-    assert tokens == SAMPLES * sum(ticket.max_tokens for ticket in tickets)
+    assert tokens == SAMPLES * sum(lease.max_tokens for lease in leases)
     updates = exchange.manifest.version - version
     stalls = [times.stall_s for times in exchange.updates]
     return Pass(

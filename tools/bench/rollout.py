@@ -2,7 +2,7 @@
 
 One vLLM engine serves both sides in turn, and both generate the same responses: the same prompts, seeds, sampling
 parameters, output kind, stream interval, cache salt and concurrency. The rollouter is the real actor: it leases
-tickets, runs episodes, has each trajectory scored and delivers each group; what it talks to is in this process
+leases, runs episodes, has each trajectory scored and delivers each group; what it talks to is in this process
 (counterparts.py). The bare loop keeps the same fields: tokens, log-probs, version and the text, decoded once at
 the end.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
-from asyncrl.messages.groups import Group, Ticket
+from asyncrl.messages.groups import Group, Lease
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.generation import request_seed
@@ -82,11 +82,11 @@ async def measure(report: Report, *, pairs: int) -> None:
         await asyncio.to_thread(make_model, folder / "model")
         settings = config(folder / "model")
         tokenizer = load_tokenizer(settings.model.path)
-        tickets = make_tickets(settings, tokenizer)
+        leases = make_leases(settings, tokenizer)
         with publish(folder / "model") as publication:
             exchange = Exchange(publication.manifest)
             async with living(settings, folder, exchange) as rollouter:
-                through, bare = Through(exchange, tickets), Bare(rollouter, settings, tokenizer, tickets)
+                through, bare = Through(exchange, leases), Bare(rollouter, settings, tokenizer, leases)
                 found = compare(await measure_pairs(through.tokens_per_s, bare.tokens_per_s, pairs))
                 through.check(bare)
                 report.comparison(
@@ -96,16 +96,16 @@ async def measure(report: Report, *, pairs: int) -> None:
                 report.same("rollout", found)
 
 
-def make_tickets(settings: Config, tokenizer: Tokenizer) -> list[Ticket]:
+def make_leases(settings: Config, tokenizer: Tokenizer) -> list[Lease]:
     """Different prompts; the same in each pass."""
     found = []
     for index in range(GROUPS):
         text = f"What is {index} + {3 * index}? "
         ids = tokenizer.encode_prompt(text)
         found.append(
-            Ticket(
+            Lease(
                 uid=f"0-{index}",
-                grant=0,
+                number=0,
                 purpose="train",
                 epoch=0,
                 index=index,
@@ -124,21 +124,21 @@ def make_tickets(settings: Config, tokenizer: Tokenizer) -> list[Ticket]:
 class Through:
     """The rollouter."""
 
-    def __init__(self, exchange: Exchange, tickets: list[Ticket]) -> None:
-        self._exchange, self._tickets = exchange, tickets
+    def __init__(self, exchange: Exchange, leases: list[Lease]) -> None:
+        self._exchange, self._leases = exchange, leases
         self.groups: list[Group] = []
 
     async def tokens_per_s(self) -> float:
         """One pass over the prompts."""
         began = time.perf_counter()
-        self.groups = await self._exchange.generate(self._tickets, PASS_S)
+        self.groups = await self._exchange.generate(self._leases, PASS_S)
         seconds = time.perf_counter() - began
         return sum(sampled_tokens(t) for group in self.groups for t in group.trajectories) / seconds
 
     def check(self, bare: Bare) -> None:
         """Assert that both sides have done the same work."""
         mine = {
-            (group.ticket.uid, t.sample): (sampled_tokens(t), versions_of(t)[0])
+            (group.lease.uid, t.sample): (sampled_tokens(t), versions_of(t)[0])
             for group in self.groups
             for t in group.trajectories
         }
@@ -153,10 +153,10 @@ class Through:
 class Bare:
     """vLLM's AsyncLLM, the one of the rollouter's engine, in a loop as short as can be."""
 
-    def __init__(self, rollouter: Rollouter, settings: Config, tokenizer: Tokenizer, tickets: list[Ticket]) -> None:
+    def __init__(self, rollouter: Rollouter, settings: Config, tokenizer: Tokenizer, leases: list[Lease]) -> None:
         engine: Any = rollouter._host._engine
         self._llm, self._vllm, self._stops = engine._llm, engine._vllm, engine._eos_token_ids
-        self._settings, self._tokenizer, self._tickets = settings, tokenizer, tickets
+        self._settings, self._tokenizer, self._leases = settings, tokenizer, leases
         self.kept: dict[tuple[str, int], tuple[list[int], list[float], str, str]] = {}
 
     async def tokens_per_s(self) -> float:
@@ -164,20 +164,20 @@ class Bare:
         began = time.perf_counter()
         places = asyncio.Semaphore(CONCURRENCY)
         async with asyncio.TaskGroup() as tasks:
-            for ticket in self._tickets:
+            for lease in self._leases:
                 for sample in range(SAMPLES):
-                    tasks.create_task(self._one(ticket, sample, places))
+                    tasks.create_task(self._one(lease, sample, places))
         seconds = time.perf_counter() - began
         return sum(len(tokens) for tokens, *_ in self.kept.values()) / seconds
 
-    async def _one(self, ticket: Ticket, sample: int, places: asyncio.Semaphore) -> None:
+    async def _one(self, lease: Lease, sample: int, places: asyncio.Semaphore) -> None:
         vllm = self._vllm
-        key = f"{ticket.uid}/{sample}/1"
+        key = f"{lease.uid}/{sample}/1"
         request = GenerationRequest(
             id=f"{key}/1",
-            prompt_ids=ticket.prompt_ids.tolist(),
+            prompt_ids=lease.prompt_ids.tolist(),
             max_tokens=MAX_TOKENS,
-            temperature=ticket.temperature,
+            temperature=lease.temperature,
             seed=request_seed(self._settings.run.seed, key),
             cache_salt="v0",
         )
@@ -195,7 +195,7 @@ class Bare:
                 logprobs.extend(done.logprobs.logprobs)
                 versions = done.weight_versions
             text = self._tokenizer.decode(tokens)
-        self.kept[ticket.uid, sample] = (tokens, logprobs, versions[0].version, text)
+        self.kept[lease.uid, sample] = (tokens, logprobs, versions[0].version, text)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ breaks (``break_broadcast``; the weights then come by broadcast all the time, wi
 scale_collective.py). Each of these is measured by itself, until the run is as before.
 The lag of an event loop is that of a timer every 0.1 s; one that comes late counts for all that should have come. It
 includes the wait for a processor.
-Nothing is lost if every granted group was trained once, filtered or quarantined, granted again after a death, or is
+Nothing is lost if every leased group was trained once, filtered or quarantined, leased again after a death, or is
 still out, everybody is ready, and nothing went wrong on the wire.
 """
 

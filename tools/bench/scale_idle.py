@@ -1,6 +1,6 @@
 """``python -m tools.bench idle``: what rollouters that have nothing to do cost, and whether they slow a start down.
 
-The run is that of ``scale``, but one group is granted for hours, so all rollouters but one wait for a lease. The
+The run is that of ``scale``, but one group is leased for hours, so all rollouters but one wait for a lease. The
 figures are processor time (user and system), which other load on the machine changes little:
 
 - of a rollouter: the time of the processes of all rollouters, divided by their number;

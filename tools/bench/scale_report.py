@@ -52,10 +52,10 @@ def lost(first: Snapshot, snapshot: Snapshot, *, of_the_dead: bool = False) -> d
     faults = [name for name in FAULTS if not (of_the_dead and name in OF_THE_DEAD)]
     # An actor that was started again counts anew.
     found = {name: count for name in faults if (count := max(0.0, total(snapshot, name) - total(first, name)))}
-    tickets = _of(snapshot, "dataloader/0").figures
+    leases = _of(snapshot, "dataloader/0").figures
     kinds = ("trained", "filtered", "quarantined", "returned", "recovered")
-    over = sum(tickets.get(f"tickets/{kind}", 0.0) for kind in kinds)
-    missing = tickets["tickets/granted"] - over - tickets["tickets/outstanding"]
+    over = sum(leases.get(f"tickets/{kind}", 0.0) for kind in kinds)
+    missing = leases["tickets/granted"] - over - leases["tickets/outstanding"]
     if missing:
         found["groups not accounted for"] = missing
     if failed := sum(actor.condition not in ("ready",) for actor in snapshot.actors):

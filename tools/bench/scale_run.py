@@ -43,7 +43,7 @@ def concurrency(rollouters: int) -> int:
 def config(folder: Path, rollouters: int, *, broadcast: bool = False, idle: bool = False) -> Config:
     """Responses of some 450 tokens that take about 40 s each. Weights come by shared memory or by ``broadcast``.
 
-    With ``idle`` a single group is granted, which takes hours.
+    With ``idle`` a single group is leased, which takes hours.
     """
     groups = 1 if idle else max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
     return validate_config(

@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
 from asyncrl.learner.fsdp.trainer import Trainer
-from asyncrl.messages.groups import Group, Sequence, Ticket, Trajectory, VersionSpan
+from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 from tools.quickstart.model import make_model
@@ -64,9 +64,9 @@ def make_groups(batch: Batch, vocabulary: int) -> list[Group]:
             trajectories.append(
                 Trajectory(sample=sample, sequences=[sequence], finish_reason="stop", text="", reward=reward)
             )
-        ticket = Ticket(
+        lease = Lease(
             uid=f"0-{index}",
-            grant=index + 1,
+            number=index + 1,
             purpose="train",
             epoch=0,
             index=index,
@@ -78,7 +78,7 @@ def make_groups(batch: Batch, vocabulary: int) -> list[Group]:
             temperature=1.0,
             max_tokens=batch.responses[1],
         )
-        found.append(Group(ticket=ticket, trajectories=trajectories))
+        found.append(Group(lease=lease, trajectories=trajectories))
     return found
 
 

@@ -3,7 +3,7 @@
 The truth is the ledger: that of the newest complete checkpoint, and behind it what samples/ says of later steps. It
 says which prompts have an outcome and how many each; samples/ and quarantine.jsonl say which one a prompt has, and
 where these are complete, one that is in neither was filtered. The history from which the final weights come is, for
-each step, what the last start of the learner that trained it wrote. Since the gate grants no more than the run needs,
+each step, what the last start of the learner that trained it wrote. Since the gate leases no more than the run needs,
 in the order of the data, the prompts with an outcome are the first of that order, without a gap: a gap is a prompt
 that was lost. Every disagreement between the witnesses (metrics, samples, quarantine, ledger) is a problem of its own.
 Fails with OSError, of which CheckpointError is one, when there is nothing to look at.

@@ -20,7 +20,7 @@ class Fault:
 
 
 FAULTS = (
-    # --- the dataloader: gate, limit, tickets, outcomes ---
+    # --- the dataloader: gate, limit, leases, outcomes ---
     Fault(
         "gate-counts-from-newest-version",
         "admitted = self._trained_at[at] + self.limit.groups + self._groups_per_version",
@@ -34,7 +34,7 @@ FAULTS = (
         "the working limit is as low as keeps the learner fed: it grows only where it was the cause of a wait",
     ),
     Fault(
-        "tickets-take-report-after-gap",
+        "leases-take-report-after-gap",
         "if report.number != self.number + 1:",
         "if report.number <= self.number:",
         "I1: an acknowledgement covers every report before it",
@@ -49,7 +49,7 @@ FAULTS = (
         "ledger-takes-first-byte-for-full",
         "found: np.ndarray = at < 0",
         "found: np.ndarray = at <= 0",
-        "I1: a prompt without an outcome is granted",
+        "I1: a prompt without an outcome is leased",
     ),
     Fault(
         "intake-forgets-step-in-training",
@@ -213,9 +213,9 @@ FAULTS = (
     ),
     Fault(
         "seal-without-incarnation",
-        "said = [ticket.uid, ticket.grant, ticket.purpose, rollouter, incarnation]",
-        "said = [ticket.uid, ticket.grant, ticket.purpose, rollouter]",
-        "I6: a ticket fits the incarnation that it was granted to and nobody else",
+        "said = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]",
+        "said = [lease.uid, lease.number, lease.purpose, rollouter]",
+        "I6: a lease fits the incarnation that it was leased to and nobody else",
     ),
     # --- life and death ---
     Fault(

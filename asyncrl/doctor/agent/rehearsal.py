@@ -46,8 +46,8 @@ from asyncrl.messages.episodes import (
     TurnReward,
     TurnRewarded,
 )
+from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.groups import Ticket, Trajectory
 from asyncrl.preflight.inputs import check_inputs
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
@@ -118,7 +118,7 @@ async def rehearse(config: Config, *, with_data: bool) -> Played:
     stops = resolve_stops(config.rollout, tokenizer)
     renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
     clock = Clock()
-    ticket = _ticket(config, prompt, row)
+    lease = _lease(config, prompt, row)
     rehearsal = Rehearsal(config, tokenizer, renderer, clock)
     sessions = Sessions(
         config,
@@ -134,7 +134,7 @@ async def rehearse(config: Config, *, with_data: bool) -> Played:
     try:
         async with rehearsal.hosting(sessions):
             await rehearsal.play(
-                EpisodePlayer(config, sessions, run=rehearsal.run, host=lambda **_: HOST, clock=clock), ticket
+                EpisodePlayer(config, sessions, run=rehearsal.run, host=lambda **_: HOST, clock=clock), lease
             )
     finally:
         sessions.close()
@@ -210,14 +210,14 @@ class Rehearsal:
             await asyncio.gather(watch, return_exceptions=True)
             await self._endpoint.close()
 
-    async def play(self, player: EpisodePlayer, ticket: Ticket) -> None:
+    async def play(self, player: EpisodePlayer, lease: Lease) -> None:
         """Play one attempt to its end. Raises CannotPlay."""
-        account = GroupAccount(ticket, self._clock.now, self._clock.wall).samples[0]
+        account = GroupAccount(lease, self._clock.now, self._clock.wall).samples[0]
         episode = self._config.episode
         longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
         try:
             async with asyncio.timeout(longest_s):
-                self.trajectory = await player.play(ticket, account)
+                self.trajectory = await player.play(lease, account)
         except TimeoutError:
             state = self._session.stages.state if self._session else "start"
             raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
@@ -275,7 +275,7 @@ class Rehearsal:
         self._moments["last answer"] = self._clock.now()
         return reply
 
-    def policy(self, ticket: Ticket, account: CallAccount, **told: Any) -> RehearsedPolicy:
+    def policy(self, lease: Lease, account: CallAccount, **told: Any) -> RehearsedPolicy:
         """The policy for one call, in place of PolicyCall."""
         return RehearsedPolicy(self._speaker, self._tokenizer, _asked.get(), told["sampled"])
 
@@ -373,10 +373,10 @@ async def _slot(account: CallAccount) -> AsyncIterator[None]:
     yield
 
 
-def _ticket(config: Config, prompt: str, row: dict[str, Any]) -> Ticket:
-    return Ticket(
+def _lease(config: Config, prompt: str, row: dict[str, Any]) -> Lease:
+    return Lease(
         uid=UID,
-        grant=1,
+        number=1,
         purpose="train",
         epoch=0,
         index=0,

@@ -26,7 +26,7 @@ from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.doctor.agent.rehearsal import HOST, CannotPlay, Rehearsal
 from asyncrl.doctor.generate.model_weights import stage_model
 from asyncrl.errors import AsyncRLError, ConfigError, EngineDied
-from asyncrl.messages.groups import Ticket, Trajectory
+from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.preflight.first_prompts import FirstPrompt, first_prompts
 from asyncrl.preflight.trials import RewardTrial
@@ -153,19 +153,17 @@ class Generator:
 
     async def group(self, prompt: FirstPrompt, number: int) -> SampleGroup:
         """One response to a prompt; as many as a group has where the reward function scores whole groups."""
-        ticket = self._ticket(prompt, number)
-        account = GroupAccount(ticket, self._clock.now, self._clock.wall)
-        trajectories = await asyncio.gather(*(self._trajectory(ticket, each) for each in account.samples))
-        await self._score(ticket, trajectories)
-        return SampleGroup(
-            [_shown(each) for each in trajectories], kind="generated", uid=ticket.uid, prompt=prompt.text
-        )
+        lease = self._lease(prompt, number)
+        account = GroupAccount(lease, self._clock.now, self._clock.wall)
+        trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in account.samples))
+        await self._score(lease, trajectories)
+        return SampleGroup([_shown(each) for each in trajectories], kind="generated", uid=lease.uid, prompt=prompt.text)
 
-    def _ticket(self, prompt: FirstPrompt, number: int) -> Ticket:
+    def _lease(self, prompt: FirstPrompt, number: int) -> Lease:
         rollout = self._config.rollout
-        return Ticket(
+        return Lease(
             uid=f"0-{number}",
-            grant=1,
+            number=1,
             purpose="train",
             epoch=0,
             index=number,
@@ -178,17 +176,17 @@ class Generator:
             max_tokens=rollout.max_tokens,
         )
 
-    async def _trajectory(self, ticket: Ticket, account: Any) -> Trajectory:
+    async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
         if self._renderer is not None:
-            return await self._episode(ticket)
+            return await self._episode(lease)
         return await single_turn(
-            self._policy(ticket, account.call()), ticket, account.sample, self._stops, self.tokenizer
+            self._policy(lease, account.call()), lease, account.sample, self._stops, self.tokenizer
         )
 
-    def _policy(self, ticket: Ticket, account: CallAccount, **told: Any) -> PolicyCall:
-        return PolicyCall(self._host, self.tokenizer, self._config, ticket, account, **told)
+    def _policy(self, lease: Lease, account: CallAccount, **told: Any) -> PolicyCall:
+        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **told)
 
-    async def _episode(self, ticket: Ticket) -> Trajectory:
+    async def _episode(self, lease: Lease) -> Trajectory:
         """Play an episode with the engine as its policy."""
         assert self._renderer is not None
         rehearsal = Rehearsal(self._config, self.tokenizer, self._renderer, self._clock)
@@ -206,14 +204,14 @@ class Generator:
         player = EpisodePlayer(self._config, sessions, run=rehearsal.run, host=lambda **_: HOST, clock=self._clock)
         try:
             async with rehearsal.hosting(sessions):
-                await rehearsal.play(player, ticket)
+                await rehearsal.play(player, lease)
         finally:
             sessions.close()
         if rehearsal.trajectory is None:
-            raise CannotPlay(f"the episode of prompt {ticket.uid} failed: {rehearsal.failure}")
+            raise CannotPlay(f"the episode of prompt {lease.uid} failed: {rehearsal.failure}")
         return rehearsal.trajectory
 
-    async def _score(self, ticket: Ticket, trajectories: list[Trajectory]) -> None:
+    async def _score(self, lease: Lease, trajectories: list[Trajectory]) -> None:
         """Score what the episode has not scored itself. Raises RewardFailed."""
         if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
             return
@@ -228,7 +226,7 @@ class Generator:
             for each in trajectories
         ]
         scores = await self._trial.score(
-            Score(uid=ticket.uid, prompt=ticket.prompt, row=ticket.row, completions=completions)
+            Score(uid=lease.uid, prompt=lease.prompt, row=lease.row, completions=completions)
         )
         for each, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             each.reward, each.components = reward, components

@@ -41,7 +41,7 @@ from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring, make_keyring
 
 SEALING = ("dataloader/0", "learner/0")
-"""The actor that seals the tickets, and the one that looks whose they are."""
+"""The actor that seals the leases, and the one that looks whose they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

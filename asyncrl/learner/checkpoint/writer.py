@@ -295,7 +295,7 @@ class Checkpoints:
 
 def _group_bytes(group: Group) -> int:
     """Bytes that a group takes on disk, about."""
-    size = len(group.ticket.prompt)
+    size = len(group.lease.prompt)
     for trajectory in group.trajectories:
         arrays = sum(
             array.nbytes

@@ -54,7 +54,7 @@ def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:
 
 def _response(group: Group, trajectory: Trajectory, length: int) -> ProbeSequence:
     sequence = trajectory.sequences[0]
-    prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+    prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
     # The prompt has half of the length at most, and always a token, from which the response's first is predicted.
     response = sequence.tokens[: length - min(len(prompt), max(1, length // 2))]
     # The number is never 0, which would take the whole prompt: the response has left room for a token.

@@ -1,8 +1,8 @@
 """Scored groups that wait to be trained, and the choice of those that make up a step. Pure.
 
-Groups of the oldest grants come first, so that none waits for ever; within a step the order is that of (epoch,
+Groups of the oldest leases come first, so that none waits for ever; within a step the order is that of (epoch,
 index), never that of arrival, so that a step is a function of its groups alone. Bounded by the gate: no more groups
-are granted than it allows.
+are leased than it allows.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class GroupBuffer:
 
     def add(self, group: Group) -> None:
         """Hold a group that is not held yet."""
-        assert group.ticket.uid not in self._groups
-        self._groups[group.ticket.uid] = group
-        insort(self._by_age, (_age(group), group.ticket.uid))
+        assert group.lease.uid not in self._groups
+        self._groups[group.lease.uid] = group
+        insort(self._by_age, (_age(group), group.lease.uid))
 
     def oldest(self, count: int) -> list[str]:
         """Uids of the ``count`` oldest groups."""
@@ -55,7 +55,7 @@ class GroupBuffer:
         """Remove and return the groups of these uids, in the order in which they are trained."""
         groups = self.look_up(uids)
         for group in groups:
-            uid = group.ticket.uid
+            uid = group.lease.uid
             del self._groups[uid]
             del self._by_age[bisect_left(self._by_age, (_age(group), uid))]
         return groups
@@ -67,8 +67,8 @@ def in_order(groups: Iterable[Group]) -> list[Group]:
 
 
 def _age(group: Group) -> tuple[int, int, int]:
-    return (group.ticket.param_version, *_position(group))
+    return (group.lease.param_version, *_position(group))
 
 
 def _position(group: Group) -> tuple[int, int]:
-    return (group.ticket.epoch, group.ticket.index)
+    return (group.lease.epoch, group.lease.index)

@@ -187,7 +187,7 @@ class DataloaderLink:
         await self._acknowledged.wait()
 
     async def watch(self) -> None:
-        """Follow the supply until cancelled: eval rounds, prompts that are never granted, the end of the data."""
+        """Follow the supply until cancelled: eval rounds, prompts that are never leased, the end of the data."""
         while True:
             try:
                 with self._awaits.on(DATALOADER, "WatchSupply", idle=True):

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncrl.learner.algorithm.advantage.group_metrics import component_means
 from asyncrl.messages.dataloader import EvalRound
-from asyncrl.messages.groups import Group, Ticket
+from asyncrl.messages.groups import Group, Lease
 from asyncrl.trajectories import is_truncated, sampled_tokens, versions_of
 
 
@@ -51,20 +51,20 @@ class EvalCollector:
 
     def add(self, group: Group) -> bool:
         """Take a group; False for one that is held or was counted before."""
-        round = round_of(group.ticket.uid)
-        if self.holds(group.ticket.uid):
+        round = round_of(group.lease.uid)
+        if self.holds(group.lease.uid):
             return False
         groups = self._groups.setdefault(round, {})
-        groups[group.ticket.uid] = group
+        groups[group.lease.uid] = group
         return True
 
     def reject(self, uid: str, reason: str) -> None:
-        """Count a prompt that the dataloader will not grant as failed. Ignored if it is known."""
+        """Count a prompt that the dataloader will not lease as failed. Ignored if it is known."""
         round, _, index = uid.rpartition("-")
         name, _, version = round.rpartition("@")
-        ticket = Ticket(
+        lease = Lease(
             uid=uid,
-            grant=0,
+            number=0,
             purpose=f"eval/{name}",
             epoch=int(version),
             index=int(index),
@@ -76,7 +76,7 @@ class EvalCollector:
             temperature=0.0,
             max_tokens=1,
         )
-        self.add(Group(ticket=ticket, trajectories=[], failure=reason))
+        self.add(Group(lease=lease, trajectories=[], failure=reason))
 
     def holds(self, uid: str) -> bool:
         """Whether this group is held or was counted before."""

@@ -114,11 +114,11 @@ class Intake:
             self._failed = restored.failed
             self.delivered_lengths = list(restored.delivered_lengths)
             for group in restored.buffered:
-                if not self.has(group.ticket.uid):
+                if not self.has(group.lease.uid):
                     self.buffer.add(group)
 
     def has(self, uid: str) -> bool:
-        """Whether this prompt is not to be granted again."""
+        """Whether this prompt is not to be leased again."""
         return uid in self._in_training or uid in self.buffer or not self.ledger.is_open(*position_of(uid))
 
     @property
@@ -133,7 +133,7 @@ class Intake:
 
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
         """Take a group, once; ``now`` is the time of it (s)."""
-        uid = group.ticket.uid
+        uid = group.lease.uid
         if self.has(uid):
             return "duplicate"
         self._taken += 1
@@ -155,7 +155,7 @@ class Intake:
         return "buffered"
 
     def reject(self, rejected: Rejected) -> None:
-        """Leave out or quarantine a prompt that the dataloader will not grant; ignored if it is known."""
+        """Leave out or quarantine a prompt that the dataloader will not lease; ignored if it is known."""
         if self.has(rejected.uid):
             return
         if rejected.kind == "left_out":
@@ -170,7 +170,7 @@ class Intake:
         """
         assert not self._in_training
         groups = self.buffer.take(self.buffer.oldest(self._learner.groups_per_step))
-        self._in_training = {group.ticket.uid: group for group in groups}
+        self._in_training = {group.lease.uid: group for group in groups}
         filtered = in_order(self.filtered)
         self._begun = (filtered, self._masked, self._failed)
         self.filtered, self._masked, self._failed = [], 0, 0

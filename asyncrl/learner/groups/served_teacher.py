@@ -52,20 +52,20 @@ class ServedTeacher:
 
     def begin(self, group: Group) -> None:
         """Ask for the log-probs of a group's sampled tokens, if that is not done."""
-        uid = group.ticket.uid
+        uid = group.lease.uid
         if uid not in self._scores:
             self._scores[uid] = answer = asyncio.get_running_loop().create_future()
             self._tasks.create_task(self._score(group, answer))
 
     def has_done(self, groups: Iterable[Group]) -> bool:
         """Whether each of these groups is scored, or cannot be."""
-        return all((scores := self._scores.get(group.ticket.uid)) is not None and scores.done() for group in groups)
+        return all((scores := self._scores.get(group.lease.uid)) is not None and scores.done() for group in groups)
 
     async def scores(self, groups: Sequence[Group]) -> list[GroupScores]:
         """Log-probs of all sampled tokens of these groups, nats, at temperature 1. Raises ActorFailed."""
         for group in groups:
             self.begin(group)
-        return [await self._scores[group.ticket.uid] for group in groups]
+        return [await self._scores[group.lease.uid] for group in groups]
 
     def keep(self, uids: Collection[str]) -> None:
         """Forget all groups but these."""
@@ -93,7 +93,7 @@ class ServedTeacher:
         self._news()
 
     async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
-        prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+        prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
         places = sampled_positions(sequence) + len(prompt)
         # Tokens behind the last sampled one have no part in any of the log-probs.
         ids = np.concatenate([prompt, sequence.tokens])[: int(places[-1]) + 1].tolist()
@@ -105,7 +105,7 @@ class ServedTeacher:
                         return await self._client.logprobs(ids, places)
             except TeacherFailed as error:
                 self._counters.add(FAILED)
-                self._log.warning("the teacher did not score", uid=group.ticket.uid, attempt=attempt, error=str(error))
+                self._log.warning("the teacher did not score", uid=group.lease.uid, attempt=attempt, error=str(error))
                 if not error.passing or attempt == self._config.tries:
                     times = f" ({attempt} times; learner.teacher_server.tries)" if error.passing else ""
                     raise ActorFailed(self._name, f"learner.teacher: {error.reason}{times}") from error

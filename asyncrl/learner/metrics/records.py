@@ -79,7 +79,7 @@ class RecordFiles:
 
     def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Append prompts that will not be trained, with the reason, to quarantine.jsonl."""
-        tickets = [item.group.ticket if item.group is not None else None for item in found]
+        leases = [item.group.lease if item.group is not None else None for item in found]
         self._append(
             "quarantine",
             self._quarantine,
@@ -88,11 +88,11 @@ class RecordFiles:
                     "uid": item.uid,
                     "reason": item.reason,
                     "step": step,
-                    "attempt": ticket.attempt if ticket is not None else None,
-                    "prompt": ticket.prompt if ticket is not None else None,
+                    "attempt": lease.attempt if lease is not None else None,
+                    "prompt": lease.prompt if lease is not None else None,
                     "start": self.start,
                 }
-                for item, ticket in zip(found, tickets, strict=True)
+                for item, lease in zip(found, leases, strict=True)
             ],
         )
 
@@ -146,9 +146,9 @@ def _sample(step: int, version: int, group: Group, kind: SampleKind) -> dict[str
         "kind": kind,
         "step": step,
         "weights/version": version,
-        "uid": group.ticket.uid,
-        "prompt": group.ticket.prompt,
-        "granted_version": group.ticket.param_version,
+        "uid": group.lease.uid,
+        "prompt": group.lease.prompt,
+        "granted_version": group.lease.param_version,
         "trajectories": [
             {
                 "sample": t.sample,

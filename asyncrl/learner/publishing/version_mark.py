@@ -1,6 +1,6 @@
 """The version mark: the highest number that a publication of this run has ever had, and the learner's start number.
 
-A version names one set of weights everywhere: in tickets, cache salts, engine labels, segments and bases of deltas.
+A version names one set of weights everywhere: in leases, cache salts, engine labels, segments and bases of deltas.
 So a number is made durable in the run's folder before anybody hears of it, and is never given again, also after a death
 between the two and a new start in the same folder. A number that was marked and never published is left out.
 

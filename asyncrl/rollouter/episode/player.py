@@ -1,4 +1,4 @@
-"""Plays a sample as an episode of the user's code, at an episode host: from a ticket to a trajectory.
+"""Plays a sample as an episode of the user's code, at an episode host: from a lease to a trajectory.
 
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
 the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt; the
@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.data.columns import column_of
 from asyncrl.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
-from asyncrl.messages.groups import Ticket, Trajectory
+from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.rollouter.episode.figures import Failure, by_kind
 from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
@@ -85,7 +85,7 @@ class EpisodePlayer:
         self._failed = failed
         self._clock = clock
 
-    async def play(self, ticket: Ticket, account: SampleAccount) -> Trajectory:
+    async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
         """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         # An earlier attempt's host is avoided: it may stand still and have missed a deadline.
@@ -98,7 +98,7 @@ class EpisodePlayer:
             prefer = ""
             avoid.add(host)
             try:
-                found = await self._attempt(ticket, account, host)
+                found = await self._attempt(lease, account, host)
                 if isinstance(found, Trajectory):
                     return found
                 account.failed(f"episode: {found}; begun anew, no attempt is counted")
@@ -116,9 +116,9 @@ class EpisodePlayer:
                 account.failed(f"episode host is away: {error}")
             await asyncio.sleep(next(pauses))
 
-    async def _attempt(self, ticket: Ticket, account: SampleAccount, host: str) -> Trajectory | str:
+    async def _attempt(self, lease: Lease, account: SampleAccount, host: str) -> Trajectory | str:
         """The trajectory, or the reason that a worker of its host could not play it. Raises HostAway too."""
-        session, figures = self._sessions.open(ticket, account, host), self._sessions.figures
+        session, figures = self._sessions.open(lease, account, host), self._sessions.figures
         try:
             done = await self._played(session)
             if session.failure is not None:
@@ -132,7 +132,7 @@ class EpisodePlayer:
             raise
         except EpisodeFailed as error:
             figures.failed(error.failure)
-            self._failed(error.failure, str(error), ticket.uid)
+            self._failed(error.failure, str(error), lease.uid)
             raise
         except (HostAway, DeadlineExceeded, PeerRestarted, RemoteError) as error:
             if not _is_full(error):
@@ -143,19 +143,19 @@ class EpisodePlayer:
 
     async def _played(self, session: Session) -> EpisodeDone:
         """Wait until an episode has ended, by itself or by a deadline. Raises HostAway, and the errors of a call."""
-        ticket = session.ticket
-        messages, tools = first_messages(self._config, ticket)
+        lease = session.lease
+        messages, tools = first_messages(self._config, lease)
         request = RunEpisode(
             session=session.key,
-            uid=ticket.uid,
+            uid=lease.uid,
             sample=session.account.sample,
             attempt=session.attempt,
-            purpose=ticket.purpose,
-            prompt=ticket.prompt,
+            purpose=lease.purpose,
+            prompt=lease.prompt,
             messages=messages,
             tools=tools,
-            row=ticket.row,
-            seed=task_seed(self._config.run.seed, ticket.uid),
+            row=lease.row,
+            seed=task_seed(self._config.run.seed, lease.uid),
         )
         call = self._run(session.host, request, LONGEST_S)
         watch = asyncio.ensure_future(self._expired(session))
@@ -180,7 +180,7 @@ class EpisodePlayer:
             call.cancel()
 
     async def _expired(self, session: Session) -> Expired | None:
-        """The deadline that ends it; None where nothing can come of its ticket any more, or of this attempt."""
+        """The deadline that ends it; None where nothing can come of its lease any more, or of this attempt."""
         while session.failure is None and not session.is_orphan:
             # Before the look at the deadlines: a change after it ends the wait below.
             session.changed.clear()
@@ -235,15 +235,15 @@ def _is_full(error: Exception) -> bool:
     return isinstance(error, RemoteError) and error.code == EpisodeHostFull.code
 
 
-def first_messages(config: Config, ticket: Ticket) -> tuple[list[Message], list[Tool]]:
+def first_messages(config: Config, lease: Lease) -> tuple[list[Message], list[Tool]]:
     """The messages that an episode's conversation begins with, and the tools of its row.
 
     They are read from the row as the dataloader reads it to count its tokens. Raises ChatRefused.
     """
-    data = config.data if ticket.purpose == "train" else config.eval[ticket.purpose.removeprefix("eval/")].data
-    given = column_of(ticket.row, data.prompt_column, ticket.prompt)
+    data = config.data if lease.purpose == "train" else config.eval[lease.purpose.removeprefix("eval/")].data
+    given = column_of(lease.row, data.prompt_column, lease.prompt)
     prompt = read_prompt(given, data.prompt_column, continues=False) if isinstance(given, list) else str(given)
-    return conversation(prompt, data.system), read_tools(column_of(ticket.row, data.tools_column), data.tools_column)
+    return conversation(prompt, data.system), read_tools(column_of(lease.row, data.tools_column), data.tools_column)
 
 
 def total_reward(said: float | None, of_turns: Collection[float]) -> float | None:

@@ -27,7 +27,7 @@ from asyncrl.chat.renderer import Renderer
 from asyncrl.config import Config
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.growing_text import GrowingText
@@ -48,9 +48,9 @@ MOST_CHARACTERS = 256
 class Session:
     """One attempt at one trajectory."""
 
-    def __init__(self, ticket: Ticket, account: SampleAccount, host: str, config: Config, clock: Clock) -> None:
+    def __init__(self, lease: Lease, account: SampleAccount, host: str, config: Config, clock: Clock) -> None:
         self.key = secrets.token_hex(KEY_BYTES)
-        self.ticket, self.account, self.host = ticket, account, host
+        self.lease, self.account, self.host = lease, account, host
         self.attempt = account.attempts
         self.conversation = Conversation(history=config.chat.history)
         self.began = clock.now()
@@ -61,7 +61,7 @@ class Session:
         self._left = asyncio.Event()
         """Set when a call may have left."""
         self.failure: TrajectoryFailed | None = None
-        """Failure after which nothing can come of the ticket any more."""
+        """Failure after which nothing can come of the lease any more."""
         self.is_orphan = False
         """Whether its host has died."""
         self.cut: set[int] = set()
@@ -79,7 +79,7 @@ class Session:
         """Name of a call in the run by its question and how often that was asked, not by when parallel calls come."""
         digest = hashlib.blake2b(np.array(prompt.ids, np.int32).tobytes(), digest_size=8).digest()
         self._asked[digest] += 1
-        where = f"{self.ticket.uid}/{self.account.sample}/{self.attempt}"
+        where = f"{self.lease.uid}/{self.account.sample}/{self.attempt}"
         return f"{where}/{digest.hex()}/{self._asked[digest]}"
 
     def submitted(self, version: int) -> None:
@@ -104,7 +104,7 @@ class Session:
         return EpisodeOver(reason)
 
     def fail(self, failure: TrajectoryFailed) -> EpisodeOver:
-        """Fail the ticket: the policy cannot be asked any more."""
+        """Fail the lease: the policy cannot be asked any more."""
         self.failure = failure
         self.note()
         return EpisodeOver(str(failure))
@@ -166,9 +166,9 @@ class Sessions:
         self.at: Counter[str] = Counter()
         """Sessions by their host."""
 
-    def open(self, ticket: Ticket, account: SampleAccount, host: str) -> Session:
+    def open(self, lease: Lease, account: SampleAccount, host: str) -> Session:
         """Begin an attempt, to be played at the episode host ``host``."""
-        session = Session(ticket, account, host, self._config, self._clock)
+        session = Session(lease, account, host, self._config, self._clock)
         account.began_episode(host)
         self._sessions[session.key] = session
         self.at[host] += 1
@@ -280,7 +280,7 @@ class Sessions:
             assert call.response is not None
             async with self._slot(account):
                 policy = self._policy(
-                    session.ticket,
+                    session.lease,
                     account,
                     entered=lambda phase: self._entered(session, request.call, phase),
                     sampled=self._teller(session, request, tools, call.response.stops),
@@ -326,7 +326,7 @@ class Sessions:
 
     def _require_renderable(self, session: Session, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse messages too long to render: tens of megabytes take minutes of a thread. Raises EpisodeOver."""
-        longest = self._config.longest_context(session.ticket.purpose)
+        longest = self._config.longest_context(session.lease.purpose)
         characters = sum(len(message.get("content") or "") for message in messages)
         if characters > longest * MOST_CHARACTERS:
             raise session.end_by_length(
@@ -336,14 +336,14 @@ class Sessions:
 
     def _room(self, session: Session, prompt: Prompt) -> int:
         """The longest answer that the run allows. Raises EpisodeOver."""
-        longest = self._config.longest_context(session.ticket.purpose)
+        longest = self._config.longest_context(session.lease.purpose)
         room = longest - len(prompt.ids)
         if room < 1:
             raise session.end_by_length(
                 f"its context has {len(prompt.ids)} tokens, and with an answer may have {longest} "
                 "(episode.max_context_tokens)"
             )
-        return min(room, session.ticket.max_tokens)
+        return min(room, session.lease.max_tokens)
 
     def _commit(self, session: Session, call: _Call, request: Chat, parsed: Parsed) -> ChatReply:
         prompt, response = call.prompt, call.response

@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied, WeightsCorrupt
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import Probe
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.drift import Drift
 from asyncrl.rollouter.serving.probing import probe_engine
 from asyncrl.rollouter.serving.reprefill import Reprefill
-from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectTickets
+from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.telemetry.states import StateLedger
@@ -46,13 +46,13 @@ class EngineHost:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: Counter[str] = Counter()
-        """Submissions in the engine, by the uid of their ticket."""
+        """Submissions in the engine, by the uid of their lease."""
         self._frozen = False
         """Whether it is paused, and its pause complete."""
-        self.suspects = SuspectTickets(config.rollout.max_attempts)
+        self.suspects = SuspectLeases(config.rollout.max_attempts)
         self.turns = EngineTurns(self.suspects.alone)
         self._blamed = ""
-        """The ticket of the last death that was excused, until a submission has ended in good order."""
+        """The lease of the last death that was excused, until a submission has ended in good order."""
         self.excused = False
         """Whether the last death was that of a prompt which ran alone. Not where one prompt after the other dies and
         nothing else works: that is the engine."""
@@ -105,24 +105,22 @@ class EngineHost:
         return self._open.is_set()
 
     @asynccontextmanager
-    async def turn(self, ticket: Ticket) -> AsyncIterator[int]:
-        """A ticket's turn for one submission, which is to begin at once; gives the version being served.
+    async def turn(self, lease: Lease) -> AsyncIterator[int]:
+        """A lease's turn for one submission, which is to begin at once; gives the version being served.
 
         Waits until the engine serves, and for those before it. Ends when both have come, or with the task that waits:
         an engine that does not come back fails the rollouter, which owns every such task.
         """
-        await self.turns.take(ticket)
+        await self.turns.take(lease)
         try:
             # A loop: it may be shut again before this task runs.
             while not self._open.is_set():
                 await self._open.wait()
             yield self.version
         finally:
-            self.turns.give_back(ticket)
+            self.turns.give_back(lease)
 
-    async def stream(
-        self, request: GenerationRequest, ticket: Ticket, *, lost: int
-    ) -> AsyncGenerator[TokenDelta, None]:
+    async def stream(self, request: GenerationRequest, lease: Lease, *, lost: int) -> AsyncGenerator[TokenDelta, None]:
         """Submit; to be called at the beginning of a turn without waiting in between. Raises EngineDied.
 
         An update has dropped the keys and values of the first ``lost`` tokens of its prompt.
@@ -131,7 +129,7 @@ class EngineHost:
         assert self._open.is_set(), "submitted to an engine that does not serve"
         # First what may refuse it: what has entered also leaves.
         self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
-        self._enter(ticket.uid)
+        self._enter(lease.uid)
         sampled = False
         try:
             async for delta in engine.generate(request):
@@ -149,7 +147,7 @@ class EngineHost:
             raise
         finally:
             self.reprefill.ended(request.id)
-            self._leave(ticket.uid)
+            self._leave(lease.uid)
 
     async def abort(self, id: str) -> None:
         """End one request early; its stream tells how that went."""
@@ -295,7 +293,7 @@ class EngineHost:
             self._sampling_since = self._clock.wall()
             self._states.enter("generating")
         else:
-            self._states.enter("waiting", "tickets")
+            self._states.enter("waiting", "leases")
 
     # --- measuring ---
 
@@ -343,7 +341,7 @@ class EngineHost:
             self._close_interval()
             self._idle.set()
             if self._open.is_set():
-                self._states.enter("waiting", "tickets")
+                self._states.enter("waiting", "leases")
             elif self._states.state == "generating":
                 # Drained for an update that is about to begin.
                 self._states.enter("paused", "weights")

@@ -18,8 +18,8 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied
+from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.messages.groups import Ticket, Trajectory
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import CallAccount
@@ -41,7 +41,7 @@ class PolicyCall:
         host: EngineHost,
         tokenizer: Tokenizer,
         config: Config,
-        ticket: Ticket,
+        lease: Lease,
         account: CallAccount,
         *,
         entered: Callable[[Phase], None] = lambda phase: None,
@@ -54,7 +54,7 @@ class PolicyCall:
         self._host = host
         self._tokenizer = tokenizer
         self._config = config
-        self._ticket = ticket
+        self._lease = lease
         self._account = account
         self._entered = entered
         self._sampled = sampled
@@ -66,12 +66,12 @@ class PolicyCall:
         ``key`` names the call in the whole run; the noise follows from it. Raises TrajectoryFailed. A call that is
         cancelled leaves in the response the tokens that it has sampled, and may be made again.
         """
-        ticket, stops = self._ticket, response.stops
+        lease, stops = self._lease, response.stops
         while response.finish_reason is None:
             self._require_innocent()
             self._entered("queue" if self._host.serves else "paused")
-            async with self._host.turn(ticket) as version:
-                # A sample of the same ticket may have had its turn before.
+            async with self._host.turn(lease) as version:
+                # A sample of the same lease may have had its turn before.
                 self._require_innocent()
                 self._entered("engine")
                 response.submitted(version)
@@ -81,7 +81,7 @@ class PolicyCall:
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],
                     max_tokens=response.remaining,
-                    temperature=ticket.temperature,
+                    temperature=lease.temperature,
                     seed=request_seed(self._config.run.seed, key) if self._config.rollout.request_seeds else None,
                     stop_token_ids=stops.token_ids,
                     # A load drops the cache, but under keep_kv = "stale": nothing that begins after it may find blocks
@@ -99,7 +99,7 @@ class PolicyCall:
         loads, known = self._host.loads, len(response.tokens)
         prompt, lost = len(request.prompt_ids) - known, response.lost(self._host.version)
         try:
-            async with aclosing(self._host.stream(request, self._ticket, lost=lost)) as deltas:
+            async with aclosing(self._host.stream(request, self._lease, lost=lost)) as deltas:
                 async for delta in deltas:
                     if not stopped and delta.tokens:
                         stopped = response.extend(delta.tokens, delta.logprobs, self._tokenizer.decode)
@@ -124,15 +124,15 @@ class PolicyCall:
         return ended
 
     def _require_innocent(self) -> None:
-        failure = self._host.suspects.failure(self._ticket)
+        failure = self._host.suspects.failure(self._lease)
         if failure is not None:
             raise TrajectoryFailed(failure)
 
 
-async def single_turn(call: PolicyCall, ticket: Ticket, sample: int, stops: Stops, tokenizer: Tokenizer) -> Trajectory:
+async def single_turn(call: PolicyCall, lease: Lease, sample: int, stops: Stops, tokenizer: Tokenizer) -> Trajectory:
     """One prompt, one response. Raises TrajectoryFailed."""
-    response = Response(max_tokens=ticket.max_tokens, stops=stops)
-    await call.generate(ticket.prompt_ids.tolist(), response, f"{ticket.uid}/{sample}/1")
+    response = Response(max_tokens=lease.max_tokens, stops=stops)
+    await call.generate(lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1")
     assert response.finish_reason is not None
     return Trajectory(
         sample=sample,

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl.messages.groups import Ticket, VersionSpan
+from asyncrl.messages.groups import Lease, VersionSpan
 from asyncrl.telemetry.trace import Track
 
 EVENTS_KEPT = 64
@@ -24,7 +24,7 @@ MOST_TOOLS, LONGEST_TOOL = 8, 64
 
 
 class SampleAccount:
-    """One sample. ``elapsed`` gives the seconds since the rollouter took the ticket up."""
+    """One sample. ``elapsed`` gives the seconds since the rollouter took the lease up."""
 
     def __init__(self, uid: str, sample: int, elapsed: Callable[[], float]) -> None:
         self.uid = uid
@@ -141,13 +141,13 @@ class CallAccount:
 
 
 class GroupAccount:
-    """All samples of a ticket. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
+    """All samples of a lease. ``now`` is monotonic, ``wall`` Unix time, in seconds."""
 
-    def __init__(self, ticket: Ticket, now: Callable[[], float], wall: Callable[[], float]) -> None:
+    def __init__(self, lease: Lease, now: Callable[[], float], wall: Callable[[], float]) -> None:
         began = now()
-        self._ticket = ticket
+        self._lease = lease
         self._since = wall()
-        self.samples = [SampleAccount(ticket.uid, sample, lambda: now() - began) for sample in range(ticket.samples)]
+        self.samples = [SampleAccount(lease.uid, sample, lambda: now() - began) for sample in range(lease.samples)]
 
     @property
     def failed_attempts(self) -> int:
@@ -157,8 +157,8 @@ class GroupAccount:
     def facts(self, end: str) -> dict[str, Any]:
         """Facts of its line in the log; ``end`` is its way out of the rollouter, "running" if it has not left."""
         facts: dict[str, Any] = {
-            "uid": self._ticket.uid,
-            "grant": self._ticket.grant,
+            "uid": self._lease.uid,
+            "lease": self._lease.number,
             "since": round(self._since, 6),
             "end": end[:LONGEST_REASON],
             "samples": [sample.events for sample in self.samples],

@@ -1,14 +1,14 @@
-"""Blame for the deaths of engines: deaths counted by ticket, and turns by which a suspect generates alone.
+"""Blame for the deaths of engines: deaths counted by lease, and turns by which a suspect generates alone.
 
-A ticket that had a submission in the engine when it died is suspect. Most are innocent, the long ones above all, so
-the count of deaths alone says nothing; from SUSPECT_DEATHS on a ticket runs alone, and only a death while nobody else
+A lease that had a submission in the engine when it died is suspect. Most are innocent, the long ones above all, so
+the count of deaths alone says nothing; from SUSPECT_DEATHS on a lease runs alone, and only a death while nobody else
 was in the engine is its own. After ``max_attempts`` of these it has failed.
 
-Turns are given in the order in which they were asked for. A ticket that runs alone waits until all inside are
-done and keeps all who ask after it waiting, so neither starves. Its own samples run together: they are one ticket, and
+Turns are given in the order in which they were asked for. A lease that runs alone waits until all inside are
+done and keeps all who ask after it waiting, so neither starves. Its own samples run together: they are one lease, and
 have the engine until all are done or it dies.
 
-Invariants: while a ticket runs alone no other is inside; each that asks gets a turn once those before it are done.
+Invariants: while a lease runs alone no other is inside; each that asks gets a turn once those before it are done.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from asyncrl.messages.groups import Ticket
+from asyncrl.messages.groups import Lease
 
 SUSPECT_DEATHS = 2
-"""Deaths from which on a ticket runs alone."""
+"""Deaths from which on a lease runs alone."""
 
 
-class SuspectTickets:
-    """Deaths of engines by ticket. Pure."""
+class SuspectLeases:
+    """Deaths of engines by lease. Pure."""
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
@@ -32,12 +32,12 @@ class SuspectTickets:
         self._own: Counter[str] = Counter()
         self._reasons: dict[str, str] = {}
         self.own_deaths = 0
-        """Deaths while a ticket ran alone, over all tickets."""
+        """Deaths while a lease ran alone, over all leases."""
         self.failed = 0
-        """Tickets that have failed."""
+        """Leases that have failed."""
 
     def died(self, inside: Iterable[str], reason: str, *, alone: bool) -> None:
-        """An engine died with submissions of these tickets (uids) in it; ``alone``: of one that ran alone."""
+        """An engine died with submissions of these leases (uids) in it; ``alone``: of one that ran alone."""
         for uid in set(inside):
             self._deaths[uid] += 1
             if alone:
@@ -46,105 +46,105 @@ class SuspectTickets:
                 self.own_deaths += 1
                 self.failed += self._own[uid] == self._max_attempts
 
-    def deaths(self, ticket: Ticket) -> int:
+    def deaths(self, lease: Lease) -> int:
         """Deaths of engines and rollouters that it was in, earlier holders included.
 
-        Deaths in company count up to SUSPECT_DEATHS; a later holder takes more for the ticket's own.
+        Deaths in company count up to SUSPECT_DEATHS; a later holder takes more for the lease's own.
         """
-        own = self._own[ticket.uid]
-        in_company = ticket.attempt + self._deaths[ticket.uid] - own
-        return max(ticket.attempt, min(in_company, SUSPECT_DEATHS)) + own
+        own = self._own[lease.uid]
+        in_company = lease.attempt + self._deaths[lease.uid] - own
+        return max(lease.attempt, min(in_company, SUSPECT_DEATHS)) + own
 
-    def alone(self, ticket: Ticket) -> bool:
+    def alone(self, lease: Lease) -> bool:
         """Whether nothing may be generated beside it."""
-        return ticket.alone or self.deaths(ticket) >= SUSPECT_DEATHS
+        return lease.alone or self.deaths(lease) >= SUSPECT_DEATHS
 
-    def failure(self, ticket: Ticket) -> str | None:
+    def failure(self, lease: Lease) -> str | None:
         """Reason that it may not run again; None while it may."""
-        own = self._own[ticket.uid]
+        own = self._own[lease.uid]
         if own < self._max_attempts:
             return None
         return (
             f"the engine died {own} times (rollout.max_attempts) while this prompt alone was generated, the last time: "
-            f"{self._reasons[ticket.uid]}"
+            f"{self._reasons[lease.uid]}"
         )
 
     def forget(self, uid: str) -> None:
-        """Forget a ticket that is done with."""
+        """Forget a lease that is done with."""
         # A Counter lets what it does not hold be deleted.
         del self._deaths[uid]
         del self._own[uid]
         self._reasons.pop(uid, None)
 
     def __len__(self) -> int:
-        """Tickets held in at least one death."""
+        """Leases held in at least one death."""
         return len(self._deaths)
 
 
 class EngineTurns:
-    """Turns in the engine. ``alone`` is asked when a turn comes up, so that it may change while a ticket waits."""
+    """Turns in the engine. ``alone`` is asked when a turn comes up, so that it may change while a lease waits."""
 
-    def __init__(self, alone: Callable[[Ticket], bool]) -> None:
+    def __init__(self, alone: Callable[[Lease], bool]) -> None:
         self._alone = alone
         self._inside: Counter[str] = Counter()
-        self._waiting: dict[asyncio.Future[None], Ticket] = {}
-        """Tickets that wait, in the order of asking."""
+        self._waiting: dict[asyncio.Future[None], Lease] = {}
+        """Leases that wait, in the order of asking."""
         self.lone: str | None = None
-        """Uid of the ticket that runs alone now."""
+        """Uid of the lease that runs alone now."""
         self._ending = False
         """Whether its turn is over as soon as its samples are out."""
         self.lone_turns = 0
-        """Times that a ticket has had the engine for itself."""
+        """Times that a lease has had the engine for itself."""
 
-    async def take(self, ticket: Ticket) -> None:
+    async def take(self, lease: Lease) -> None:
         """Wait for a turn; ``give_back`` ends it. Ends when those before it are done, or with the task that waits."""
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[granted] = ticket
-        self._grant()
+        leased: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[leased] = lease
+        self._lease()
         try:
-            await granted
+            await leased
         except asyncio.CancelledError:
-            if granted.cancelled():
-                self._waiting.pop(granted, None)
-                self._grant()
+            if leased.cancelled():
+                self._waiting.pop(leased, None)
+                self._lease()
             else:
                 # It was given the turn in the same moment.
-                self.give_back(ticket)
+                self.give_back(lease)
             raise
 
-    def give_back(self, ticket: Ticket) -> None:
-        """End one turn of a ticket."""
-        self._inside[ticket.uid] -= 1
-        if not self._inside[ticket.uid]:
-            del self._inside[ticket.uid]
-            if self.lone == ticket.uid:
+    def give_back(self, lease: Lease) -> None:
+        """End one turn of a lease."""
+        self._inside[lease.uid] -= 1
+        if not self._inside[lease.uid]:
+            del self._inside[lease.uid]
+            if self.lone == lease.uid:
                 self.lone, self._ending = None, False
-        self._grant()
+        self._lease()
 
     def end_lone(self) -> None:
-        """Put the ticket that runs alone behind those that wait before it runs again."""
+        """Put the lease that runs alone behind those that wait before it runs again."""
         self._ending = self.lone is not None
 
-    def _grant(self) -> None:
+    def _lease(self) -> None:
         while self.lone is None and self._waiting:
-            granted, ticket = next(iter(self._waiting.items()))
-            if granted.cancelled() or not self._alone(ticket):
-                self._enter(granted)
+            leased, lease = next(iter(self._waiting.items()))
+            if leased.cancelled() or not self._alone(lease):
+                self._enter(leased)
             elif self._inside:
                 # Nobody is aborted for it: under on_update = drain a response is to have one version, and an engine
                 # that has just died, which is when suspects come up, is empty anyway.
                 return
             else:
-                self.lone = ticket.uid
+                self.lone = lease.uid
                 self.lone_turns += 1
         # After its death those that wait come first: what works is not kept waiting by what kills.
         if self.lone is not None and not self._ending:
-            for granted in [granted for granted, ticket in self._waiting.items() if ticket.uid == self.lone]:
-                self._enter(granted)
+            for leased in [leased for leased, lease in self._waiting.items() if lease.uid == self.lone]:
+                self._enter(leased)
 
-    def _enter(self, granted: asyncio.Future[None]) -> None:
-        ticket = self._waiting.pop(granted)
+    def _enter(self, leased: asyncio.Future[None]) -> None:
+        lease = self._waiting.pop(leased)
         # The task that waited may have been cancelled and not have run since.
-        if not granted.cancelled():
-            self._inside[ticket.uid] += 1
-            granted.set_result(None)
+        if not leased.cancelled():
+            self._inside[lease.uid] += 1
+            leased.set_result(None)

@@ -80,11 +80,11 @@ class Flow:
     lag: float | None = None
     """Versions that the engines are behind, the mean."""
     gate_open: bool | None = None
-    """Whether there was room for tickets all the time."""
+    """Whether there was room for leases all the time."""
     episodes: Mapping[str, float] = field(default_factory=dict)
     """Episodes that are open, by stage."""
     exhausted: bool = False
-    """Whether nothing is left to be granted."""
+    """Whether nothing is left to be leased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ def _nobody(flow: Flow) -> Verdict:
     if flow.lag is not None and flow.lag >= 1.0:
         return Verdict(stage="weights", why=f"engines are {flow.lag:.1f} versions behind; {others}")
     if flow.gate_open:
-        return Verdict(stage="dataloader", why=f"the gate is open, but no tickets come; {others}")
+        return Verdict(stage="dataloader", why=f"the gate is open, but no leases come; {others}")
     if flow.gate_open is None:
         return Verdict(stage=None, why=f"nothing is known of the gate; {others}")
     return Verdict(stage="gate", why=f"it is closed: {others}")
@@ -181,7 +181,7 @@ def _others(flow: Flow, *, but: str) -> str:
     said = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)
     if but != "rollouters" and waits >= WAITS:
-        said.append(f"rollouters wait {_percent(waits)} for {'calls' if but == 'episodes' else 'tickets'}")
+        said.append(f"rollouters wait {_percent(waits)} for {'calls' if but == 'episodes' else 'leases'}")
     waits = by_kind(flow.learner).get("wait", 0.0)
     if but != "learner" and waits >= WAITS:
         said.append(f"the learner waits {_percent(waits)} for groups")

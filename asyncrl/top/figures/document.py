@@ -273,7 +273,7 @@ class LedgerView(Struct, frozen=True, kw_only=True):
     """Prompts that a rule of the data left out before a lease, as data.max_prompt_tokens."""
     outstanding: float | None = None
     gate: float | None = None
-    """Most that may be outstanding with the present limit, all of them granted at the newest version."""
+    """Most that may be outstanding with the present limit, all of them leased at the newest version."""
     buffered: float | None = None
     """Outstanding groups that are in the learner's buffer."""
     groups_per_step: Count = 0

@@ -124,7 +124,7 @@ def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut
     ]
     found = plan.in_order(values)
     for (group, sequence), each in zip(sampled_sequences(groups), found, strict=True):
-        prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+        prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
         ids = np.concatenate([prompt, sequence.tokens])
         places = sampled_positions(sequence) + len(prompt)
         assert each.tolist() == (1000.0 * ids[places - 1] + ids[places]).tolist()

@@ -42,7 +42,7 @@ CONFIG = make_config(backend="sim")
 
 
 def same_groups(left: list[Group], right: list[Group]) -> bool:
-    if [g.ticket.uid for g in left] != [g.ticket.uid for g in right]:
+    if [g.lease.uid for g in left] != [g.lease.uid for g in right]:
         return False
     return all(
         a.reward == b.reward

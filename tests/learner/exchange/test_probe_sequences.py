@@ -65,7 +65,7 @@ def test_all_groups_and_all_samples_have_their_turn() -> None:
     many = random_groups(0, 2 * SEQUENCES, samples=3)
     sequences = from_groups(many, LENGTH)
     assert len(sequences) == SEQUENCES
-    beginnings = [group.ticket.prompt_ids.tolist() for group in many]
+    beginnings = [group.lease.prompt_ids.tolist() for group in many]
     used = [next(i for i, p in enumerate(beginnings) if s.tokens[: len(p)] == p) for s in sequences if s.tokens]
     assert used == list(range(0, 2 * SEQUENCES, 2))
     assert len(from_groups(many[:2], LENGTH)) == 6
@@ -77,4 +77,4 @@ def test_all_groups_and_all_samples_have_their_turn() -> None:
 def test_whatever_was_trained_the_sequences_fit(seed: int, count: int, length: int) -> None:
     groups = random_groups(seed, count, samples=2)
     check(from_groups(groups, length), length)
-    check(from_prompts([group.ticket.prompt_ids for group in groups[:SEQUENCES]], length), length)
+    check(from_prompts([group.lease.prompt_ids for group in groups[:SEQUENCES]], length), length)

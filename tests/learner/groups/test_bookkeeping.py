@@ -21,13 +21,13 @@ from asyncrl.telemetry.catalogue import find
 
 
 @given(st.permutations(range(8)))
-def test_a_step_takes_the_oldest_grants_in_the_order_of_the_data_not_of_arrival(arrival):
+def test_a_step_takes_the_oldest_leases_in_the_order_of_the_data_not_of_arrival(arrival):
     buffer, made = GroupBuffer(), [make_group(f"0-{10 - i}") for i in range(8)]
     for i in arrival:
         group, version = made[i], (0, 0, 0, 1, 1, 1, 2, 2)[i]
-        buffer.add(replace(group, ticket=replace(group.ticket, param_version=version, epoch=0, index=10 - i)))
-    assert [g.ticket.index for g in buffer.take(buffer.oldest(4))] == [5, 8, 9, 10]
-    assert [g.ticket.index for g in buffer.take(buffer.oldest(4))] == [3, 4, 6, 7]
+        buffer.add(replace(group, lease=replace(group.lease, param_version=version, epoch=0, index=10 - i)))
+    assert [g.lease.index for g in buffer.take(buffer.oldest(4))] == [5, 8, 9, 10]
+    assert [g.lease.index for g in buffer.take(buffer.oldest(4))] == [3, 4, 6, 7]
     assert len(buffer) == 0
 
 
@@ -67,7 +67,7 @@ def test_an_eval_round_is_complete_once_with_each_group_counted_once():
 def test_eval_figures_label_the_versions_served_and_count_failures_apart():
     good, bad = make_group("held@0-0"), make_group("held@0-1")
     good.trajectories[0].reward = 0.0
-    failed = Group(ticket=bad.ticket, trajectories=[], failure="crashed")
+    failed = Group(lease=bad.lease, trajectories=[], failure="crashed")
     names = ("mean", "pass_at_k", "failed", "version_min", "length_mean", "truncated_fraction")
     figures = eval_metrics("held", [good, failed])
     assert [figures[f"eval/held/{name}"] for name in names] == [0.5, 1.0, 1, 4, 3.0, 0.0]

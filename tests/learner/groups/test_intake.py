@@ -19,12 +19,12 @@ LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantin
 
 def group(index: int, *, rewards: tuple[float, ...] = (0.0, 1.0), failure: str | None = None) -> Group:
     made = make_group(f"0-{index}", samples=len(rewards))
-    ticket = msgspec.structs.replace(made.ticket, epoch=0, index=index)
+    lease = msgspec.structs.replace(made.lease, epoch=0, index=index)
     if failure is not None:
-        return Group(ticket=ticket, trajectories=[], failure=failure)
+        return Group(lease=lease, trajectories=[], failure=failure)
     for trajectory, reward in zip(made.trajectories, rewards, strict=True):
         trajectory.reward = reward
-    return Group(ticket=ticket, trajectories=made.trajectories)
+    return Group(lease=lease, trajectories=made.trajectories)
 
 
 def reported(intake: Intake) -> list[Outcome]:
@@ -39,14 +39,14 @@ def test_a_group_is_taken_once_and_has_one_outcome():
     lossy = msgspec.structs.replace(group(4, rewards=(1.0, 1.0)), dropped=2, failed_attempts=7)
     failed = msgspec.structs.replace(group(5, failure="its reward hangs"), failed_attempts=3)
     assert [intake.deliver(each) for each in (lossy, failed)] == ["filtered", "quarantined"]
-    # The dataloader grants no prompt that it rejects, and rejects one that was granted only after a loss.
+    # The dataloader leases no prompt that it rejects, and rejects one that was leased only after a loss.
     for uid in ("0-1", "0-6", "0-6"):
         intake.reject(Rejected(uid, "it kills"))
     for uid in ("0-1", "0-7", "0-7"):
         intake.reject(Rejected(uid, "too long", "left_out"))
     assert sorted(intake.claims) == ["0-1", "0-3"]
     groups, filtered = intake.begin_step()
-    assert ([g.ticket.uid for g in groups], [g.ticket.uid for g in filtered]) == (["0-1", "0-3"], ["0-4"])
+    assert ([g.lease.uid for g in groups], [g.lease.uid for g in filtered]) == (["0-1", "0-3"], ["0-4"])
     assert sorted(intake.claims) == ["0-1", "0-3"]
     assert all(intake.deliver(group(i)) == "duplicate" for i in (1, 3, 4, 5, 6))
     assert intake.end_step() == [3] * 6
@@ -116,11 +116,11 @@ def test_what_was_filtered_before_a_step_that_trained_nothing_counts_with_the_ne
     intake.deliver(group(0, rewards=(1.0, 1.0)))
     for i in (1, 2):
         intake.deliver(group(i))
-    assert [each.ticket.uid for each in intake.begin_step()[1]] == ["0-0"]
+    assert [each.lease.uid for each in intake.begin_step()[1]] == ["0-0"]
     intake.spoil_step(["0-1"], "not finite")
     intake.deliver(group(3, rewards=(0.0, 0.0)))
     intake.deliver(group(4))
-    assert [each.ticket.uid for each in intake.begin_step()[1]] == ["0-0", "0-3"]
+    assert [each.lease.uid for each in intake.begin_step()[1]] == ["0-0", "0-3"]
 
 
 def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_next_step():
@@ -149,7 +149,7 @@ def test_the_groups_of_a_step_without_a_token_are_filtered_and_count_until_the_n
         intake.deliver(group(index))
     _, filtered = intake.begin_step()
     intake.end_step()
-    assert [each.ticket.index for each in filtered] == [0, 2, 3, 4, 5]
+    assert [each.lease.index for each in filtered] == [0, 2, 3, 4, 5]
     assert intake.problem() is None
 
 
@@ -233,7 +233,7 @@ def test_the_text_of_the_first_groups_that_are_filtered_after_each_step_is_kept(
     for index in range(4):
         intake.deliver(group(index, rewards=(1.0, 1.0)))
     kept, intake.filtered_samples = intake.filtered_samples, []
-    assert [(each.group.ticket.uid, each.reason) for each in kept] == [("0-0", FLAT), ("0-1", FLAT)]
+    assert [(each.group.lease.uid, each.reason) for each in kept] == [("0-0", FLAT), ("0-1", FLAT)]
     for index in (4, 5):
         intake.deliver(group(index))
     intake.begin_step()
@@ -243,7 +243,7 @@ def test_the_text_of_the_first_groups_that_are_filtered_after_each_step_is_kept(
     intake.begin_step()
     intake.filter_step()
     intake.deliver(group(8, rewards=(1.0, 1.0)))
-    assert [(each.group.ticket.uid, each.reason) for each in intake.filtered_samples] == [
+    assert [(each.group.lease.uid, each.reason) for each in intake.filtered_samples] == [
         ("0-6", MASKED),
         ("0-7", MASKED),
     ]

@@ -82,7 +82,7 @@ def run(groups, *script, server: dict[str, Any] | None = None, **settings: Any):
 
 
 def expected(group, sequence):
-    prompt = group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+    prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
     ids = [*prompt.tolist(), *sequence.tokens.tolist()]
     return [logprob_of(ids, len(prompt) + int(at)) for at in sampled_positions(sequence)]
 

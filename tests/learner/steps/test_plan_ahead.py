@@ -60,7 +60,7 @@ def group(index: int, *, version: int = 0, seed: int = 0, flat: bool = False) ->
             for sample, length in enumerate(lengths)
         ],
     )
-    return replace(made, ticket=replace(made.ticket, param_version=version))
+    return replace(made, lease=replace(made.lease, param_version=version))
 
 
 def build(basis: Basis, config: Config) -> StepPlan:

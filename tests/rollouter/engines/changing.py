@@ -118,17 +118,17 @@ class Changing:
 
     async def episode(self, number: int, max_tokens: int) -> Response:
         prompt = self.prompts[number % len(self.prompts)]
-        ticket = msgspec.structs.replace(
-            make_group().ticket,
+        lease = msgspec.structs.replace(
+            make_group().lease,
             uid=f"0-{number}",
             prompt_ids=np.array(prompt, np.int32),
             temperature=1.0,
             max_tokens=max_tokens,
         )
-        account = SampleAccount(ticket.uid, number, LoopClock().now)
+        account = SampleAccount(lease.uid, number, LoopClock().now)
         response = Response(max_tokens=max_tokens, stops=resolve_stops(self.config.rollout, Letters()))
-        call = PolicyCall(self.host, Letters(), self.config, ticket, account.call())
-        await call.generate(prompt, response, f"{ticket.uid}/{number}/1")
+        call = PolicyCall(self.host, Letters(), self.config, lease, account.call())
+        await call.generate(prompt, response, f"{lease.uid}/{number}/1")
         return response
 
     async def run(self, *begin: int, max_tokens: int = 160) -> list[Response]:

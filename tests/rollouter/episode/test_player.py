@@ -1,4 +1,4 @@
-"""Episodes from a ticket to a trajectory: their ends, their deadlines, their rewards, their hosts."""
+"""Episodes from a lease to a trajectory: their ends, their deadlines, their rewards, their hosts."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ async def test_cancelling_it_ends_the_episode(tmp_path):
         await world.chat(key, [user("hi")])
 
     async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent) as world:
-        playing = asyncio.create_task(world.player.play(world.ticket, world.account))
+        playing = asyncio.create_task(world.player.play(world.lease, world.account))
         await world.until(lambda: world.submitted)
         playing.cancel()
         await world.until(lambda: world.ended)
@@ -127,7 +127,7 @@ async def test_cancelling_it_ends_the_episode(tmp_path):
 def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
     said = {"template": "chat", "system": system} if system else {}
     config = sim_config(data={"source": "jsonl", "path": "prompts.jsonl"} | said)
-    found, tools = first_messages(config, replace(make_group().ticket, row=row))
+    found, tools = first_messages(config, replace(make_group().lease, row=row))
     assert tools == []
     assert [message["content"] for message in found] == expected
     assert (found[0]["role"] == "system") == (system is not None)
@@ -144,7 +144,7 @@ def test_a_conversation_begins_with_the_prompt_whose_tokens_are_counted(family):
     row = {"prompt": prompt, "tools": json.dumps([{"name": "f", "parameters": {"type": "object"}}])}
     data = {"source": "jsonl", "path": "p.jsonl", "template": "chat", "system": "Another."}
     config = sim_config(data=data)
-    found, tools = first_messages(config, replace(make_group().ticket, row=row))
+    found, tools = first_messages(config, replace(make_group().lease, row=row))
     tokenizer = load_tokenizer(str(family("tools first")))
     checked = check_row(RawRow("p.jsonl", 1, row), "prompt", "tools")
     ids, text = PromptEncoder(tokenizer, config.data, config)(checked.prompt, checked.tools)
@@ -155,8 +155,8 @@ def test_a_conversation_begins_with_the_prompt_whose_tokens_are_counted(family):
 @pytest.mark.parametrize("source", [{"source": "synthetic"}, {"source": "reasoning_gym", "task": "chain_sum"}])
 def test_a_conversation_begins_with_the_question_of_a_source_that_makes_its_prompts(source):
     config = sim_config(data=source | {"template": "chat", "system": "Be brief."})
-    ticket = replace(make_group().ticket, row={"question": "1+1?"}, prompt="system: Be brief.\nuser: 1+1?\nassistant:")
-    assert first_messages(config, ticket) == ([{"role": "system", "content": "Be brief."}, user("1+1?")], [])
+    lease = replace(make_group().lease, row={"question": "1+1?"}, prompt="system: Be brief.\nuser: 1+1?\nassistant:")
+    assert first_messages(config, lease) == ([{"role": "system", "content": "Be brief."}, user("1+1?")], [])
 
 
 async def one_turn(world, key):
@@ -195,7 +195,7 @@ def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
         async with asyncio.timeout(WAIT_S), World(tmp_path, agent=agent, **options) as world:
             if how == "never begins":
                 world.sessions.began = lambda key, host: None
-            return [await world.player.play(world.ticket, world.account) for _ in range(2)], world
+            return [await world.player.play(world.lease, world.account) for _ in range(2)], world
 
     trajectories, world = asyncio.run(run())
     assert ([each.reward for each in trajectories], world.account.failed_attempts) == ([1.0, 1.0], 0)

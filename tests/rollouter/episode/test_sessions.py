@@ -231,6 +231,6 @@ async def test_slots_are_taken_by_calls_and_not_by_episodes(tmp_path):
 async def test_an_evaluation_has_limits_of_its_own(tmp_path):
     held = {"data": {"source": "synthetic", "max_prompt_tokens": 500}, "max_tokens": 300}
     async with World(tmp_path, eval={"held": held}, data={"max_prompt_tokens": 32}) as world:
-        world.ticket = replace(world.ticket, purpose="eval/held", max_tokens=300)
+        world.lease = replace(world.lease, purpose="eval/held", max_tokens=300)
         await world.chat(world.open().key, [user("hi")])
         assert world.submitted[0][2] == 300

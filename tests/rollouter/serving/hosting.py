@@ -66,12 +66,12 @@ class Hosted:
         await self.host.commit()
 
     def call(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
-        """A ticket and a call of the policy for it."""
+        """A lease and a call of the policy for it."""
         told = {"max_tokens": tokens, "prompt_ids": np.array(prompt, np.int32), "temperature": 1.0}
-        ticket = replace(make_group(uid).ticket, **told, **changes)
+        lease = replace(make_group(uid).lease, **told, **changes)
         account = SampleAccount(uid, sample, asyncio.get_running_loop().time)
-        return ticket, PolicyCall(self.host, Letters(), self.config, ticket, account.call())
+        return lease, PolicyCall(self.host, Letters(), self.config, lease, account.call())
 
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
-        ticket, call = self.call(uid, tokens, sample, prompt, **changes)
-        return await single_turn(call, ticket, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
+        lease, call = self.call(uid, tokens, sample, prompt, **changes)
+        return await single_turn(call, lease, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())

@@ -134,7 +134,7 @@ def test_nothing_stays_of_a_submission_that_is_refused():
         await world.load(0)
         request = GenerationRequest(id="0-1/0/1", prompt_ids=PROMPT, max_tokens=1, temperature=1.0, seed=None)
         with pytest.raises(AssertionError):
-            await anext(world.host.stream(request, make_group("0-1").ticket, lost=len(PROMPT) + 1))
+            await anext(world.host.stream(request, make_group("0-1").lease, lost=len(PROMPT) + 1))
         assert world.host.running == 0
         await world.host.close()
 

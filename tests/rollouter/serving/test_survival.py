@@ -8,7 +8,7 @@ from run_files import groups
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.learner import Holds
-from asyncrl.messages.rollouter import OpenTickets
+from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.runtime.calls.handlers import Caller
 
@@ -57,7 +57,7 @@ def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_goes_on(
 
 
 def test_i1_what_a_dead_rollouter_had_finished_returns_to_the_gate_and_is_generated_again(tmp_path):
-    """The groups that never reached the learner are trained once, by its successor's tickets."""
+    """The groups that never reached the learner are trained once, by its successor's leases."""
     config = sim_config(
         run={"samples_per_step": 100}, rollout={"replicas": 1}, learner={"steps": 4, "sim": {"step_s": 0.05}}
     )
@@ -86,7 +86,7 @@ def test_i1_what_a_dead_rollouter_had_finished_returns_to_the_gate_and_is_genera
 
         def finished_alone():
             """What it has finished, and the learner has not, once it generates no more."""
-            held = [ticket.uid for ticket in rollouter.open_tickets(OpenTickets(learner=0), anybody).tickets]
+            held = [lease.uid for lease in rollouter.open_leases(OpenLeases(learner=0), anybody).leases]
             has = learner.holds(Holds(uids=held), anybody).uids
             return set() if rollouter.figures()["rollout/in_flight"] or has else set(held)
 

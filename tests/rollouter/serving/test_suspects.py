@@ -8,26 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_messages import make_group
 
-from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectTickets
+from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
 
 
-def ticket(uid, **changes):
-    return replace(make_group(uid).ticket, **changes)
+def lease(uid, **changes):
+    return replace(make_group(uid).lease, **changes)
 
 
 def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
-    suspects = SuspectTickets(max_attempts=2)
-    a, b = ticket("0-1"), ticket("0-2")
+    suspects = SuspectLeases(max_attempts=2)
+    a, b = lease("0-1"), lease("0-2")
     suspects.died(["0-1", "0-1", "0-2"], "killed", alone=False)
-    assert [suspects.deaths(t) for t in (a, b)] == [1, 1], "once for each ticket, not for each sample"
-    assert not suspects.alone(a) and suspects.alone(ticket("0-1", attempt=1))
-    assert suspects.alone(ticket("0-3", attempt=2)) and suspects.alone(ticket("0-3", alone=True))
+    assert [suspects.deaths(t) for t in (a, b)] == [1, 1], "once for each lease, not for each sample"
+    assert not suspects.alone(a) and suspects.alone(lease("0-1", attempt=1))
+    assert suspects.alone(lease("0-3", attempt=2)) and suspects.alone(lease("0-3", alone=True))
     for _ in range(50):
         suspects.died(["0-1"], "killed", alone=False)
     assert suspects.alone(a) and not suspects.alone(b)
     assert suspects.failure(a) is None, "the innocent are never given up"
     assert suspects.deaths(a) == 2, "nor by who is told of their deaths"
-    assert suspects.deaths(ticket("0-1", attempt=3)) == 3
+    assert suspects.deaths(lease("0-1", attempt=3)) == 3
     suspects.died(["0-1"], "signal 9", alone=True)
     assert (suspects.failure(a), suspects.deaths(a)) == (None, 3)
     suspects.died(["0-1"], "signal 11", alone=True)
@@ -47,11 +47,11 @@ class Ground:
 
     def __init__(self, lone):
         self.lone, self.inside, self.log = lone, Counter(), []
-        self.turns = EngineTurns(lambda ticket: ticket.uid in lone)
+        self.turns = EngineTurns(lambda lease: lease.uid in lone)
 
     async def pass_through(self, uid, hold=1, *, dies=False):
         """``hold`` is an event, or so many rounds of the loop."""
-        await self.turns.take(ticket(uid))
+        await self.turns.take(lease(uid))
         try:
             self.inside[uid] += 1
             self.log.append(uid)
@@ -62,7 +62,7 @@ class Ground:
             self.inside[uid] -= 1
             if dies:
                 self.turns.end_lone()
-            self.turns.give_back(ticket(uid))
+            self.turns.give_back(lease(uid))
 
 
 async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_ones_waiting():
@@ -98,7 +98,7 @@ async def test_after_a_death_those_that_wait_come_before_the_one_that_ran_alone(
     assert ground.log == ["x", "x", "a", "b", "x", "x", "x", "x"]
 
 
-async def test_a_ticket_that_turns_suspect_while_it_waits_runs_alone():
+async def test_a_lease_that_turns_suspect_while_it_waits_runs_alone():
     ground, first = Ground({"y"}), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for uid, hold in (("a", first), ("y", 1), ("x", 1), ("b", 1)):
@@ -130,7 +130,7 @@ def test_everybody_gets_a_turn_whoever_is_cancelled(script):
         assert not [r for r in results if isinstance(r, Exception)]
         assert {number for number, r in enumerate(results) if r is not None} <= cancelled
         # Nobody is inside, and nobody waits: a newcomer enters at once.
-        await ground.turns.take(ticket("a"))
+        await ground.turns.take(lease("a"))
         assert ground.turns.lone is None
 
     asyncio.run(main())

@@ -25,7 +25,7 @@ def check_group(group: Group) -> str | None:
         return group.failure
     if len(group.trajectories) < 2:
         return f"{len(group.trajectories)} trajectories; an advantage needs at least 2"
-    if not len(group.ticket.prompt_ids):
+    if not len(group.lease.prompt_ids):
         return "the prompt is empty; its first response token has nothing to be predicted from"
     for trajectory in group.trajectories:
         if problem := _check_trajectory(trajectory):

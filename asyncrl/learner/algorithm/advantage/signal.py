@@ -51,7 +51,7 @@ def _values(group: Group, signal: str) -> np.ndarray:
     named = {name for trajectory in group.trajectories for name in trajectory.components}
     if signal != REWARD and signal not in named and TIMED_OUT_COMPONENT not in named:
         told = f"components {', '.join(sorted(named))}" if named else "no components"
-        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.ticket.uid} have {told}'])
+        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {told}'])
     return np.array(found)
 
 

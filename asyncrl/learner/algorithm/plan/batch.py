@@ -161,7 +161,7 @@ def build_step(
     learner = config.learner
     for group in groups:
         if problem := check_group(group):
-            raise ValueError(f"group {group.ticket.uid} cannot be trained: {problem}")
+            raise ValueError(f"group {group.lease.uid} cannot be trained: {problem}")
     masking = config.reward.truncated == "mask"
     oldest = version - config.staleness.max if config.staleness.hard else None
     updates: list[UpdatePlan] = []
@@ -228,7 +228,7 @@ def scored_group(group: Group) -> ScoredGroup:
     trajectories = group.trajectories
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
     return ScoredGroup(
-        uid=group.ticket.uid,
+        uid=group.lease.uid,
         rewards=rewards_of(group),
         past=[turns_past(trajectory) for trajectory in trajectories],
         lengths=np.array([sampled_tokens(trajectory) for trajectory in trajectories], np.int64),
@@ -280,7 +280,7 @@ def _trained_sequences(
         if spans and (kept is None or len(kept)):
             found.append(
                 SampledSequence(
-                    SequenceId(group.ticket.uid, trajectory.sample, number),
+                    SequenceId(group.lease.uid, trajectory.sample, number),
                     _prompt_ids(group, sequence),
                     sequence,
                     np.repeat(of_turns, lengths),
@@ -293,7 +293,7 @@ def _trained_sequences(
 
 
 def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:
-    return group.ticket.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
+    return group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
 
 
 def _kept(spans: Sequence[VersionSpan], oldest: int | None) -> np.ndarray | None:
@@ -356,7 +356,7 @@ class SampledSequence:
     def whole(cls, group: Group, sequence: TokenSequence) -> SampledSequence:
         """The sequence with all of its sampled tokens, to be scored and not to be trained."""
         nothing = np.zeros(len(sequence.logprobs), np.float32)
-        name = SequenceId(group.ticket.uid, -1, -1)
+        name = SequenceId(group.lease.uid, -1, -1)
         return cls(name, _prompt_ids(group, sequence), sequence, nothing, nothing.astype(np.int32), None)
 
 

@@ -53,7 +53,7 @@ def kl_penalties(
             for sequence, scores in zip(trajectory.sequences, of_trajectory, strict=True):
                 ratio = sequence.logprobs.astype(np.float64) - scores
                 if not np.isfinite(ratio).all():
-                    raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.ticket.uid])
+                    raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
                 values = estimate(np.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
                 ends = np.cumsum(past_rewards(sequence)[1])
                 # These are the sums up to the beginning of each turn, and up to the end of the last.

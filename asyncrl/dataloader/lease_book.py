@@ -1,16 +1,16 @@
-"""Everything between the messages and the gate: who was granted what, and what became of it. Pure.
+"""Everything between the messages and the gate: who was leased what, and what became of it. Pure.
 
 Invariants:
 
-- every prompt is granted to at most one rollouter at a time, and to nobody once its outcome is reported;
-- a grant is numbered by rollouter incarnation from 1, and given again, first of all, until a later call of that
+- every prompt is leased to at most one rollouter at a time, and to nobody once its outcome is reported;
+- a lease is numbered by rollouter incarnation from 1, and given again, first of all, until a later call of that
   incarnation says that it has seen it: a lost reply loses nothing;
-- a training prompt is outstanding from its grant until the learner reports its outcome or it is returned, with any
+- a training prompt is outstanding from its lease until the learner reports its outcome or it is returned, with any
   holder meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
-  said whether it holds it (``settle``); only what it does not hold is granted again;
-- a lease call is granted something new once, and only while it is the latest call of its rollouter. So its ``holding``
+  said whether it holds it (``settle``); only what it does not hold is leased again;
+- a lease call is leased something new once, and only while it is the latest call of its rollouter. So its ``holding``
   covers all that the rollouter can hold, however late the call, or a copy of it, arrives;
-- a prompt that was held in too many deaths is granted only to a rollouter that holds nothing, and nothing beside it.
+- a prompt that was held in too many deaths is leased only to a rollouter that holds nothing, and nothing beside it.
 
 All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring`` makes
 it anew from these. So an outcome may be reported for a prompt that nobody was known to hold.
@@ -25,17 +25,17 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Grant, HeldPrompt, Holders, Prompt
+from asyncrl.dataloader.holders import Ask, HeldPrompt, Holders, Prompt, PromptLease
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
 from asyncrl.dataloader.suspects import ALONE_FROM, SuspectPrompts
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
-from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld
 
 
-class Tickets:
-    """A run's tickets. ``number`` is that of the learner's last report, ``supply_number`` that of the last supply.
+class LeaseBook:
+    """A run's leases. ``number`` is that of the learner's last report, ``supply_number`` that of the last supply.
 
     ``gate`` and ``ledger`` are there to be looked at.
     """
@@ -71,16 +71,16 @@ class Tickets:
 
     @property
     def outstanding(self) -> int:
-        """Training groups granted and neither reported nor returned."""
+        """Training groups leased and neither reported nor returned."""
         return self._holders.outstanding
 
     def is_out(self, uid: str) -> bool:
-        """Whether a prompt is granted, or with the learner, and neither reported nor returned."""
+        """Whether a prompt is leased, or with the learner, and neither reported nor returned."""
         return uid in self._holders
 
     @property
     def closed(self) -> bool:
-        """Whether nothing will ever be granted again."""
+        """Whether nothing will ever be leased again."""
         return self.gate.finished and not self._evals.sizes
 
     @property
@@ -90,7 +90,7 @@ class Tickets:
 
     @property
     def supply(self) -> Supply:
-        """The supply that is still to come. ``outstanding`` moves its number only when nothing is left to grant."""
+        """The supply that is still to come. ``outstanding`` moves its number only when nothing is left to lease."""
         of_evals = [Rejected(uid, reason) for uid, reason in self._evals.rejected.items()]
         return Supply(
             number=self.supply_number,
@@ -115,40 +115,40 @@ class Tickets:
         """Whether a rollouter has been met and is not known to be dead."""
         return self._holders.get(rollouter) is not None
 
-    def lease(self, ask: Ask) -> list[Grant]:
-        """Grant as much as may be granted now; may be asked again with the same ``ask`` until it gives something.
+    def take(self, ask: Ask) -> list[PromptLease]:
+        """Lease as much as may be leased now; may be asked again with the same ``ask`` until it gives something.
 
-        Nothing is granted to a rollouter that leaves, nor to a call that a later one of the same has overtaken.
+        Nothing is leased to a rollouter that leaves, nor to a call that a later one of the same has overtaken.
         """
         holder = self._holders.current(ask)
         if holder is None or self._stopped:
             return []
         running = holder.running(ask)
-        lone = any(grant.alone for grant in running)
+        lone = any(lease.alone for lease in running)
         if lone and ask.holding:
-            # A late copy of a call was granted it, whose rollouter has received something since.
+            # A late copy of a call was leased it, whose rollouter has received something since.
             return []
         # First of all, and past the gate, in which these have their places already.
-        found = [grant for grant in running if grant.number > ask.seen][: ask.free_groups]
+        found = [lease for lease in running if lease.number > ask.seen][: ask.free_groups]
         self.counts["granted_again"] += len(found)
         if not lone and not self._holders.is_answered(ask):
-            self._grant_new(ask, running, found)
+            self._lease_new(ask, running, found)
         if found:
             self._holders.note_answer(ask)
         self._note_supply()
         return found
 
-    def _grant_new(self, ask: Ask, running: list[Grant], found: list[Grant]) -> None:
-        """Add new grants to ``found``, up to the number that was asked for."""
-        generating = sum(isinstance(grant.prompt, TrainingPrompt) for grant in running)
-        # It may hold groups of which there is no grant here, as one that did not answer during a restore.
+    def _lease_new(self, ask: Ask, running: list[PromptLease], found: list[PromptLease]) -> None:
+        """Add new leases to ``found``, up to the number that was asked for."""
+        generating = sum(isinstance(lease.prompt, TrainingPrompt) for lease in running)
+        # It may hold groups of which there is no lease here, as one that did not answer during a restore.
         empty = not running and not ask.holding
         while len(found) < ask.free_groups:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
             if prompt is None:
                 break
             attempt = self._suspects.attempt(prompt.uid)
-            grant = self._holders.grant(
+            lease = self._holders.lease(
                 ask,
                 prompt,
                 self.gate.newest_version,
@@ -157,9 +157,9 @@ class Tickets:
             )
             generating += isinstance(prompt, TrainingPrompt)
             self.counts["granted"] += 1
-            self.counts["granted_alone"] += grant.alone
-            found.append(grant)
-            if grant.alone:
+            self.counts["granted_alone"] += lease.alone
+            found.append(lease)
+            if lease.alone:
                 break
 
     def give_back(self, rollouter: str, incarnation: int, uids: Iterable[str]) -> None:
@@ -193,7 +193,7 @@ class Tickets:
         else:
             self._holders.leaves(rollouter)
             if self._suspects.set_aside == rollouter:
-                # Nothing would be granted to it once it holds nothing.
+                # Nothing would be leased to it once it holds nothing.
                 self._suspects.set_aside = None
         for held in found:
             held.suspect = False
@@ -201,7 +201,7 @@ class Tickets:
         self._note_supply()
 
     def settle(self, asked: Iterable[str], held: Collection[str]) -> None:
-        """The learner has said which of the orphans it was asked about it holds; the others are granted again."""
+        """The learner has said which of the orphans it was asked about it holds; the others are leased again."""
         kept = set(held)
         for uid in asked:
             # An outcome may have been reported meanwhile.
@@ -216,7 +216,7 @@ class Tickets:
         self._note_supply()
 
     def stop(self) -> None:
-        """Grant nothing more: the run makes way."""
+        """Lease nothing more: the run makes way."""
         self._stopped = True
         self._note_supply()
 
@@ -229,44 +229,44 @@ class Tickets:
             self._holders.hold(prompt)
         self._note_supply()
 
-    def adopt(self, rollouter: str, incarnation: int, tickets: TicketsHeld, previous: Tickets | None) -> None:
-        """A rollouter has said what it holds; what else ``previous`` granted it, it may still receive unless it leaves.
+    def adopt(self, rollouter: str, incarnation: int, held: LeasesHeld, previous: LeaseBook | None) -> None:
+        """A rollouter has said what it holds; what else ``previous`` leased it, it may still receive unless it leaves.
 
         Prompts that the learner has, or another rollouter was found with, stay theirs.
         """
-        uids = frozenset(ticket.uid for ticket in tickets.tickets)
-        self._holders.update(Ask(rollouter, incarnation, tickets.seen, 0, tickets.served_version, uids))
-        if tickets.leaving:
+        uids = frozenset(held.attempts)
+        self._holders.update(Ask(rollouter, incarnation, held.seen, 0, held.served_version, uids))
+        if held.leaving:
             self._holders.leaves(rollouter)
-        # Its prompts may have been granted to an incarnation before it, so these numbers say nothing. A death of its
-        # engine may have made something suspect that has company.
+        # A lease that was received needs no number. A death of its engine may have made something suspect that has
+        # company.
         found = [
-            (-1 - at, ticket, ticket.attempt >= ALONE_FROM and len(uids) == 1)
-            for at, ticket in enumerate(tickets.tickets)
+            (-1 - at, uid, attempt, attempt >= ALONE_FROM and len(uids) == 1)
+            for at, (uid, attempt) in enumerate(held.attempts.items())
         ]
         known = None if previous is None else previous._holders.get(rollouter)
-        if known is not None and known.incarnation == incarnation and not tickets.leaving:
-            found += [(n, _held_by(grant), grant.alone) for n, grant in known.grants.items() if n > tickets.seen]
-            # Grants up to this number may still be on their way, and a number is that of one grant.
-            self._holders.skip_to(rollouter, known.last_grant)
-        for number, ticket, alone in found:
-            prompt = self._hold(ticket.uid)
+        if known is not None and known.incarnation == incarnation and not held.leaving:
+            on_their_way = [(number, lease) for number, lease in known.leases.items() if number > held.seen]
+            found += [(number, lease.prompt.uid, lease.attempt, lease.alone) for number, lease in on_their_way]
+            # Leases up to this number may still be on their way, and a number is that of one lease.
+            self._holders.skip_to(rollouter, known.last_lease)
+        for number, uid, attempt, alone in found:
+            prompt = self._hold(uid)
             if prompt is not None:
-                self._suspects.raise_to(ticket.uid, ticket.attempt)
-                version = self.gate.newest_version
-                grant = Grant(number, prompt, version, ticket.attempt, alone)
-                self._holders.restore(rollouter, grant)
+                self._suspects.raise_to(uid, attempt)
+                lease = PromptLease(number, prompt, self.gate.newest_version, attempt, alone)
+                self._holders.restore(rollouter, lease)
         self._note_supply()
 
-    def recall_calls(self, previous: Tickets) -> None:
+    def recall_calls(self, previous: LeaseBook) -> None:
         """Remember which lease calls ``previous`` has heard and answered: they may be parked, or arrive again."""
         self._holders.recall_calls(previous._holders)
 
-    def missing(self, previous: Tickets) -> list[str]:
+    def missing(self, previous: LeaseBook) -> list[str]:
         """Uids of the prompts that ``previous`` had out and that nobody was found with."""
         return [uid for uid in previous._holders.uids if uid not in self._holders and self._is_open(uid)]
 
-    def inherit(self, previous: Tickets) -> None:
+    def inherit(self, previous: LeaseBook) -> None:
         """Take over the deaths that only ``previous`` knows of, once all that is out is known."""
         for uid, attempt in previous.ledger.attempts.items():
             if self._is_open(uid):
@@ -333,7 +333,7 @@ class Tickets:
         return self._stopped or not self.gate.needed(self.outstanding)
 
     def _next_prompt(self, ask: Ask, generating: int, *, empty: bool) -> Prompt | None:
-        """The prompt granted next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
+        """The prompt leased next to a rollouter that holds nothing, if ``empty``; it is out from here on."""
         suspects = self._suspects
         while True:
             alone = suspects.next(lambda prompt: self._may_run(prompt, ask.served_version))
@@ -362,7 +362,7 @@ class Tickets:
         return not self._evals.starting and self.gate.has_place(served_version, self.outstanding)
 
     def _next_in_turn(self, ask: Ask, generating: int) -> Prompt | None:
-        """Training and evaluation take turns where both may be granted."""
+        """Training and evaluation take turns where both may be leased."""
         served_version = ask.served_version
         may_train = not self._evals.starting and self.gate.admits(
             served_version,
@@ -415,7 +415,7 @@ class Tickets:
         self.gate.trained += outcome.kind == "trained"
 
     def _take_back(self, uid: str) -> None:
-        """A prompt that was out is to be granted again."""
+        """A prompt that was out is to be leased again."""
         held = self._holders.release(uid)
         if held.suspect:
             self._suspects.died(uid, alone=held.alone)
@@ -428,9 +428,9 @@ class Tickets:
                 self._suspects.forget(uid)
 
     def _put_back(self, prompt: Prompt) -> None:
-        """A prompt that nobody has is to be granted again, if it may be, and alone if it must be."""
+        """A prompt that nobody has is to be leased again, if it may be, and alone if it must be."""
         reason = self._suspects.verdict(prompt.uid)
-        # It is of no order here and can never be granted again, so the queue drops it.
+        # It is of no order here and can never be leased again, so the queue drops it.
         if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:
             self._queue.give_back(prompt)
         elif reason is not None:
@@ -460,8 +460,3 @@ class Tickets:
         if key != self._supply_key:
             self._supply_key = key
             self.supply_number += 1
-
-
-def _held_by(grant: Grant) -> HeldTicket:
-    """A grant as its receiver would tell of it."""
-    return HeldTicket(grant.prompt.uid, grant.number, grant.attempt)

@@ -1,4 +1,4 @@
-"""The ticket book, event by event. Arbitrary orders of events are in test_tickets_model and test_exactly_once_model."""
+"""The book of leases, event by event. test_lease_book_model and test_exactly_once_model have arbitrary orders."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import pytest
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Grant
+from asyncrl.dataloader.holders import Ask, PromptLease
+from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.dataloader.tickets import Tickets
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
-from asyncrl.messages.rollouter import HeldTicket, TicketsHeld
+from asyncrl.messages.rollouter import LeasesHeld
 
 A, B = "rollouter/0", "rollouter/1"
 
 
-class Book(Tickets):
-    """A ticket book over a hundred prompts in order, and the number of its learner's last report."""
+class Book(LeaseBook):
+    """A book of leases over a hundred prompts in order, and the number of its learner's last report."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class Book(Tickets):
         queue = PromptQueue(EpochOrder("f", 0, 100, shuffle=False), ledger)
         super().__init__(queue, gate, EvalRounds(evals), max_attempts=3)
 
-    def grant(self, name: str = A, free: int = 4, *, seen: int = 0, served: int = 0, life: int = 1, **of: Any) -> Any:
+    def lease(self, name: str = A, free: int = 4, *, seen: int = 0, served: int = 0, life: int = 1, **of: Any) -> Any:
         holding, number = frozenset(of.get("holding", "").split()), of.get("number", 0)
         ask = Ask(name, life, seen, free, served, holding, number)
         self.meet(ask)
-        return self.lease(ask)
+        return self.take(ask)
 
     def uids(self, *of: Any, **more: Any) -> list[str]:
-        return [grant.prompt.uid for grant in self.grant(*of, **more)]
+        return [lease.prompt.uid for lease in self.lease(*of, **more)]
 
     def tell(self, *uids: str, kind: Any = "trained", version: int = 0, **fields: Any) -> int:
         outcomes = [Outcome(uid, kind) for uid in uids]
@@ -60,37 +60,37 @@ class Book(Tickets):
         self.settle(self.orphans, held_by_learner)
 
 
-def marks(grants: list[Grant]) -> list[tuple[str, int, bool]]:
-    return [(grant.prompt.uid, grant.attempt, grant.alone) for grant in grants]
+def marks(leases: list[PromptLease]) -> list[tuple[str, int, bool]]:
+    return [(lease.prompt.uid, lease.attempt, lease.alone) for lease in leases]
 
 
-def held(*tickets: HeldTicket, seen: int = 0, leaving: bool = False) -> TicketsHeld:
-    return TicketsHeld(seen=seen, served_version=0, tickets=list(tickets), leaving=leaving)
+def held(attempts: dict[str, int] | None = None, *, seen: int = 0, leaving: bool = False) -> LeasesHeld:
+    return LeasesHeld(seen=seen, served_version=0, attempts=attempts or {}, leaving=leaving)
 
 
-# --- grants ---
+# --- leases ---
 
 
 def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> None:
     book = Book()
-    book.grant(A, 2)
+    book.lease(A, 2)
     # A reply of a lost dataloader, which came after it had said what it holds.
-    assert [grant.number for grant in book.grant(A, 2, seen=7)] == [8, 9]
+    assert [lease.number for lease in book.lease(A, 2, seen=7)] == [8, 9]
     book.give_back(A, 1, ["0-2", "0-3"])
     after = Book()
     after.adopt(A, 1, held(seen=7), book)
-    assert [grant.number for grant in after.grant(A, 2, seen=7)] == [10, 11]
-    # Found on its disk: they take no number of its grants.
+    assert [lease.number for lease in after.lease(A, 2, seen=7)] == [10, 11]
+    # Found on its disk: they take no number of its leases.
     after = Book()
-    after.adopt(B, 1, held(HeldTicket("0-5", 1, 0), HeldTicket("0-6", 9, 0)), book)
-    assert [grant.number for grant in after.grant(B, 2, holding="0-5 0-6")] == [1, 2]
+    after.adopt(B, 1, held({"0-5": 0, "0-6": 0}), book)
+    assert [lease.number for lease in after.lease(B, 2, holding="0-5 0-6")] == [1, 2]
 
 
 def test_the_share_counts_what_a_rollouter_really_holds() -> None:
     book = Book(groups=2)
-    assert book.grant(B, served=-1) == []
+    assert book.lease(B, served=-1) == []
     assert book.uids() == ["0-0", "0-1"]
-    assert book.grant(seen=2, holding="0-0 0-1") == []
+    assert book.lease(seen=2, holding="0-0 0-1") == []
     # One of them was delivered: it is outstanding still, but no longer being generated.
     assert book.uids(seen=2, holding="0-1") == ["0-2"]
 
@@ -101,11 +101,11 @@ def test_the_share_counts_what_a_rollouter_really_holds() -> None:
 def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_is_suspect() -> None:
     """I1: what it may have delivered is not generated again before the learner has said so."""
     book = Book()
-    book.grant(B, 1)
-    book.grant(A, 3)
-    book.grant(A, 1, seen=3, holding="0-1 0-3")
+    book.lease(B, 1)
+    book.lease(A, 3)
+    book.lease(A, 1, seen=3, holding="0-1 0-3")
     for _ in range(2):
-        # It begins to leave: what it never received is granted again without waiting for its end.
+        # It begins to leave: what it never received is leased again without waiting for its end.
         book.left(A, 1, ["0-1", "0-3"])
         assert list(book.orphans) == ["0-2", "0-4"]
     # Nobody returns what another one holds, nor an incarnation the prompts of another one.
@@ -118,33 +118,33 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
     assert not book.knows(A)
     assert list(book.orphans) == ["0-2", "0-4", "0-3"]
     book.settle(book.orphans, ["0-2"])
-    assert marks(book.grant(B, 7, seen=1, holding="0-0"))[:3] == [(uid, 0, False) for uid in ("0-1", "0-3", "0-4")]
+    assert marks(book.lease(B, 7, seen=1, holding="0-0"))[:3] == [(uid, 0, False) for uid in ("0-1", "0-3", "0-4")]
     assert book.supply.attempts == {}
     # Its process ends later.
     book.died(A, 1)
     assert not book.orphans
-    # A new book has no grants for who leaves but those it holds.
+    # A new book has no leases for who leaves but those it holds.
     book, after = Book(), Book()
-    book.grant(A, 3)
-    after.adopt(A, 1, held(HeldTicket("0-0", 1, 0), seen=1, leaving=True), book)
+    book.lease(A, 3)
+    after.adopt(A, 1, held({"0-0": 0}, seen=1, leaving=True), book)
     assert after.missing(book) == ["0-1", "0-2"]
 
 
 def test_who_leaves_and_still_holds_something_takes_no_share_of_the_gate() -> None:
     book = Book()
     assert book.uids(A, 1) == ["0-0"]
-    book.grant(B, served=-1)
+    book.lease(B, served=-1)
     book.left(A, 1, ["0-0"])
     after = Book()
-    after.adopt(A, 1, held(HeldTicket("0-0", 1, 0), seen=1, leaving=True), book)
+    after.adopt(A, 1, held({"0-0": 0}, seen=1, leaving=True), book)
     for each in (book, after):
         # All that the gate has room for.
         assert each.uids(B, 9) == [f"0-{index}" for index in range(1, 8)]
-        # A call of it that comes late is granted nothing, whatever has room.
+        # A call of it that comes late is leased nothing, whatever has room.
         each.give_back(B, 1, [f"0-{index}" for index in range(2, 8)])
         assert each.uids(A, 1, seen=1) == []
         # Its successor has a share again.
-        each.grant(A, served=-1, life=2)
+        each.lease(A, served=-1, life=2)
         assert each.uids(B, 9, seen=7, holding="0-1") == ["0-2", "0-3", "0-4"]
 
 
@@ -153,7 +153,7 @@ def test_who_leaves_and_still_holds_something_takes_no_share_of_the_gate() -> No
 
 def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
     book = Book()
-    book.grant()
+    book.lease()
     assert [book.tell("0-0", number=1) for _ in range(2)] == [1, 1]
     assert book.tell("0-1", number=3) == 1
     assert book.counts["trained"] == 1
@@ -171,7 +171,7 @@ def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
 )
 def test_an_outcome_that_cannot_be_is_refused_as_a_whole(wrong: tuple[str, ...], kind: str) -> None:
     book = Book()
-    book.grant()
+    book.lease()
     with pytest.raises(ProtocolError, match=wrong[-1]):
         book.tell(*wrong, kind=kind)
     assert book.outstanding == 4
@@ -189,7 +189,7 @@ def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
     assert (book.outstanding, book.gate.trained, book.supply.evals) == (2, 2, {"eval/a@1": 2})
 
 
-def test_the_number_of_the_supply_moves_with_what_the_learner_must_know_and_not_with_every_grant() -> None:
+def test_the_number_of_the_supply_moves_with_what_the_learner_must_know_and_not_with_every_lease() -> None:
     book = Book(EvalSet("a", (0,), every_versions=1), steps=2, staleness_max=5)
     seen = [book.supply_number]
 
@@ -197,9 +197,9 @@ def test_the_number_of_the_supply_moves_with_what_the_learner_must_know_and_not_
         seen.append(book.supply_number)
         return seen[-1] > seen[-2]
 
-    book.grant(A, 3)
+    book.lease(A, 3)
     assert not moved()
-    book.grant(A, 5, seen=3)
+    book.lease(A, 5, seen=3)
     assert moved() and book.supply.exhausted
     book.tell("0-0")
     assert moved()
@@ -227,12 +227,12 @@ def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
     assert not book.closed
     book.tell(version=1, finished=True)
     assert not book.closed and book.supply.exhausted
-    assert book.grant(seen=4) == []
+    assert book.lease(seen=4) == []
     assert book.uids(seen=4, served=1) == ["a@1-0"]
     assert not book.closed
     book.tell("a@1-0", kind="evaluated", version=1)
     assert book.closed
-    assert book.grant(B, served=1) == []
+    assert book.lease(B, served=1) == []
 
 
 # --- prompts that were held in deaths ---
@@ -241,14 +241,14 @@ def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
 def test_a_prompt_runs_alone_from_its_second_death_on() -> None:
     book = Book()
     for attempt in (0, 1):
-        assert marks(book.grant(A, 2, life=attempt + 1)) == [("0-0", attempt, False), ("0-1", attempt, False)]
+        assert marks(book.lease(A, 2, life=attempt + 1)) == [("0-0", attempt, False), ("0-1", attempt, False)]
         book.dies(A, attempt + 1)
-    assert marks(book.grant(life=3)) == [("0-0", 2, True)]
-    assert book.grant(A, 3, life=3, seen=1, holding="0-0") == []
+    assert marks(book.lease(life=3)) == [("0-0", 2, True)]
+    assert book.lease(A, 3, life=3, seen=1, holding="0-0") == []
     # Another one that is empty takes the next.
-    assert marks(book.grant(B)) == [("0-1", 2, True)]
+    assert marks(book.lease(B)) == [("0-1", 2, True)]
     # Delivered: it shares again.
-    assert marks(book.grant(A, 2, life=3, seen=1)) == [("0-2", 0, False), ("0-3", 0, False)]
+    assert marks(book.lease(A, 2, life=3, seen=1)) == [("0-2", 0, False), ("0-3", 0, False)]
 
 
 def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
@@ -256,42 +256,42 @@ def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
     assert book.uids(A, 2) == ["0-0", "0-1"]
     assert book.uids(B, 2) == ["0-2", "0-3"]
     # B comes to the first of them, and is set aside; A is not. Places of the run are kept for both.
-    assert book.grant(B, 2, seen=2, holding="0-2 0-3") == []
+    assert book.lease(B, 2, seen=2, holding="0-2 0-3") == []
     assert book.uids(A, 1, seen=2, holding="0-0 0-1") == ["0-6"]
-    assert book.grant(B, 2, seen=2, holding="0-3") == []
-    assert marks(book.grant(B, 2, seen=2)) == [("0-4", 2, True)]
+    assert book.lease(B, 2, seen=2, holding="0-3") == []
+    assert marks(book.lease(B, 2, seen=2)) == [("0-4", 2, True)]
     # One is left that waits.
-    assert book.grant(A, 1, seen=3, holding="0-0 0-1 0-6") == []
-    assert marks(book.grant(A, seen=3)) == [("0-5", 2, True)]
+    assert book.lease(A, 1, seen=3, holding="0-0 0-1 0-6") == []
+    assert marks(book.lease(A, seen=3)) == [("0-5", 2, True)]
     assert book.uids(B, 1, seen=3) == ["0-7"]
 
 
 def test_only_deaths_of_its_own_count_against_a_prompt() -> None:
     book = Book()
-    book.grant(A, 3)
-    book.grant(A, 1, seen=3, holding="0-0 0-2")
+    book.lease(A, 3)
+    book.lease(A, 1, seen=3, holding="0-0 0-2")
     # 0-1 was delivered, by its holder's word; 0-2 was too, by the learner's; 0-3 may have arrived.
     book.dies(A, 1, "0-2")
     assert book.supply.attempts == {"0-0": 1, "0-3": 1}
     # Shared, as it may be with a rollouter that held it before a restore.
     book = Book(deaths={"0-0": 2})
-    book.adopt(A, 1, held(HeldTicket("0-0", 1, 2), HeldTicket("0-1", 2, 0), seen=2), None)
+    book.adopt(A, 1, held({"0-0": 2, "0-1": 0}, seen=2), None)
     book.dies(A, 1)
     assert book.supply.attempts == {"0-0": 2, "0-1": 1}
     # Alone, but it never said that it received it.
-    book.grant(A, 1, life=2)
+    book.lease(A, 1, life=2)
     book.dies(A, 2)
     # Alone, and the learner has it.
-    book.grant(A, 1, life=3)
-    book.grant(A, 1, life=3, seen=1, holding="0-0")
+    book.lease(A, 1, life=3)
+    book.lease(A, 1, life=3, seen=1, holding="0-0")
     book.dies(A, 3, "0-0")
     assert book.supply.attempts["0-0"] == 2
 
 
 def test_a_prompt_that_was_delivered_before_the_death_is_not_blamed_when_its_group_is_lost() -> None:
     book = Book(deaths={"0-0": 2})
-    book.grant(A, 1)
-    book.grant(A, 1, seen=1, holding="0-0")
+    book.lease(A, 1)
+    book.lease(A, 1, seen=1, holding="0-0")
     book.dies(A, 1, "0-0")
     # A learner at an earlier checkpoint knows nothing of it, nor does anybody else.
     after = Book(deaths={"0-0": 2})
@@ -303,8 +303,8 @@ def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
     book = Book(deaths={"0-0": 2})
     numbers = []
     for life, deaths in enumerate((2, 3, 4), 1):
-        assert marks(book.grant(A, 1, life=life)) == [("0-0", deaths, True)]
-        book.grant(A, 1, life=life, seen=1, holding="0-0")
+        assert marks(book.lease(A, 1, life=life)) == [("0-0", deaths, True)]
+        book.lease(A, 1, life=life, seen=1, holding="0-0")
         numbers.append(book.supply_number)
         book.dies(A, life)
     assert [*numbers, book.supply_number] == sorted({*numbers, book.supply_number})
@@ -318,13 +318,13 @@ def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
 def test_eval_prompts_run_alone_and_are_rejected_likewise() -> None:
     book = Book(EvalSet("a", (0, 1), at_start=True))
     for life in range(1, 6):
-        assert marks(book.grant(A, 1, life=life)) == [("a@0-0", life - 1, life > 2)]
-        book.grant(A, 1, life=life, seen=1, served=-1, holding="a@0-0")
+        assert marks(book.lease(A, 1, life=life)) == [("a@0-0", life - 1, life > 2)]
+        book.lease(A, 1, life=life, seen=1, served=-1, holding="a@0-0")
         book.dies(A, life)
     assert [rejected.uid for rejected in book.supply.rejected] == ["a@0-0"]
     assert book.uids(A, 2, life=6) == ["a@0-1"]
     book.tell("a@0-1", kind="evaluated")
-    assert book.grant(A, 2, life=6, seen=1) == []
+    assert book.lease(A, 2, life=6, seen=1) == []
     book.tell("a@0-0", kind="quarantined")
     assert book.supply.evals == {}
     assert book.uids(A, 1, life=6, seen=1) == ["0-0"]

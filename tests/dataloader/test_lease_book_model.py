@@ -1,8 +1,8 @@
 """Gate and order against a model of the loop; whatever may die and be lost is in test_exactly_once_model.
 
 The model holds the truth: what each rollouter really received and serves, what the learner really holds and has
-trained. Replies and reports may be lost, tickets come back, and one rollouter may die, so that no prompt is suspect of
-that. A grant is checked against the truth, not against the book's own counters; and from every state reached, a fair
+trained. Replies and reports may be lost, leases come back, and one rollouter may die, so that no prompt is suspect of
+that. A lease is checked against the truth, not against the book's own counters; and from every state reached, a fair
 continuation must end the run.
 """
 
@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Grant
+from asyncrl.dataloader.holders import Ask, PromptLease
+from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.dataloader.tickets import Tickets
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes
 
@@ -73,7 +73,7 @@ class Loop(RuleBasedStateMachine):
         )
         gate = Gate(limit, groups_per_version=self.per_version, groups_left=self.groups)
         self.order = EpochOrder("model", 0, size)
-        self.tickets = Tickets(PromptQueue(self.order, Ledger(), oversize), gate, EvalRounds(()), max_attempts=3)
+        self.leases = LeaseBook(PromptQueue(self.order, Ledger(), oversize), gate, EvalRounds(()), max_attempts=3)
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
 
         # The learner.
@@ -87,14 +87,14 @@ class Loop(RuleBasedStateMachine):
         self.signal: dict[str, Any] = {}
         self.report: Outcomes | None = None
 
-        # Facts that an observer of grants and outcomes knows.
+        # Facts that an observer of leases and outcomes knows.
         self.out: set[str] = set()
-        """Granted, and neither reported nor taken back."""
+        """Leased, and neither reported nor taken back."""
         self.returned: set[str] = set()
         self.position = 0
         self.reported_trained = 0
-        self.granted_under: dict[str, int] = {}
-        """Version really served at the last grant of each uid, in the order of these."""
+        self.leased_under: dict[str, int] = {}
+        """Version really served at the last lease of each uid, in the order of these."""
 
     @property
     def version(self) -> int:
@@ -109,35 +109,35 @@ class Loop(RuleBasedStateMachine):
     def send(self, rollouter: Rollouter, free_groups: int, *, received: bool = True) -> None:
         who = (rollouter.name, rollouter.incarnation)
         ask = Ask(*who, rollouter.seen, free_groups, rollouter.served, frozenset(rollouter.holding))
-        newest_known = self.tickets.gate.newest_version
-        self.tickets.meet(ask)
-        before, limit_groups = len(self.out), round(self.tickets.gate.limit.versions * self.per_version)
-        grants = self.tickets.lease(ask)
-        assert len(grants) <= free_groups
-        for grant in grants:
+        newest_known = self.leases.gate.newest_version
+        self.leases.meet(ask)
+        before, limit_groups = len(self.out), round(self.leases.gate.limit.versions * self.per_version)
+        leases = self.leases.take(ask)
+        assert len(leases) <= free_groups
+        for lease in leases:
             # One that is out is given again, since its reply was lost.
-            if grant.prompt.uid not in self.out:
-                self.check_new_grant(ask, grant)
+            if lease.prompt.uid not in self.out:
+                self.check_new_lease(ask, lease)
         if len(self.out) > before:
             known = max(version for version in self.trained_at if version <= min(ask.served_version, newest_known))
             room = self.trained_at[known] + limit_groups + self.per_version - self.reported_trained
             assert len(self.out) <= room
         if received:
-            for grant in grants:
-                assert grant.number > rollouter.seen
-                rollouter.seen = grant.number
-                rollouter.holding.append(grant.prompt.uid)
+            for lease in leases:
+                assert lease.number > rollouter.seen
+                rollouter.seen = lease.number
+                rollouter.holding.append(lease.prompt.uid)
 
-    def check_new_grant(self, ask: Ask, grant: Grant) -> None:
-        uid = grant.prompt.uid
+    def check_new_lease(self, ask: Ask, lease: PromptLease) -> None:
+        uid = lease.prompt.uid
         if uid in self.returned:
             self.returned.remove(uid)
         else:
             assert not self.returned, "what came back goes first"
             assert uid == self.next_in_order()
         self.out.add(uid)
-        self.granted_under.pop(uid, None)
-        self.granted_under[uid] = ask.served_version
+        self.leased_under.pop(uid, None)
+        self.leased_under[uid] = ask.served_version
         # The bound, in what is really trained and really still to be.
         admitted = self.trained_at[ask.served_version] + (self.staleness_max + 1) * self.per_version
         assert self.trained + len(self.out - set(self.concluded)) <= admitted
@@ -169,7 +169,7 @@ class Loop(RuleBasedStateMachine):
         if kind != "returned":
             self.take_delivery(uid, kind)
         else:
-            self.tickets.give_back(rollouter.name, rollouter.incarnation, [uid])
+            self.leases.give_back(rollouter.name, rollouter.incarnation, [uid])
             self.out.remove(uid)
             self.returned.add(uid)
 
@@ -177,9 +177,9 @@ class Loop(RuleBasedStateMachine):
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
         rollouter = data.draw(st.sampled_from(self.rollouters))
-        self.tickets.died(rollouter.name, 1)
-        orphans = self.tickets.orphans
-        self.tickets.settle(orphans, list(filter(self.has, orphans)))
+        self.leases.died(rollouter.name, 1)
+        orphans = self.leases.orphans
+        self.leases.settle(orphans, list(filter(self.has, orphans)))
         lost = {uid for uid in orphans if not self.has(uid)}
         self.out -= lost
         self.returned |= lost
@@ -212,9 +212,9 @@ class Loop(RuleBasedStateMachine):
         return bool(self.next_batch()) and self.next_batch() <= self.buffered
 
     def next_batch(self) -> set[str]:
-        """The groups that were granted first: of all that are out, if ``in_order``, else of those delivered."""
+        """The groups that were leased first: of all that are out, if ``in_order``, else of those delivered."""
         among = (self.out - set(self.concluded)) | self.buffered if self.in_order else self.buffered
-        return set([uid for uid in self.granted_under if uid in among][: self.per_step])
+        return set([uid for uid in self.leased_under if uid in among][: self.per_step])
 
     @precondition(lambda self: self.in_training or self.can_begin())
     @rule(halfway=st.booleans())
@@ -224,7 +224,7 @@ class Loop(RuleBasedStateMachine):
             self.in_training = self.next_batch()
             self.buffered -= self.in_training
             if self.in_order:
-                assert all(self.version - self.granted_under[uid] <= self.staleness_max for uid in self.in_training)
+                assert all(self.version - self.leased_under[uid] <= self.staleness_max for uid in self.in_training)
             self.signal = {"step_began": True, "buffered_groups": len(self.buffered), "waited": self.waited}
             if halfway:
                 return
@@ -239,12 +239,12 @@ class Loop(RuleBasedStateMachine):
     @rule(acknowledged=st.sampled_from([True, True, False]))
     def send_report(self, acknowledged: bool = True) -> None:
         """The present report, again if its acknowledgement was lost; a new one otherwise."""
-        for rejected in self.tickets.supply.rejected:
+        for rejected in self.leases.supply.rejected:
             if rejected.uid not in self.concluded:
                 self.conclude(rejected.uid, rejected.kind)
         if self.report is None:
             self.report = Outcomes(
-                number=self.tickets.number + 1,
+                number=self.leases.number + 1,
                 version=self.version,
                 trained_at_version=self.trained_at[self.version],
                 outcomes=self.pending,
@@ -254,7 +254,7 @@ class Loop(RuleBasedStateMachine):
             self.pending, self.signal = [], {}
             self.reported_trained += sum(outcome.kind == "trained" for outcome in self.report.outcomes)
             self.out -= {outcome.uid for outcome in self.report.outcomes}
-        assert self.tickets.report(self.report) == self.report.number
+        assert self.leases.report(self.report) == self.report.number
         if acknowledged:
             self.report = None
 
@@ -271,15 +271,15 @@ class Loop(RuleBasedStateMachine):
 
     @invariant()
     def the_supply_says_what_is_out_and_whether_anything_is_left(self) -> None:
-        if hasattr(self, "granted_under"):
-            supply = self.tickets.supply
-            assert supply.outstanding == self.tickets.outstanding == len(self.out)
+        if hasattr(self, "leased_under"):
+            supply = self.leases.supply
+            assert supply.outstanding == self.leases.outstanding == len(self.out)
             left = self.groups - self.reported_trained - len(self.out)
-            assert supply.exhausted == (self.tickets.closed or left <= 0)
+            assert supply.exhausted == (self.leases.closed or left <= 0)
 
     def teardown(self) -> None:
         """From wherever this ended, a fair continuation ends the run in a bounded number of rounds."""
-        if not hasattr(self, "granted_under"):
+        if not hasattr(self, "leased_under"):
             return
         for _ in range(20 + 2 * self.groups):
             self.send_report()
@@ -290,7 +290,7 @@ class Loop(RuleBasedStateMachine):
             self.deliver_many(["trained"] * self.groups)
             while self.in_training or self.can_begin():
                 self.train(halfway=False)
-        assert self.tickets.closed, "the loop does not end"
+        assert self.leases.closed, "the loop does not end"
         assert self.trained == self.groups
 
 
