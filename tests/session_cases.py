@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,10 +22,10 @@ from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
-from asyncrl.rollouter.serving.concurrency import Slots
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall
 from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.slots import Slots
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.stops import Stops
 from asyncrl.telemetry.metrics import Figures, Histograms
@@ -136,23 +137,14 @@ class World:
             renderer=self.renderer,
             tokenizer=self.tokenizer,
             stops=stops or Stops(),
-            policy=lambda lease, account, **told: PolicyCall(
-                self.host, self.tokenizer, self.config, lease, account, **told
-            ),
-            slot=self.slot,
-            delta=lambda *told: self.tell(*told),
+            policy=SimpleNamespace(slot=self.slot, call=partial(PolicyCall, self.host, self.tokenizer, self.config)),
+            hosts=self,
             figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
         )
-        self.failures = []
-        self.player = EpisodePlayer(
-            self.config,
-            self.sessions,
-            run=self.run,
-            host=choose,
-            failed=lambda *told: self.failures.append(told),
-            clock=self.clock,
-        )
+        self.failures, self._choose = [], choose
+        faults = SimpleNamespace(add=lambda *told: self.failures.append(told))
+        self.player = EpisodePlayer(self.config, self.sessions, self, clock=self.clock, faults=faults)
         self.lease = replace(
             make_group("0-1", samples=2).lease,
             prompt_ids=np.array([5], np.int32),
@@ -164,6 +156,9 @@ class World:
     async def slot(self, account):
         async with self.slots.take():
             yield
+
+    def choose(self, at, **wishes):
+        return self._choose(**wishes)
 
     def run(self, host, request, timeout):
         """An episode host's part: the agent plays, and is ended by a cancellation."""
@@ -212,9 +207,9 @@ class World:
         while not state():
             await asyncio.sleep(0.001)
 
-    def tell(self, session, call, offset, text):
+    def tell(self, host, delta):
         """Text of a call under way."""
-        self.deltas.append((offset, text))
+        self.deltas.append((delta.offset, delta.text))
 
     def open(self):
         return self.sessions.open(self.lease, self.account, HOST)

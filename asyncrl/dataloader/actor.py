@@ -476,7 +476,6 @@ class Dataloader(Actor):
             index=prompt.index,
             param_version=lease.param_version,
             attempt=lease.attempt,
-            alone=lease.alone,
             prompt_ids=ids,
             prompt=text,
             row=row,

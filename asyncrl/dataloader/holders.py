@@ -1,8 +1,11 @@
-"""The holders of prompts: leases by rollouter, numbered, and the prompts that are outstanding. Pure.
+"""The prompts that are out, and the rollouters that hold them by numbered leases. Pure.
 
 Invariants: a prompt is leased at most once at a time; numbers grow within an incarnation of a rollouter, and are never
 those of a lease that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
 holder has died; it stays outstanding until it is released.
+
+This is the dataloader's view and is derived: the learner's ledger and buffer, and the answers of the rollouters, say it
+anew at each restore.
 """
 
 from __future__ import annotations
@@ -29,29 +32,33 @@ class Ask:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PromptLease:
-    """A prompt leased to a rollouter."""
+    """A prompt that is out: leased to a rollouter, or with the learner."""
 
-    number: int
     prompt: Prompt
-    param_version: int
+    rollouter: str | None = None
+    """Holder of the prompt; None when the learner has it, or the holder has died."""
+    number: int = 0
+    param_version: int = -1
     """The newest published version at the lease."""
     attempt: int = 0
-    """Deaths that its earlier holders took part in."""
+    """Deaths of the prompt at the lease."""
     alone: bool = False
     """Whether nothing else is generated beside it."""
+    suspect: bool = False
+    """Whether its holder died while it generated the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The numbers of an incarnation's lease calls."""
+    """The numbers of an incarnation's requests for leases."""
 
     incarnation: int
     newest: int = 0
     """The latest call that has arrived."""
     answered: int = 0
-    """The latest call that was leased something."""
+    """The latest call that got a lease."""
 
 
 @dataclass(slots=True)
@@ -60,7 +67,7 @@ class Holder:
 
     incarnation: int
     seen: int
-    last_lease: int
+    last_number: int
     served_version: int
     holding: frozenset[str] = frozenset()
     leases: dict[int, PromptLease] = field(default_factory=dict)
@@ -71,19 +78,6 @@ class Holder:
         return [lease for lease in self.leases.values() if lease.number > ask.seen or lease.prompt.uid in ask.holding]
 
 
-@dataclass(slots=True)
-class HeldPrompt:
-    """A prompt that is out."""
-
-    prompt: Prompt
-    rollouter: str | None = None
-    """Holder of the prompt; None when the learner has it, or the holder has died."""
-    number: int = 0
-    suspect: bool = False
-    """Whether its holder died generating it."""
-    alone: bool = False
-
-
 class Holders:
     """All rollouters, and all prompts that are out."""
 
@@ -91,41 +85,43 @@ class Holders:
         self._rollouters: dict[str, Holder] = {}
         self._leaving: set[str] = set()
         """Rollouters that ask no more, and live until they are removed."""
-        self._held: dict[str, HeldPrompt] = {}
+        self._out: dict[str, PromptLease] = {}
         self._calls: dict[str, Calls] = {}
-        """RequestLeases calls by rollouter."""
+        """Requests by rollouter."""
         self.outstanding = 0
         """Training prompts among those that are out."""
 
     def __contains__(self, uid: str) -> bool:
-        return uid in self._held
+        return uid in self._out
 
-    def __getitem__(self, uid: str) -> HeldPrompt:
-        return self._held[uid]
+    def __getitem__(self, uid: str) -> PromptLease:
+        return self._out[uid]
 
     @property
     def uids(self) -> Iterable[str]:
-        """Uids of all prompts that are out, in the order of their leases."""
-        return self._held.keys()
+        """Uids of all prompts that are out, the oldest first."""
+        return self._out.keys()
 
     @property
     def asking(self) -> int:
-        """Number of rollouters that live as far as is known, and may ask for more."""
+        """Number of rollouters that are known to live, and may ask for more."""
         return len(self._rollouters) - len(self._leaving)
 
     @property
     def oldest_served(self) -> int:
-        """The oldest version that anybody serves; there must be somebody."""
+        """The oldest version that a rollouter serves; there must be one."""
         return min(holder.served_version for holder in self._rollouters.values())
 
     def get(self, rollouter: str) -> Holder | None:
         """A rollouter, if it is known."""
         return self._rollouters.get(rollouter)
 
+    # --- requests ---
+
     def current(self, ask: Ask) -> Holder | None:
         """The rollouter that asks; None if it leaves, or a later call or a newer incarnation of it was heard."""
         holder = self._rollouters.get(ask.rollouter)
-        # A call that was overtaken would be leased again what a later one has said that it has seen.
+        # The answer to an overtaken call would repeat leases that a later call has seen.
         if holder is None or (holder.incarnation, holder.seen) != (ask.incarnation, ask.seen):
             return None
         if ask.rollouter in self._leaving or ask.number < self._calls_of(ask).newest:
@@ -133,16 +129,16 @@ class Holders:
         return holder
 
     def is_answered(self, ask: Ask) -> bool:
-        """Whether a call was leased something before.
+        """Whether a call got a lease before.
 
         The caller may have received that, so ``holding`` no longer covers all that the caller holds. A call that was
-        neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives
-        leases only as the answer to its latest call.
+        neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives leases
+        only as the answer to its latest call.
         """
         return 0 < ask.number <= self._calls_of(ask).answered
 
     def note_answer(self, ask: Ask) -> None:
-        """Record that a call was leased something."""
+        """Record that a call got a lease."""
         self._calls[ask.rollouter] = replace(self._calls_of(ask), answered=ask.number)
 
     def recall_calls(self, before: Holders) -> None:
@@ -167,78 +163,66 @@ class Holders:
             holder.seen = ask.seen
             holder.served_version = ask.served_version
             holder.holding = ask.holding
-            # A lost dataloader may have leased more than is known here.
+            # A lost dataloader may have given out higher numbers than are known here.
             self.skip_to(ask.rollouter, ask.seen)
 
-    def remove(self, rollouter: str) -> list[HeldPrompt]:
+    # --- leases ---
+
+    def lease(self, rollouter: str, lease: PromptLease) -> PromptLease:
+        """Give out a lease under the next number."""
+        lease.number = self._rollouters[rollouter].last_number + 1
+        self.hold(lease, rollouter)
+        return lease
+
+    def hold(self, lease: PromptLease, rollouter: str | None = None) -> None:
+        """A prompt is out from here on, with the learner where no rollouter is named."""
+        uid = lease.prompt.uid
+        assert uid not in self._out, f"{uid} is leased to two"
+        self._out[uid] = lease
+        self.outstanding += isinstance(lease.prompt, TrainingPrompt)
+        if rollouter is not None:
+            lease.rollouter = rollouter
+            self.skip_to(rollouter, lease.number)
+            leases = self._rollouters[rollouter].leases
+            assert lease.number not in leases
+            leases[lease.number] = lease
+
+    def skip_to(self, rollouter: str, number: int) -> None:
+        """The next lease of a rollouter has a number above this one."""
+        holder = self._rollouters[rollouter]
+        holder.last_number = max(holder.last_number, number)
+
+    def release(self, uid: str) -> PromptLease:
+        """A prompt is not out any more."""
+        lease = self._out.pop(uid)
+        if lease.rollouter is not None:
+            del self._rollouters[lease.rollouter].leases[lease.number]
+        self.outstanding -= isinstance(lease.prompt, TrainingPrompt)
+        return lease
+
+    def remove(self, rollouter: str) -> list[PromptLease]:
         """A rollouter is dead: its prompts have no holder. Suspect are those that it generated and may have received.
 
-        That it received a lease is known only when it asks again, which a full one does not before it has finished
-        something; so a lease that it may have received counts as received, unless it is one alone: to run alone by
-        mistake costs time, to be rejected by mistake the prompt.
+        A rollouter confirms a lease only when it asks again, and a full one does not ask before it has finished
+        something. So a lease that it may have received counts as received, unless the prompt ran alone: running alone
+        by mistake costs time, quarantine by mistake costs the prompt.
         """
         holder = self._rollouters.pop(rollouter)
         self._leaving.discard(rollouter)
-        found = []
         for number, lease in holder.leases.items():
-            held = self._held[lease.prompt.uid]
-            held.rollouter = None
-            if number <= holder.seen:
-                held.suspect = lease.prompt.uid in holder.holding
-            else:
-                held.suspect = not lease.alone
-            found.append(held)
-        return found
+            lease.rollouter = None
+            lease.suspect = lease.prompt.uid in holder.holding if number <= holder.seen else not lease.alone
+        return list(holder.leases.values())
 
     def leaves(self, rollouter: str) -> None:
         """A rollouter asks no more; it is a holder until it is removed, and takes no share of the gate."""
         self._leaving.add(rollouter)
 
-    def keep(self, rollouter: str, uids: Collection[str]) -> list[HeldPrompt]:
-        """A rollouter that takes no more holds at most these: all else that it was leased has no holder."""
+    def keep(self, rollouter: str, uids: Collection[str]) -> list[PromptLease]:
+        """A rollouter that takes no more holds at most these: its other prompts have no holder."""
         leases = self._rollouters[rollouter].leases
-        found = []
-        for number, lease in list(leases.items()):
-            if lease.prompt.uid not in uids:
-                del leases[number]
-                held = self._held[lease.prompt.uid]
-                held.rollouter = None
-                found.append(held)
-        return found
-
-    def lease(self, ask: Ask, prompt: Prompt, param_version: int, *, attempt: int, alone: bool) -> PromptLease:
-        """Lease a prompt that is not out."""
-        rollouter = ask.rollouter
-        number = self._rollouters[rollouter].last_lease + 1
-        lease = PromptLease(number, prompt, param_version, attempt, alone)
-        self.restore(rollouter, lease)
-        return lease
-
-    def skip_to(self, rollouter: str, number: int) -> None:
-        """The next lease of a rollouter has a number above this one."""
-        holder = self._rollouters[rollouter]
-        holder.last_lease = max(holder.last_lease, number)
-
-    def restore(self, rollouter: str, lease: PromptLease) -> None:
-        """A rollouter holds a prompt that is not out, by a lease with this number."""
-        self.skip_to(rollouter, lease.number)
-        holder = self._rollouters[rollouter]
-        assert lease.number not in holder.leases
-        holder.leases[lease.number] = lease
-        self.hold(lease.prompt, rollouter, lease)
-
-    def hold(self, prompt: Prompt, rollouter: str | None = None, lease: PromptLease | None = None) -> None:
-        """A prompt is out from here on, with the learner where no rollouter is named."""
-        assert prompt.uid not in self._held, f"{prompt.uid} is leased to two"
-        held = self._held[prompt.uid] = HeldPrompt(prompt, rollouter)
-        if lease is not None:
-            held.number, held.alone = lease.number, lease.alone
-        self.outstanding += isinstance(prompt, TrainingPrompt)
-
-    def release(self, uid: str) -> HeldPrompt:
-        """A prompt is not out any more."""
-        held = self._held.pop(uid)
-        if held.rollouter is not None:
-            del self._rollouters[held.rollouter].leases[held.number]
-        self.outstanding -= isinstance(held.prompt, TrainingPrompt)
-        return held
+        lost = [lease for lease in leases.values() if lease.prompt.uid not in uids]
+        for lease in lost:
+            del leases[lease.number]
+            lease.rollouter = None
+        return lost

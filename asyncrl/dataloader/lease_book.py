@@ -25,13 +25,14 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, HeldPrompt, Holders, Prompt, PromptLease
+from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.dataloader.suspects import ALONE_FROM, SuspectPrompts
+from asyncrl.dataloader.suspects import SuspectPrompts
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
 from asyncrl.messages.rollouter import LeasesHeld
+from asyncrl.suspects import runs_alone
 
 
 class LeaseBook:
@@ -148,13 +149,9 @@ class LeaseBook:
             if prompt is None:
                 break
             attempt = self._suspects.attempt(prompt.uid)
-            lease = self._holders.lease(
-                ask,
-                prompt,
-                self.gate.newest_version,
-                attempt=attempt,
-                alone=attempt >= ALONE_FROM,
-            )
+            version, alone = self.gate.newest_version, runs_alone(attempt)
+            lease = PromptLease(prompt, param_version=version, attempt=attempt, alone=alone)
+            self._holders.lease(ask.rollouter, lease)
             generating += isinstance(prompt, TrainingPrompt)
             self.counts["granted"] += 1
             self.counts["granted_alone"] += lease.alone
@@ -226,7 +223,7 @@ class LeaseBook:
         """The learner has a prompt. Ignored where that is known."""
         prompt = self._hold(uid)
         if prompt is not None:
-            self._holders.hold(prompt)
+            self._holders.hold(PromptLease(prompt))
         self._note_supply()
 
     def adopt(self, rollouter: str, incarnation: int, held: LeasesHeld, previous: LeaseBook | None) -> None:
@@ -241,7 +238,7 @@ class LeaseBook:
         # A lease that was received needs no number. A death of its engine may have made something suspect that has
         # company.
         found = [
-            (-1 - at, uid, attempt, attempt >= ALONE_FROM and len(uids) == 1)
+            (-1 - at, uid, attempt, runs_alone(attempt) and len(uids) == 1)
             for at, (uid, attempt) in enumerate(held.attempts.items())
         ]
         known = None if previous is None else previous._holders.get(rollouter)
@@ -249,13 +246,14 @@ class LeaseBook:
             on_their_way = [(number, lease) for number, lease in known.leases.items() if number > held.seen]
             found += [(number, lease.prompt.uid, lease.attempt, lease.alone) for number, lease in on_their_way]
             # Leases up to this number may still be on their way, and a number is that of one lease.
-            self._holders.skip_to(rollouter, known.last_lease)
+            self._holders.skip_to(rollouter, known.last_number)
         for number, uid, attempt, alone in found:
             prompt = self._hold(uid)
             if prompt is not None:
                 self._suspects.raise_to(uid, attempt)
-                lease = PromptLease(number, prompt, self.gate.newest_version, attempt, alone)
-                self._holders.restore(rollouter, lease)
+                version = self.gate.newest_version
+                lease = PromptLease(prompt, number=number, param_version=version, attempt=attempt, alone=alone)
+                self._holders.hold(lease, rollouter)
         self._note_supply()
 
     def recall_calls(self, previous: LeaseBook) -> None:
@@ -315,7 +313,7 @@ class LeaseBook:
 
     # --- within ---
 
-    def _remove(self, rollouter: str, incarnation: int) -> list[HeldPrompt]:
+    def _remove(self, rollouter: str, incarnation: int) -> list[PromptLease]:
         """Prompts that this incarnation of a rollouter, or an older one, is known to hold, and holds no more."""
         holder = self._holders.get(rollouter)
         if holder is None or holder.incarnation > incarnation:
@@ -324,7 +322,7 @@ class LeaseBook:
             self._suspects.set_aside = None
         return self._holders.remove(rollouter)
 
-    def _orphan(self, held: HeldPrompt) -> None:
+    def _orphan(self, held: PromptLease) -> None:
         self._orphans[held.prompt.uid] = None
         self.counts["orphaned"] += 1
 

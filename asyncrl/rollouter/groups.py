@@ -23,11 +23,14 @@ from asyncrl.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finis
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.rollouter.episode.player import EpisodeFailed
+from asyncrl.rollouter.leases import HeldLeases
+from asyncrl.rollouter.rewards import RewardPools
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
+from asyncrl.rollouter.serving.policy import Player
 from asyncrl.runtime.calls.retry import LONGEST_AWAY_S, is_refusal
-from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.lifecycle.backoff import backoff, backoffs
+from asyncrl.runtime.services import ActorServices
 from asyncrl.trajectories import sampled_tokens
 
 T = TypeVar("T")
@@ -39,22 +42,13 @@ EPISODE = "episode"
 
 
 class GroupRunner:
-    """Runs prompt groups."""
+    """Runs prompt groups: ``player`` plays the samples, ``pools`` score them, ``leases`` hear of each that is done."""
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        episode: Callable[[Lease, int], Awaitable[Trajectory]],
-        score: Callable[[Score, set[str]], Awaitable[Scores]],
-        generated: Callable[[Lease], None],
-        clock: Clock,
+        self, config: Config, services: ActorServices, player: Player, pools: RewardPools, leases: HeldLeases
     ) -> None:
-        self._config = config
-        self._episode = episode
-        self._score = score
-        self._generated = generated
-        self._clock = clock
+        self._config, self._player, self._pools, self._leases = config, player, pools, leases
+        self._clock, self._counters, self._histograms = services.clock, services.counters, services.histograms
         self._has_worked = False
         """Whether the reward function has ever given a reward."""
 
@@ -90,15 +84,22 @@ class GroupRunner:
         """One trajectory of a lease. Raises TrajectoryFailed."""
         began = self._clock.now()
         try:
-            trajectory = await self._retry("generation", lambda: self._episode(lease, account.sample), [account])
+            trajectory = await self._retry("generation", lambda: self._played(lease, account), [account])
         finally:
             # Also where it has failed: the room that it had is for another group.
-            self._generated(lease)
+            self._leases.generated(lease)
         trajectory.generate_s = self._clock.now() - began
         trajectory.attempts = account.failed_attempts + 1
         # User code that played an episode may have given its reward.
         if self._config.reward.per == "trajectory" and trajectory.reward is None:
             await self._score_into(lease, [trajectory], [account])
+        return trajectory
+
+    async def _played(self, lease: Lease, account: SampleAccount) -> Trajectory:
+        trajectory = await self._player.play(lease, account)
+        self._counters.add("rollout/trajectories")
+        self._histograms.observe("rollout/response_tokens", sampled_tokens(trajectory))
+        self._histograms.observe("rollout/generate_s", self._clock.now() - self._leases.taken_at[lease.uid])
         return trajectory
 
     async def _score_into(self, lease: Lease, trajectories: list[Trajectory], accounts: list[SampleAccount]) -> None:
@@ -137,7 +138,7 @@ class GroupRunner:
         away: set[str] = set()
         while True:
             try:
-                return await self._score(request, away)
+                return await self._pools.score(request, away)
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if isinstance(error, RemoteError) and not _may_pass(error):
                     raise

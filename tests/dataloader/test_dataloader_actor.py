@@ -11,10 +11,10 @@ from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
-from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import NewLeases, OutcomesSeen, Rejected, ReturnLeases, SamplePrompts
+from asyncrl.suspects import ALONE_FROM
 
 RUN = run
 ONE_STEP = {"learner": {"steps": 1}}

@@ -308,7 +308,7 @@ def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
         numbers.append(book.supply_number)
         book.dies(A, life)
     assert [*numbers, book.supply_number] == sorted({*numbers, book.supply_number})
-    reason = "killed its rollouter 3 times while it ran alone (rollout.max_attempts)"
+    reason = "its engine or rollouter died 3 times while this prompt alone was generated (rollout.max_attempts)"
     assert (book.outstanding, book.supply.rejected) == (0, [Rejected("0-0", reason)])
     assert book.uids(A, 1, life=4) == ["0-1"]
     book.tell("0-0", kind="quarantined")

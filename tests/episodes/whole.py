@@ -16,13 +16,12 @@ from typing import Any
 import msgspec
 import numpy as np
 from episodes.hosted import Hosted, hosting
-from session_cases import HOST, World
+from session_cases import World
 from tiny_models import Publisher, logprobs_of
 
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Trajectory
 from asyncrl.rollouter.engines import make_engine
-from asyncrl.rollouter.episode.player import EpisodePlayer
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
@@ -49,9 +48,9 @@ class Seat:
     def episode_began(self, request: EpisodeBegan, caller: Caller) -> None:
         self.world.sessions.began(request.session, caller.name)
 
-    def tell(self, session: Any, call: str, offset: int, text: str) -> None:
+    def tell(self, host: str, delta: ChatDelta) -> None:
         assert self.host is not None
-        self.host.cast(ChatDelta(session=session.key, call=call, offset=offset, text=text))
+        self.host.cast(delta)
 
 
 @asynccontextmanager
@@ -60,13 +59,7 @@ async def whole(world: World, run_dir: Path) -> AsyncIterator[Hosted]:
     seat = Seat(world)
     async with world, hosting(world.config, run_dir, seat) as hosted:
         world.tell = seat.tell
-        world.player = EpisodePlayer(
-            world.config,
-            world.sessions,
-            run=lambda host, request, timeout: hosted.peer.call(request, timeout=timeout),
-            host=lambda **_: HOST,
-            clock=world.clock,
-        )
+        world.run = lambda host, request, timeout: hosted.peer.call(request, timeout=timeout)
         yield hosted
 
 

@@ -1,9 +1,12 @@
 """A judge in the reward pool's actor: over the wire, for a rollouter's group, and before a run begins."""
 
 import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
 
 import uvloop
 from judge_server import judge_server, right, scores, shown, status, told
+from services import services
 from test_messages import make_group
 from test_reward_actor import config_with, serving
 from virtual import LoopClock
@@ -51,7 +54,8 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
     def short(body):
         return told(scores(body)[1:])
 
-    async def episode(lease, sample):
+    async def play(lease, account):
+        sample = account.sample
         trajectory = make_group(samples=SAMPLES).trajectories[sample]
         trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
         return trajectory
@@ -59,13 +63,9 @@ async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_re
     async with judge_server(short) as server, serving(judged_by(server), tmp_path) as served:
         config = config_with(function="relative_judge", per="group").model_copy(deep=True)
         object.__setattr__(config.rollout, "retry_backoff_s", 0.01)
-        runner = GroupRunner(
-            config,
-            episode=episode,
-            score=lambda request, _: served.rollouter.call(request),
-            generated=lambda _: None,
-            clock=LoopClock(),
-        )
+        pools = SimpleNamespace(score=lambda request, _: served.rollouter.call(request))
+        leases = SimpleNamespace(generated=lambda _: None, taken_at=defaultdict(float))
+        runner = GroupRunner(config, services(clock=LoopClock()), SimpleNamespace(play=play), pools, leases)
 
         async def group():
             lease = make_group(samples=SAMPLES).lease

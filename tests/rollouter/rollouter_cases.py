@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from unittest import mock
 
 from harness import replace, until
 from inprocess import CREDENTIALS, sim_config
@@ -123,8 +122,8 @@ class Ears:
 class ScriptedGroups:
     """In the place of a GroupRunner: groups are finished at once, or at the event that ``gates`` has for them."""
 
-    def __init__(self, generated, score):
-        self.gates, self.score, self._generated = {}, score, generated
+    def __init__(self):
+        self.gates, self.leases = {}, None
 
     async def run(self, lease, _account):
         try:
@@ -132,8 +131,16 @@ class ScriptedGroups:
                 await self.gates[lease.uid].wait()
         finally:
             for _ in range(lease.samples):
-                self._generated(lease)
+                self.leases.generated(lease)
         return group_of(lease)
+
+
+class ScriptedRollouter(actor.Rollouter):
+    """Its groups come from a script."""
+
+    async def setup(self):
+        await super().setup()
+        self._groups, self.script.leases = self.script, self._leases
 
 
 class Life:
@@ -143,26 +150,23 @@ class Life:
         self.net, self.incarnation = net, incarnation
         outward = net.endpoint("rollouter/0", incarnation)
         self.ears = Ears(outward.transport)
-        with mock.patch.object(actor, "GroupRunner", self._script):
-            self.rollouter = actor.Rollouter(
-                ActorContext(
-                    config=sim_config(rollout=rollout),
-                    name="rollouter/0",
-                    incarnation=incarnation,
-                    run_dir=run_dir,
-                    transport=self.ears,
-                    credentials=CREDENTIALS,
-                    controller=None,
-                    attempt=attempt,
-                )
+        self.groups = ScriptedGroups()
+        self.rollouter = ScriptedRollouter(
+            ActorContext(
+                config=sim_config(rollout=rollout),
+                name="rollouter/0",
+                incarnation=incarnation,
+                run_dir=run_dir,
+                transport=self.ears,
+                credentials=CREDENTIALS,
+                controller=None,
+                attempt=attempt,
             )
+        )
+        self.rollouter.script = self.groups
         self.rollouter._endpoint.resolve = outward.resolve
         self.gates = self.groups.gates
         self.task = asyncio.create_task(self.rollouter.main())
-
-    def _script(self, _config, *, generated, score, **_others):
-        self.groups = ScriptedGroups(generated, score)
-        return self.groups
 
     async def ready(self):
         await self.until(lambda: self.rollouter.ready)
@@ -192,7 +196,7 @@ class Life:
     @property
     def held(self):
         """The number of each lease that it holds, by uid."""
-        return {uid: lease.number for uid, lease in self.rollouter._held.items()}
+        return {uid: lease.number for uid, lease in self.rollouter._leases.held.items()}
 
     async def die(self):
         """As far as a task can: nothing more is said to anybody."""

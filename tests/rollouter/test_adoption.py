@@ -51,7 +51,7 @@ async def test_i1_an_acknowledgement_of_an_older_learner_releases_nothing_once_a
             answers = [life.open_leases(learner=2)]
             old.open.set()
             await life.until(lambda: old.answered)
-        assert [lease.uid for lease in answers[0].leases] == ["0-1"]
+        assert list(answers[0].attempts) == ["0-1"]
         assert life.held.keys() == {"0-1"}
         life.net.serve(new, "learner/0", 2)
         await life.until(lambda: not life.held)
@@ -82,7 +82,8 @@ async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_lease_and_
         await life.until(lambda: learner.uids == ["0-1"])
         dataloader.lease("0-3", attempt=1)
         await life.until(lambda: learner.uids == ["0-1", "0-3"])
-        life.rollouter._host.suspects.died(["0-2", "0-3"], "killed", alone=False)
+        held = life.rollouter._leases.held
+        life.rollouter._host.suspects.died([held["0-2"], held["0-3"]], "killed", alone=False)
         asker = life.net.client("rollouter/0", "dataloader/0", 7)
         life.net.register(ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address))
         answer = await asker.call(OpenLeases(learner=1))
@@ -134,7 +135,7 @@ async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_
         # At once, as the learner waits for whatever is out; with all that may still be delivered.
         await life.until(lambda: life.held.keys() == {"0-1"})
         assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
-        assert [held.uid for held in life.open_leases(1).leases] == ["0-1"]
+        assert list(life.open_leases(1).attempts) == ["0-1"]
         learner.open.set()
         await life.until(lambda: not life.held)
         await life.drain()
@@ -231,7 +232,6 @@ async def test_word_of_the_death_of_a_host_that_comes_late_begins_no_episode_of_
         host.connect()
         await life.until(lambda: host.ready)
         with monkeypatch.context() as playing:
-            playing.setattr(life.rollouter, "_player", object())
             sessions = mock.Mock()
             playing.setattr(life.rollouter, "_sessions", sessions, raising=False)
             life.rollouter.peer_died("episodes/0", 1)

@@ -1,12 +1,14 @@
 """Groups: trajectories fail, retry and are scored one by one; an error is never a reward."""
 
 import asyncio
+from collections import defaultdict
 from contextlib import asynccontextmanager
 
 import pytest
 from harness import Net
 from inprocess import sim_config
 from rollouter_cases import Dataloader, Learner, living
+from services import services
 from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
@@ -36,8 +38,13 @@ class Scripted:
         self.reported = self.tries = 0
         self.has_worked = []
         """Each score's word on the function."""
+        self.taken_at = defaultdict(float)
 
-    async def episode(self, lease, sample):
+    def generated(self, lease):
+        self.reported += 1
+
+    async def play(self, lease, account):
+        sample = account.sample
         await asyncio.sleep(sample + 1)
         if sample == self.hopeless:
             self.tries += 1
@@ -70,13 +77,9 @@ class Scripted:
 
 
 def run(script, **tables):
-    def generated(_lease):
-        script.reported += 1
-
     async def main():
         clock = LoopClock()
-        calls = {"episode": script.episode, "score": script.score, "generated": generated}
-        runner = GroupRunner(sim_config(**tables), clock=clock, **calls)
+        runner = GroupRunner(sim_config(**tables), services(clock=clock), script, script, script)
         return await runner.run(lease(), GroupAccount(lease(), clock.now, clock.wall))
 
     return run_virtual(main())
@@ -202,9 +205,9 @@ async def scoring(folder, count, patience_s=30.0):
             rollouter = life.rollouter
             network = rollouter.config.network.model_copy(update={"call_timeout_s": patience_s})
             reward = rollouter.config.reward.model_copy(update={"timeout_s": 3600.0})
-            rollouter.config = rollouter.config.model_copy(update={"network": network, "reward": reward})
+            rollouter._pools._config = rollouter.config.model_copy(update={"network": network, "reward": reward})
             request = Score(uid="0-1", prompt="", row={}, completions=[completion] * count)
-            call = asyncio.create_task(life.groups.score(request, set()))
+            call = asyncio.create_task(life.rollouter._pools.score(request, set()))
             await pool.came.wait()
             yield life, call
             pool.answers.set()

@@ -27,13 +27,13 @@ from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, rebuild
-from asyncrl.dataloader.suspects import ALONE_FROM
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
 from asyncrl.messages.rollouter import LeasesHeld
+from asyncrl.suspects import ALONE_FROM
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")

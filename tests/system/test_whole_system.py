@@ -22,7 +22,7 @@ from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.learner import Deliver, Holds
 from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.rollouter import actor as rollouter_module
-from asyncrl.rollouter.delivery import Delivery
+from asyncrl.rollouter.leases import HeldLeases
 from asyncrl.runtime.actor import Caller
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.telemetry.samples import KINDS, SampleChoice, newest_samples
@@ -93,9 +93,9 @@ def test_a_group_is_taken_from_whom_it_was_leased_to_alone(tmp_path, monkeypatch
     system = System(sim_config(run={"samples_per_step": 100}), tmp_path / "run")
     refused = []
 
-    class AfterAThief(Delivery):
-        def __init__(self, learner, services, **how):
-            super().__init__(learner, services, **how)
+    class AfterAThief(HeldLeases):
+        def __init__(self, config, services, *parts):
+            super().__init__(config, services, *parts)
             self.holder = services.name
 
         async def deliver(self, group):
@@ -107,9 +107,9 @@ def test_a_group_is_taken_from_whom_it_was_leased_to_alone(tmp_path, monkeypatch
                     with pytest.raises(RemoteError, match="rollouter/1 does not hold the lease of 0-") as caught:
                         await thief.peer("learner/0").call(Deliver(group=attempt))
                     refused.append((group.lease.uid, caught.value.code, caught.value.retryable))
-            await super().deliver(group)
+            return await super().deliver(group)
 
-    monkeypatch.setattr(rollouter_module, "Delivery", AfterAThief)
+    monkeypatch.setattr(rollouter_module, "HeldLeases", AfterAThief)
     assert system.play().phase == "done"
     assert {told[1:] for told in refused} == {("forbidden", False)}
     assert system.actors["learner/0"].counters["wire/refused"] == len(refused) >= 2
@@ -268,7 +268,7 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
         rollouter = system.actors.get("rollouter/0")
         if rollouter is None or not rollouter.figures()["rollout/in_flight"]:
             return False
-        return any("@" in uid for uid in rollouter._held)
+        return any("@" in uid for uid in rollouter._leases.held)
 
     async def kill():
         while len(deaths) < 3:

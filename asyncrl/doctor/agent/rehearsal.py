@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -125,17 +125,14 @@ async def rehearse(config: Config, *, with_data: bool) -> Played:
         renderer=renderer,
         tokenizer=tokenizer,
         stops=stops,
-        policy=rehearsal.policy,
-        slot=_slot,
-        delta=rehearsal.tell,
+        policy=SpeakerPolicy(rehearsal.speaker, tokenizer),
+        hosts=rehearsal,
         figures=EpisodeFigures(Figures(), Histograms()),
         clock=clock,
     )
     try:
         async with rehearsal.hosting(sessions):
-            await rehearsal.play(
-                EpisodePlayer(config, sessions, run=rehearsal.run, host=lambda **_: HOST, clock=clock), lease
-            )
+            await rehearsal.play(EpisodePlayer(config, sessions, rehearsal, clock=clock), lease)
     finally:
         sessions.close()
     return rehearsal.played()
@@ -159,7 +156,7 @@ class Rehearsal:
     def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer, clock: Clock) -> None:
         self.model = config.run.name
         self._config, self._tokenizer, self._renderer, self._clock = config, tokenizer, renderer, clock
-        self._speaker = Speaker(thinks=renderer.report.reasoning_parser != "none")
+        self.speaker = Speaker(thinks=renderer.report.reasoning_parser != "none")
         self._playing: dict[str, Playing] = {}
         self._session: Session | None = None
         self.failure = ""
@@ -224,7 +221,16 @@ class Rehearsal:
         except (EpisodeFailed, TrajectoryFailed) as failed:
             self.failure = str(failed)
 
-    # --- requests of the player to the host ---
+    # --- the hosts of the player ---
+
+    def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
+        """The only host."""
+        return HOST
+
+    def tell(self, host: str, delta: ChatDelta) -> None:
+        """Pass on text of a call under way."""
+        if playing := self._playing.get(delta.session):
+            playing.hear(delta)
 
     def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
         """Play the episode; cancelling the future ends it."""
@@ -274,15 +280,6 @@ class Rehearsal:
             raise
         self._moments["last answer"] = self._clock.now()
         return reply
-
-    def policy(self, lease: Lease, account: CallAccount, **told: Any) -> RehearsedPolicy:
-        """The policy for one call, in place of PolicyCall."""
-        return RehearsedPolicy(self._speaker, self._tokenizer, _asked.get(), told["sampled"])
-
-    def tell(self, session: Session, call: str, offset: int, text: str) -> None:
-        """Pass on text of a call under way."""
-        if playing := self._playing.get(session.key):
-            playing.hear(ChatDelta(session=session.key, call=call, offset=offset, text=text))
 
     # --- the core of the endpoint ---
 
@@ -346,31 +343,41 @@ class Rehearsal:
         )
 
 
+class SpeakerPolicy:
+    """The policy of a rehearsal: there is always a slot, and the speaker answers."""
+
+    def __init__(self, speaker: Speaker, tokenizer: Tokenizer) -> None:
+        self._speaker, self._tokenizer = speaker, tokenizer
+
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place for one call."""
+        return nullcontext()
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> RehearsedPolicy:
+        """One call, in place of a PolicyCall."""
+        return RehearsedPolicy(self._speaker, self._tokenizer, _asked.get(), watch["sampled"])
+
+
 class RehearsedPolicy:
     """The engine as one call of the policy sees it; it gives the speaker's answer."""
 
     def __init__(
         self, speaker: Speaker, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]
     ) -> None:
-        self._speaker, self._tokenizer, self._asked, self._sampled = speaker, tokenizer, asked, sampled
+        self.speaker, self._tokenizer, self._asked, self._sampled = speaker, tokenizer, asked, sampled
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
         """Give the answer at once, in place of PolicyCall.generate."""
         # The end of the prompt tells whether the template has opened the reasoning already.
         prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
         thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        text = self._speaker.say(self._asked.tools, stop=self._asked.stop, thinking=thinking)
+        text = self.speaker.say(self._asked.tools, stop=self._asked.stop, thinking=thinking)
         tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
         response.submitted(0)
         room = response.remaining
         response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
         self._sampled(response)
         response.end_submission("stop" if len(tokens) <= room else "length")
-
-
-@asynccontextmanager
-async def _slot(account: CallAccount) -> AsyncIterator[None]:
-    yield
 
 
 def _lease(config: Config, prompt: str, row: dict[str, Any]) -> Lease:

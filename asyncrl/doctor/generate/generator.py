@@ -14,8 +14,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ import msgspec
 from asyncrl.chat.renderer import Renderer, make_renderer
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, validate_config
-from asyncrl.doctor.agent.rehearsal import HOST, CannotPlay, Rehearsal
+from asyncrl.doctor.agent.rehearsal import CannotPlay, Rehearsal
 from asyncrl.doctor.generate.model_weights import stage_model
 from asyncrl.errors import AsyncRLError, ConfigError, EngineDied
 from asyncrl.messages.groups import Lease, Trajectory
@@ -179,12 +179,15 @@ class Generator:
     async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
         if self._renderer is not None:
             return await self._episode(lease)
-        return await single_turn(
-            self._policy(lease, account.call()), lease, account.sample, self._stops, self.tokenizer
-        )
+        return await single_turn(self.call(lease, account.call()), lease, account.sample, self._stops, self.tokenizer)
 
-    def _policy(self, lease: Lease, account: CallAccount, **told: Any) -> PolicyCall:
-        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **told)
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place in the engine, whose own queue holds what is too much."""
+        return nullcontext()
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> PolicyCall:
+        """A call of the policy."""
+        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
 
     async def _episode(self, lease: Lease) -> Trajectory:
         """Play an episode with the engine as its policy."""
@@ -195,13 +198,12 @@ class Generator:
             renderer=self._renderer,
             tokenizer=self.tokenizer,
             stops=self._stops,
-            policy=self._policy,
-            slot=_slot,
-            delta=rehearsal.tell,
+            policy=self,
+            hosts=rehearsal,
             figures=EpisodeFigures(Figures(), Histograms()),
             clock=self._clock,
         )
-        player = EpisodePlayer(self._config, sessions, run=rehearsal.run, host=lambda **_: HOST, clock=self._clock)
+        player = EpisodePlayer(self._config, sessions, rehearsal, clock=self._clock)
         try:
             async with rehearsal.hosting(sessions):
                 await rehearsal.play(player, lease)
@@ -230,11 +232,6 @@ class Generator:
         )
         for each, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
             each.reward, each.components = reward, components
-
-
-@asynccontextmanager
-async def _slot(account: CallAccount) -> AsyncIterator[None]:
-    yield
 
 
 def _shown(trajectory: Trajectory) -> SampleTrajectory:

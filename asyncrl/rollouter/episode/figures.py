@@ -14,6 +14,7 @@ from typing import Literal
 from asyncrl.config import Config
 from asyncrl.messages import FinishReason
 from asyncrl.rollouter.episode.conversation import ConversationFigures
+from asyncrl.runtime.notices import Notify
 from asyncrl.telemetry.metrics import Figures, Histograms
 
 MOST_TOOLS = 12
@@ -111,21 +112,21 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 class EpisodeFaults:
-    """Notices to the user of attempts that this rollouter finds failed: each cause once, then counts. Pure.
+    """Notices to the user of attempts that this rollouter finds failed: each cause once, then counts.
 
     Errors of the user's code are told by its host. The first case of a cause says what, for which prompt, and what
     follows.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, notify: Notify) -> None:
+        self._config, self._notify = config, notify
         self._counts: Counter[Failure] = Counter()
         self._first: dict[Failure, str] = {}
 
-    def add(self, failure: Failure, text: str, uid: str) -> tuple[str, str, int] | None:
-        """Take in a failed attempt at a sample of ``uid``: key, text and count of its notice, where it is told."""
+    def add(self, failure: Failure, text: str, uid: str) -> None:
+        """Take in a failed attempt at a sample of ``uid``, and notify the user unless its host does."""
         if failure not in TOLD:
-            return None
+            return
         self._counts[failure] += 1
         episode, rollout = self._config.episode, self._config.rollout
         if failure not in self._first:
@@ -135,4 +136,4 @@ class EpisodeFaults:
                 f"episode ({episode.kind} = {getattr(episode, episode.kind)}): {text} (prompt {uid}). A trajectory is "
                 f"tried {rollout.max_attempts} times, then {then} (rollout.on_failed_trajectory)"
             )
-        return f"episode: {failure}", self._first[failure], self._counts[failure]
+        self._notify(f"episode: {failure}", self._first[failure], count=self._counts[failure])

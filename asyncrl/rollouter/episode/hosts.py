@@ -1,17 +1,80 @@
-"""Choice of the host that plays an episode: the one beside its rollouter, or one of those that play for all. Pure.
+"""The hosts that play a rollouter's episodes: the one beside it, or one of those that play for all rollouters.
 
-An episode host is made for as many episodes as a rollouter plays at a time. The one beside a rollouter is its own; of
-each of the others it has a share, and the shares of all rollouters add up to that number. An episode goes to the host
-that is the least full of what the rollouter may have there, in the order in which Sainte-Laguë gives seats away.
+An episode host has room for as many episodes as a rollouter plays at a time. The host beside a rollouter is its own. A
+rollouter has a share of each other host, and the shares of all rollouters add up to its room. An episode goes to the
+host that is the least full of what the rollouter may have there, in the order in which Sainte-Laguë gives seats away.
 
-Invariants: no more than its share of a host for all is asked for by any rollouter; there is always a host, since the
-own one is taken where no other can be: it is a rollouter's business to wait for that.
+Invariants: no rollouter asks for more than its share of a shared host; there is always a host, since the own one is
+taken where no other can be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
+from typing import Protocol
+
+from asyncrl.config import Config
+from asyncrl.messages.episodes import ChatDelta, EpisodeDone, RunEpisode
+from asyncrl.messages.monitor import RunState
+from asyncrl.rollouter.serving.slots import Slots
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.lifecycle.roster import Roster
+
+
+class EpisodeHosts(Protocol):
+    """The hosts, as sessions and their player call them."""
+
+    def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
+        """The host ``prefer``, if it can be; else one that is not to be avoided, if there is one.
+
+        ``at`` are the episodes that the rollouter has at each host.
+        """
+
+    def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
+        """Have an episode played; cancelling the future ends it."""
+
+    def tell(self, host: str, delta: ChatDelta) -> None:
+        """Send text of a call under way."""
+
+
+class RunHosts:
+    """The hosts of a run, as the rollouter ``name`` calls them. ``places`` are its open episodes."""
+
+    def __init__(
+        self,
+        config: Config,
+        name: str,
+        peer: Callable[[str], Peer],
+        roster: Roster,
+        run_state: Callable[[], RunState],
+        places: Slots,
+    ) -> None:
+        self._config, self._name, self._peer = config, name, peer
+        self._roster, self._run_state, self._places = roster, run_state, places
+        self._beside = f"episodes/{name.partition('/')[2]}"
+
+    def connect(self) -> None:
+        """Connect to all hosts: only hosts that answer are chosen."""
+        for host in (self._beside, *self._config.extra_episode_hosts):
+            self._peer(host).connect()
+
+    def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
+        state, actors, room = self._run_state(), self._roster.actors, self._places.size
+        shared = [host for host in self._config.extra_episode_hosts if host in actors]
+        going = {*(each.name for each in state.condemned), *(each.name for each in state.leaving)}
+        living = {host for host in (self._beside, *shared) if self._peer(host).ready and host not in going}
+        rollouters = [name for name in actors if name.startswith("rollouter/")]
+        # A rollouter that has just joined is not among them before it is known as ready.
+        shared_out = shares(self._name, rollouters, shared, room) if self._name in rollouters else {}
+        return choose(self._beside, shared_out, at, room=room, living=living, prefer=prefer, avoid=avoid)
+
+    def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
+        return self._peer(host).call(request, timeout=timeout)
+
+    def tell(self, host: str, delta: ChatDelta) -> None:
+        self._peer(host).cast(delta)
 
 
 def shares(own: str, rollouters: Sequence[str], hosts: Sequence[str], room: int) -> dict[str, int]:
@@ -48,19 +111,3 @@ def choose(
     able = [host for host in able if host not in avoid] or [own]
     # Fractions are exact: floats of equal quotients may differ, and the tie would not go to the first.
     return min(able, key=lambda host: Fraction(2 * open.get(host, 0) + 1, rooms[host]))
-
-
-def choose_pool(
-    pools: Sequence[str], open: Mapping[str, int], *, first: int, ready: Collection[str], avoid: Collection[str] = ()
-) -> str:
-    """The reward pool that scores a trajectory: the least busy one by what this rollouter has there.
-
-    ``open`` are the trajectories that the rollouter has at each, ``ready`` those that answer. Where pools are equally
-    busy, the first after the rollouter's own number, so that rollouters begin with different ones. A pool that is away
-    is left out while another is not, and so is the one that an earlier attempt of the same request was at. There is
-    always a pool, since its actor is started again: a call waits for it until its deadline.
-    """
-    turned = [pools[(first + at) % len(pools)] for at in range(len(pools))]
-    able = [pool for pool in turned if pool in ready] or turned
-    able = [pool for pool in able if pool not in avoid] or able
-    return min(able, key=lambda pool: open.get(pool, 0))

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection
-from typing import Any, Protocol
+import sys
+from collections.abc import Collection
+from typing import Any
 
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.prompt import conversation, read_prompt
@@ -25,10 +26,12 @@ from asyncrl.data.columns import column_of
 from asyncrl.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Lease, Trajectory
-from asyncrl.rollouter.episode.figures import Failure, by_kind
+from asyncrl.rollouter.episode.figures import EpisodeFaults, Failure, by_kind
+from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleAccount
+from asyncrl.rollouter.serving.slots import Slots
 from asyncrl.rollouter.serving.stages import Expired
 from asyncrl.runtime.calls.retry import LONGEST_AWAY_S
 from asyncrl.runtime.clock import Clock
@@ -44,13 +47,6 @@ RETURNS = 2
 """Times that an episode comes back to a host whose worker has died under it: the next time it is alone there."""
 
 
-class ChooseHost(Protocol):
-    """Gives the host for an episode."""
-
-    def __call__(self, *, prefer: str, avoid: Collection[str]) -> str:
-        """The host ``prefer``, if it can be; else one that is not to be avoided, if there is one."""
-
-
 class HostAway(Exception):
     """An episode host has died, or does not begin; the text says which, or why."""
 
@@ -64,34 +60,36 @@ class EpisodeFailed(Exception):
 
 
 class EpisodePlayer:
-    """Plays episodes. ``host`` chooses where, and ``run`` asks that host; ``failed`` is told the cause, the reason and
-    the uid of an attempt that has failed by the user's code.
-    """
+    """Plays episodes at ``hosts``, each in one of ``places``; ``faults`` notes attempts that the user's code failed."""
 
     def __init__(
         self,
         config: Config,
         sessions: Sessions,
+        hosts: EpisodeHosts,
         *,
-        run: Callable[[str, RunEpisode, float], asyncio.Future[EpisodeDone]],
-        host: ChooseHost,
-        failed: Callable[[Failure, str, str], None] = lambda failure, text, uid: None,
         clock: Clock,
+        places: Slots | None = None,
+        faults: EpisodeFaults | None = None,
     ) -> None:
         self._config = config
         self._sessions = sessions
-        self._run = run
-        self._host = host
-        self._failed = failed
+        self._hosts = hosts
         self._clock = clock
+        self._places = places or Slots(sys.maxsize)
+        self._faults = faults
 
     async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
         """One attempt that counts. Raises EpisodeFailed, TrajectoryFailed."""
+        async with self._places.take():
+            return await self._play(lease, account)
+
+    async def _play(self, lease: Lease, account: SampleAccount) -> Trajectory:
         pauses = backoffs(self._config.rollout.retry_backoff_s, LONGEST_AWAY_S)
         # An earlier attempt's host is avoided: it may stand still and have missed a deadline.
         prefer, avoid, deaths = "", {account.host}, 0
         while True:
-            host = self._host(prefer=prefer, avoid=avoid)
+            host = self._hosts.choose(self._sessions.at, prefer=prefer, avoid=avoid)
             if host in avoid and host != prefer:
                 # There is none that was not tried: where this one fails again, another may be able by then.
                 avoid.clear()
@@ -132,7 +130,8 @@ class EpisodePlayer:
             raise
         except EpisodeFailed as error:
             figures.failed(error.failure)
-            self._failed(error.failure, str(error), lease.uid)
+            if self._faults is not None:
+                self._faults.add(error.failure, str(error), lease.uid)
             raise
         except (HostAway, DeadlineExceeded, PeerRestarted, RemoteError) as error:
             if not _is_full(error):
@@ -157,7 +156,7 @@ class EpisodePlayer:
             row=lease.row,
             seed=task_seed(self._config.run.seed, lease.uid),
         )
-        call = self._run(session.host, request, LONGEST_S)
+        call = self._hosts.run(session.host, request, LONGEST_S)
         watch = asyncio.ensure_future(self._expired(session))
         try:
             ends: set[asyncio.Future[Any]] = {call, watch}

@@ -26,11 +26,12 @@ from asyncrl.chat.parsers import Parsed
 from asyncrl.chat.renderer import Renderer
 from asyncrl.config import Config
 from asyncrl.errors import ChatRefused, EpisodeOver
-from asyncrl.messages.episodes import Chat, ChatReply
+from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.growing_text import GrowingText
+from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
 from asyncrl.rollouter.serving.response import Response
@@ -125,19 +126,25 @@ class _Call:
         self.reply: ChatReply | None = None
 
 
-class PolicyFunction(Protocol):
+class OneCall(Protocol):
     """One call of the policy; a PolicyCall."""
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
         """Sample an answer, as PolicyCall.generate."""
 
 
-class Sessions:
-    """All sessions of a rollouter.
+class SessionPolicy(Protocol):
+    """The policy, as sessions call it."""
 
-    ``slot`` gives a place in the engine for one call, and its track in the timeline; ``delta`` sends text of a call
-    under way to the host of the session.
-    """
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place in the engine for one call."""
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> OneCall:
+        """A call, to be made in that place."""
+
+
+class Sessions:
+    """All sessions of a rollouter, whose calls ``policy`` answers."""
 
     def __init__(
         self,
@@ -146,9 +153,8 @@ class Sessions:
         renderer: Renderer,
         tokenizer: Tokenizer,
         stops: Stops,
-        policy: Callable[..., PolicyFunction],
-        slot: Callable[[CallAccount], AbstractAsyncContextManager[None]],
-        delta: Callable[[Session, str, int, str], None],
+        policy: SessionPolicy,
+        hosts: EpisodeHosts,
         figures: EpisodeFigures,
         clock: Clock,
     ) -> None:
@@ -158,8 +164,7 @@ class Sessions:
         self._tokenizer = tokenizer
         self._stops = stops
         self._policy = policy
-        self._slot = slot
-        self._delta = delta
+        self._hosts = hosts
         self._clock = clock
         self._threads = ThreadPoolExecutor(max(1, config.chat.render_threads), "render")
         self._sessions: dict[str, Session] = {}
@@ -278,8 +283,8 @@ class Sessions:
                     account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
                     self.figures.prompted(len(prompt.ids))
             assert call.response is not None
-            async with self._slot(account):
-                policy = self._policy(
+            async with self._policy.slot(account):
+                policy = self._policy.call(
                     session.lease,
                     account,
                     entered=lambda phase: self._entered(session, request.call, phase),
@@ -392,7 +397,8 @@ class Sessions:
         def tell(response: Response) -> None:
             nonlocal told
             if more := text.more(response.tokens):
-                self._delta(session, request.call, told, more)
+                delta = ChatDelta(session=session.key, call=request.call, offset=told, text=more)
+                self._hosts.tell(session.host, delta)
                 told += len(more)
 
         return tell

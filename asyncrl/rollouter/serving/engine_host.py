@@ -47,6 +47,8 @@ class EngineHost:
         self._idle.set()
         self._running: Counter[str] = Counter()
         """Submissions in the engine, by the uid of their lease."""
+        self._inside: dict[str, Lease] = {}
+        """The leases of these submissions."""
         self._frozen = False
         """Whether it is paused, and its pause complete."""
         self.suspects = SuspectLeases(config.rollout.max_attempts)
@@ -129,7 +131,7 @@ class EngineHost:
         assert self._open.is_set(), "submitted to an engine that does not serve"
         # First what may refuse it: what has entered also leaves.
         self.reprefill.submitted(request.id, len(request.prompt_ids), lost)
-        self._enter(lease.uid)
+        self._enter(lease)
         sampled = False
         try:
             async for delta in engine.generate(request):
@@ -167,7 +169,7 @@ class EngineHost:
             self._states.enter("restarting", "engine")
             self.reason = reason
             # What is frozen for an update is not to blame: a failed load is not the fault of a prompt.
-            inside = [] if self._frozen else list(self._running)
+            inside = [] if self._frozen else list(self._inside.values())
             lone = self.turns.lone if inside else None
             self.suspects.died(inside, reason, alone=lone is not None)
             self.turns.end_lone()
@@ -323,10 +325,11 @@ class EngineHost:
         taken, self.sampling = self.sampling, []
         return taken
 
-    def _enter(self, uid: str) -> None:
+    def _enter(self, lease: Lease) -> None:
         if not self._running:
             self._tokens.begin()
-        self._running[uid] += 1
+        self._running[lease.uid] += 1
+        self._inside[lease.uid] = lease
         self._idle.clear()
         if self._sampling_since is None:
             self._sampling_since = self._clock.wall()
@@ -335,7 +338,7 @@ class EngineHost:
     def _leave(self, uid: str) -> None:
         self._running[uid] -= 1
         if not self._running[uid]:
-            del self._running[uid]
+            del self._running[uid], self._inside[uid]
         if not self._running:
             self._tokens.end()
             self._close_interval()

@@ -1,12 +1,8 @@
-"""Blame for the deaths of engines: deaths counted by lease, and turns by which a suspect generates alone.
+"""Turns in the engine, and the leases that were in it when it died.
 
-A lease that had a submission in the engine when it died is suspect. Most are innocent, the long ones above all, so
-the count of deaths alone says nothing; from SUSPECT_DEATHS on a lease runs alone, and only a death while nobody else
-was in the engine is its own. After ``max_attempts`` of these it has failed.
-
-Turns are given in the order in which they were asked for. A lease that runs alone waits until all inside are
-done and keeps all who ask after it waiting, so neither starves. Its own samples run together: they are one lease, and
-have the engine until all are done or it dies.
+The rule for suspects is that of asyncrl/suspects.py: a lease that runs alone waits until all others are done, and keeps
+all that ask after it waiting. Turns are given in the order of asking, so neither starves. The samples of a lease that
+runs alone run together, until all are done or the engine dies.
 
 Invariants: while a lease runs alone no other is inside; each that asks gets a turn once those before it are done.
 """
@@ -17,10 +13,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+from asyncrl import suspects
 from asyncrl.messages.groups import Lease
-
-SUSPECT_DEATHS = 2
-"""Deaths from which on a lease runs alone."""
 
 
 class SuspectLeases:
@@ -28,52 +22,38 @@ class SuspectLeases:
 
     def __init__(self, max_attempts: int) -> None:
         self._max_attempts = max_attempts
-        self._deaths: Counter[str] = Counter()
-        self._own: Counter[str] = Counter()
+        self._deaths: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
         self.own_deaths = 0
         """Deaths while a lease ran alone, over all leases."""
         self.failed = 0
         """Leases that have failed."""
 
-    def died(self, inside: Iterable[str], reason: str, *, alone: bool) -> None:
-        """An engine died with submissions of these leases (uids) in it; ``alone``: of one that ran alone."""
-        for uid in set(inside):
-            self._deaths[uid] += 1
-            if alone:
-                self._own[uid] += 1
-                self._reasons[uid] = reason
-                self.own_deaths += 1
-                self.failed += self._own[uid] == self._max_attempts
+    def died(self, inside: Iterable[Lease], reason: str, *, alone: bool) -> None:
+        """An engine died with submissions of these leases in it; ``alone``: of one that ran alone."""
+        for lease in inside:
+            self._deaths[lease.uid] = suspects.after_death(self.deaths(lease), alone=alone)
+            self._reasons[lease.uid] = reason
+            self.own_deaths += alone
+            self.failed += alone and self.failure(lease) is not None
 
     def deaths(self, lease: Lease) -> int:
-        """Deaths of engines and rollouters that it was in, earlier holders included.
-
-        Deaths in company count up to SUSPECT_DEATHS; a later holder takes more for the lease's own.
-        """
-        own = self._own[lease.uid]
-        in_company = lease.attempt + self._deaths[lease.uid] - own
-        return max(lease.attempt, min(in_company, SUSPECT_DEATHS)) + own
+        """Deaths of its prompt, those at earlier holders included."""
+        return max(lease.attempt, self._deaths.get(lease.uid, 0))
 
     def alone(self, lease: Lease) -> bool:
         """Whether nothing may be generated beside it."""
-        return lease.alone or self.deaths(lease) >= SUSPECT_DEATHS
+        return suspects.runs_alone(self.deaths(lease))
 
     def failure(self, lease: Lease) -> str | None:
-        """Reason that it may not run again; None while it may."""
-        own = self._own[lease.uid]
-        if own < self._max_attempts:
+        """Why it may not run again; None while it may."""
+        if lease.uid not in self._deaths:
             return None
-        return (
-            f"the engine died {own} times (rollout.max_attempts) while this prompt alone was generated, the last time: "
-            f"{self._reasons[lease.uid]}"
-        )
+        return suspects.verdict(self.deaths(lease), self._max_attempts, self._reasons[lease.uid])
 
     def forget(self, uid: str) -> None:
-        """Forget a lease that is done with."""
-        # A Counter lets what it does not hold be deleted.
-        del self._deaths[uid]
-        del self._own[uid]
+        """Forget a lease that has ended."""
+        self._deaths.pop(uid, None)
         self._reasons.pop(uid, None)
 
     def __len__(self) -> int:

@@ -132,12 +132,17 @@ def test_episodes_that_are_scored_are_open_and_the_cost_factor_is_over_all_token
 )
 def test_the_first_of_each_cause_is_told_and_then_counts(failed, then):
     rollout = {"max_attempts": 3, "on_failed_trajectory": failed}
-    faults = EpisodeFaults(sim_config(rollout=rollout, episode={"function": "pkg:play"}))
-    key, text, count = faults.add("turn", "turn: it took too long", "0-1")
+    notices = []
+    config = sim_config(rollout=rollout, episode={"function": "pkg:play"})
+    faults = EpisodeFaults(config, lambda key, text, count: notices.append((key, text, count)))
+    faults.add("turn", "turn: it took too long", "0-1")
+    [(key, text, count)] = notices
     assert (key, count) == ("episode: turn", 1)
     for words in ("function = pkg:play", "it took too long (prompt 0-1)", f"tried 3 times, then {then}"):
         assert words in text
-    assert faults.add("turn", "turn: it took too long again", "0-2") == (key, text, 2)
-    assert faults.add("start", "start: it never began", "0-3")[2] == 1
-    # What others tell is not told twice.
-    assert faults.add("user", "text", "0-1") is None
+    faults.add("turn", "turn: it took too long again", "0-2")
+    faults.add("start", "start: it never began", "0-3")
+    # The episode host reports errors of the user's code.
+    faults.add("user", "text", "0-1")
+    assert notices[1] == (key, text, 2)
+    assert [count for _, _, count in notices] == [1, 2, 1]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.episode.hosts import choose, choose_pool, shares
+from asyncrl.rollouter.episode.hosts import choose, shares
+from asyncrl.rollouter.rewards import choose_pool
 
 OWN, X, Y = ALL = ("episodes/0", "episodes/4", "episodes/5")
 

@@ -166,7 +166,7 @@ async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(m
         assert all(versions(task.result(), f"0-{n}", 6 + n) for n, task in enumerate(fine))
         for task in bad:
             assert isinstance(task.result(), TrajectoryFailed)
-            assert "died 3 times (rollout.max_attempts)" in str(task.result())
+            assert "died 3 times while this prompt alone was generated (rollout.max_attempts)" in str(task.result())
             assert "killed by 0-3" in str(task.result())
         alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
         assert alone and all(inside == {"0-3"} for inside in alone)
@@ -178,7 +178,9 @@ async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(m
 async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
     async with World(on_update=mode) as world:
         async with asyncio.TaskGroup() as tasks:
-            work = [tasks.create_task(world.response(f"0-{n}", 5 + n % 4, alone=n % 3 == 0)) for n in range(12)]
+            work = [
+                tasks.create_task(world.response(f"0-{n}", 5 + n % 4, attempt=0 if n % 3 else 2)) for n in range(12)
+            ]
             for version in range(1, 10):
                 await asyncio.sleep(1.7)
                 await world.update(version)
@@ -188,7 +190,7 @@ async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode
 
 async def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
     async with World(on_update="keep", max_attempts=1) as world:
-        running = asyncio.create_task(world.response("0-1", 8, alone=True))
+        running = asyncio.create_task(world.response("0-1", 8, attempt=2))
         await world.sampled(2)
         world.unloadable = {1}
         await world.update(1)

@@ -86,7 +86,7 @@ def test_i1_what_a_dead_rollouter_had_finished_returns_to_the_gate_and_is_genera
 
         def finished_alone():
             """What it has finished, and the learner has not, once it generates no more."""
-            held = [lease.uid for lease in rollouter.open_leases(OpenLeases(learner=0), anybody).leases]
+            held = list(rollouter.open_leases(OpenLeases(learner=0), anybody).attempts)
             has = learner.holds(Holds(uids=held), anybody).uids
             return set() if rollouter.figures()["rollout/in_flight"] or has else set(held)
 

@@ -16,25 +16,28 @@ def lease(uid, **changes):
 
 
 def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
-    suspects = SuspectLeases(max_attempts=2)
-    a, b = lease("0-1"), lease("0-2")
-    suspects.died(["0-1", "0-1", "0-2"], "killed", alone=False)
-    assert [suspects.deaths(t) for t in (a, b)] == [1, 1], "once for each lease, not for each sample"
-    assert not suspects.alone(a) and suspects.alone(lease("0-1", attempt=1))
-    assert suspects.alone(lease("0-3", attempt=2)) and suspects.alone(lease("0-3", alone=True))
-    for _ in range(50):
-        suspects.died(["0-1"], "killed", alone=False)
+    suspects, a, b = SuspectLeases(max_attempts=2), lease("0-1"), lease("0-2")
+    suspects.died([a, b], "killed", alone=False)
+    assert [suspects.deaths(t) for t in (a, b)] == [1, 1]
+    assert not suspects.alone(a) and suspects.alone(lease("0-3", attempt=2))
+    for _ in range(3):
+        suspects.died([a], "killed", alone=False)
     assert suspects.alone(a) and not suspects.alone(b)
-    assert suspects.failure(a) is None, "the innocent are never given up"
-    assert suspects.deaths(a) == 2, "nor by who is told of their deaths"
-    assert suspects.deaths(lease("0-1", attempt=3)) == 3
-    suspects.died(["0-1"], "signal 9", alone=True)
+    assert suspects.failure(a) is None, "a prompt that always had company is never given up"
+    assert suspects.deaths(a) == 2
+    suspects.died([a], "signal 9", alone=True)
     assert (suspects.failure(a), suspects.deaths(a)) == (None, 3)
-    suspects.died(["0-1"], "signal 11", alone=True)
+    suspects.died([a], "signal 11", alone=True)
     assert "died 2 times" in suspects.failure(a) and "signal 11" in suspects.failure(a)
     assert (suspects.own_deaths, suspects.failed, len(suspects)) == (2, 1, 2)
     suspects.forget("0-1")
     assert (suspects.deaths(a), suspects.failure(a), len(suspects)) == (0, None, 1)
+
+
+def test_deaths_of_its_own_at_earlier_holders_count():
+    suspects, suspect = SuspectLeases(max_attempts=2), lease("0-1", attempt=3)
+    suspects.died([suspect], "signal 11", alone=True)
+    assert suspects.deaths(suspect) == 4 and "died 2 times" in suspects.failure(suspect)
 
 
 async def rounds(count):

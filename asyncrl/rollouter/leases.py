@@ -1,0 +1,240 @@
+"""The leases of a rollouter: requested, held, and ended by delivery or return.
+
+Invariants: a lease is held from the moment it was received until the living learner has acknowledged the group, or the
+dataloader its return. No learner and no dataloader that has been replaced is believed: an acknowledgement of a dead
+learner releases nothing, and the group is delivered again; the learner trains each uid once. What is held here is the
+rollouter's own view: the dataloader asks for it after a restart, and the learner's ledger decides.
+
+A lease is requested whenever there is room for a whole group, and again at each new version, since the gate counts with
+that. A delivery has no deadline of its own: the controller replaces a dead learner, and ends one of two actors that do
+not reach each other for ``supervision.unreachable_s``. Fails with WireError where the learner refuses a group for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection
+
+from msgspec.structs import replace
+
+from asyncrl.config import Config
+from asyncrl.errors import DeadlineExceeded, MessageTooLarge, RemoteError, WireError
+from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
+from asyncrl.messages.groups import Group, Lease
+from asyncrl.messages.learner import Deliver
+from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
+from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.slots import Slots
+from asyncrl.runtime.calls.peer import Peer
+from asyncrl.runtime.calls.retry import AWAY_S, log_away, pause, wait_out
+from asyncrl.runtime.services import ActorServices
+
+DATALOADER, LEARNER = "dataloader/0", "learner/0"
+LEARNER_LOOK_S = 1.0
+"""Interval at which a learner that was not reached so far is connected to again."""
+GIVE_BACK_S = 5.0
+"""Longest time to tell the dataloader that this rollouter leaves."""
+
+
+class HeldLeases:
+    """Leases of this rollouter. ``places`` are the episodes that it may have open."""
+
+    def __init__(
+        self, config: Config, services: ActorServices, peer: Callable[[str], Peer], host: EngineHost, places: Slots
+    ) -> None:
+        self._config, self._peer, self._host, self._places = config, peer, host, places
+        self._awaits, self._counters, self._clock = services.awaits, services.counters, services.clock
+        self._histograms, self._log = services.histograms, services.log
+        self.held: dict[str, Lease] = {}
+        self.taken_at: dict[str, float] = {}
+        """Times when the held leases were received; the oldest first."""
+        self.ungenerated: Counter[str] = Counter()
+        """Trajectories of each held lease that are not generated yet."""
+        self.generating = 0
+        """Trajectories leased and not yet generated; those without a slot wait."""
+        self.closed = False
+        """Whether nothing more is requested."""
+        self._seen = 0
+        """The highest number received."""
+        self._requests = 0
+        self._dataloader = self._learner = 0
+        """Incarnations below which no dataloader and no learner lives any more."""
+        self._room = asyncio.Event()
+        self._ask_again = asyncio.Event()
+        self._draws = random.Random(f"deliveries to {LEARNER}")
+        for name in ("adoptions", "delivered_again"):
+            self._counters[f"rollout/{name}"] = 0
+
+    # --- requests ---
+
+    async def received(self) -> AsyncIterator[Lease]:
+        """New leases, as they are received, until ``close``. The learner is reached first.
+
+        A rollouter that is cut off takes no leases, so its successors hold nothing up. The controller hears of the
+        wait, and ends it within ``supervision.unreachable_s``.
+        """
+        with self._awaits.on(LEARNER, "HELLO"):
+            learner = self._peer(LEARNER)
+            while not learner.ready:
+                learner.connect()
+                await learner.reached(LEARNER_LOOK_S)
+        samples = self._config.rollout.samples_per_prompt
+        with self._awaits.on(DATALOADER, "RequestLeases", idle=True) as requesting:
+            while not self.closed:
+                # Rounded up: a group whose last samples wait for a slot keeps every slot busy behind stragglers.
+                free = -((self.generating - self._places.size) // samples)
+                if free < 1:
+                    # Nothing is awaited between the look and this, so no ``set`` is lost.
+                    self._room.clear()
+                    await self._room.wait()
+                    continue
+                reply = await self._request(free)
+                if reply is None or self.closed:
+                    continue
+                if reply.leases:
+                    requesting.renew()
+                for lease in reply.leases:
+                    # Also for a lease that is held: one that is not seen comes again with each call.
+                    self._seen = max(self._seen, lease.number)
+                    if lease.uid not in self.held:
+                        self._take(lease)
+                        yield lease
+                # Not the end: a learner that goes back to a checkpoint opens the gate again, and its version, once
+                # committed, makes room.
+                if reply.closed and not reply.leases:
+                    self._room.clear()
+                    await self._room.wait()
+
+    async def _request(self, free: int) -> NewLeases | None:
+        """One call; given up when the version or what is held changes, since the gate then counts differently."""
+        self._ask_again.clear()
+        self._requests += 1
+        request = RequestLeases(
+            seen=self._seen,
+            free_groups=free,
+            served_version=self._host.version,
+            holding=list(self.held),
+            number=self._requests,
+        )
+        call = self._peer(DATALOADER).call(request)
+        changed = asyncio.ensure_future(self._ask_again.wait())
+        try:
+            await asyncio.wait({call, changed}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                # Leases that were given out meanwhile come again, because ``seen`` does not cover them.
+                return None
+            found: NewLeases = call.result()
+            # The successor of a replaced dataloader knows of no such lease, and counts from what it knows as seen.
+            return found if call.answered_by >= self._dataloader else None
+        except (DeadlineExceeded, RemoteError) as error:
+            await wait_out(self._log, "dataloader", error)
+            return None
+        finally:
+            changed.cancel()
+            if not call.done():
+                call.cancel()
+
+    def _take(self, lease: Lease) -> None:
+        self.held[lease.uid] = lease
+        self.taken_at[lease.uid] = self._clock.now()
+        self.ungenerated[lease.uid] = lease.samples
+        self.generating += lease.samples
+
+    def generated(self, lease: Lease) -> None:
+        """A trajectory was generated, or has failed: its room is for another group."""
+        self.generating -= 1
+        self.ungenerated[lease.uid] -= 1
+        self._room.set()
+
+    def ask_again(self) -> None:
+        """The gate, or the room, may have changed."""
+        self._ask_again.set()
+        self._room.set()
+
+    def close(self) -> None:
+        """Request nothing more."""
+        self.closed = True
+        self.ask_again()
+
+    # --- the end of a lease ---
+
+    async def deliver(self, group: Group) -> Group:
+        """Send a group until the living learner has it. Returns the group as the learner has it."""
+        began = self._clock.now()
+        try:
+            await self._deliver(group)
+        except MessageTooLarge as error:
+            # No other rollouter could bring it.
+            group = replace(group, trajectories=[], failure=f"it cannot be brought to the learner: {error}")
+            await self._deliver(group)
+        self._histograms.observe("rollout/deliver_s", self._clock.now() - began)
+        # Without waiting in between: an acknowledgement counts only until another learner is adopted.
+        self._end(group.lease.uid)
+        self._ask_again.set()
+        return group
+
+    async def _deliver(self, group: Group) -> None:
+        with self._awaits.on(LEARNER, "Deliver"):
+            times = 0
+            while not await self._delivered(group, times):
+                times += 1
+
+    async def _delivered(self, group: Group, times: int) -> bool:
+        uid, config = group.lease.uid, self._config
+        # Past the silence after which a learner is replaced: one that stands still may have received the group.
+        timeout = config.network.call_timeout_s + config.supervision.silence_s
+        call = self._peer(LEARNER).call(Deliver(group=group), timeout)
+        try:
+            await call
+        except DeadlineExceeded as error:
+            log_away(self._log, "learner", error, uid=uid)
+            return False
+        except RemoteError as error:
+            if not error.retryable:
+                raise
+            self._log.info("learner takes no groups yet", uid=uid, error=str(error))
+            await asyncio.sleep(pause(AWAY_S, times, self._draws.random()))
+            return False
+        # The answer may be of a learner that was replaced between its reply and this task's turn.
+        if call.answered_by >= self._learner:
+            return True
+        self._counters["rollout/delivered_again"] += 1
+        return False
+
+    async def give_back(self, uids: Collection[str], *, holding: Collection[str], leaving: bool) -> bool:
+        """Return leases to the dataloader; whether it has them now. They stay held until ``forget``."""
+        request = ReturnLeases(uids=list(uids), leaving=leaving, holding=list(holding))
+        try:
+            await self._peer(DATALOADER).call(request, timeout=GIVE_BACK_S if leaving else AWAY_S * 2)
+        except WireError as error:
+            # The dataloader drains after us; without it the leases end with this incarnation.
+            self._log.warning("leases not returned", error=str(error))
+            return False
+        return True
+
+    def forget(self, uids: Collection[str]) -> None:
+        """The dataloader has these back."""
+        for uid in uids:
+            self._end(uid)
+
+    def _end(self, uid: str) -> None:
+        del self.held[uid], self.ungenerated[uid], self.taken_at[uid]
+        self._host.suspects.forget(uid)
+
+    def answer(self, request: OpenLeases, dataloader: int) -> LeasesHeld:
+        """The leases held; from here on no learner before that of the request is believed, and no other dataloader."""
+        if request.learner > self._learner:
+            self._learner = request.learner
+            self._counters["rollout/adoptions"] += 1
+            self._log.info("learner adopted", incarnation=request.learner)
+            self._peer(LEARNER).adopt(request.learner)
+        self._dataloader = max(self._dataloader, dataloader)
+        self._peer(DATALOADER).adopt(dataloader)
+        return LeasesHeld(
+            seen=self._seen,
+            served_version=self._host.version,
+            attempts={uid: self._host.suspects.deaths(lease) for uid, lease in self.held.items()},
+            leaving=self.closed,
+        )
