@@ -2,7 +2,7 @@
 
 A special token never shows in the text of a response, so a string of ``rollout.stop`` that is one is looked for by its
 id, as those of ``rollout.stop_token_ids`` are: engines end at them as at the end-of-sequence token, which is sampled,
-trained and left out of the text. Every other string is looked for in the text (rollouter/serving/response.py).
+trained and left out of the text. Every other string is looked for in the text (rollouter/serving/generation.py).
 
 Fails with ConfigError, naming the key, for an id that the model does not have.
 """

@@ -25,7 +25,7 @@ from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall
 from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.rollouter.serving.slots import Slots
+from asyncrl.rollouter.serving.policy import Slots
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.stops import Stops
 from asyncrl.telemetry.metrics import Figures, Histograms

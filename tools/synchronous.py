@@ -40,8 +40,7 @@ from asyncrl.reward.scoring.frames import RewardSetup, RewardTask
 from asyncrl.reward.worker import resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
-from asyncrl.rollouter.serving.generation import request_seed
-from asyncrl.rollouter.serving.response import Response
+from asyncrl.rollouter.serving.generation import Response, request_seed
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.weights.staging import StagedVersion, layout_of

@@ -25,7 +25,7 @@ from asyncrl.messages.groups import Lease, Trajectory, Turn, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.outcome import read_outcome
 from asyncrl.rollouter.episode.player import first_messages, task_seed
-from asyncrl.rollouter.serving.response import Response
+from asyncrl.rollouter.serving.generation import Response
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
 

@@ -20,9 +20,9 @@ from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
+from asyncrl.dataloader.gate import WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, check_unchanged, rebuild
 from asyncrl.dataloader.sources import load_dataset

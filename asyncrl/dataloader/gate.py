@@ -1,4 +1,4 @@
-"""The gate of admission: the only place where staleness is bounded.
+"""The gate of admission, the only place where staleness is bounded, and its working limit. Pure.
 
 Let u be the oldest version that the asking rollouter's engines serve and T(u) the groups trained when u was
 published. A group is leased while
@@ -13,13 +13,68 @@ counting with the newest published version, or taking trained = v * G would each
 Further: never more than the run still needs, nothing before the engines serve a version of the present learner, and
 no rollouter generates more than its share of the groups, so that the one whose weights arrive first does not leave
 the others idle.
+
+The working limit eta_t is as low as keeps the learner fed. Invariant: 0 <= eta_t * G <= eta * G. The rule is applied
+once for each step that begins (G = groups of a version, g = groups of a step):
+
+- start at one version: generation overlaps training from the first step on;
+- the learner waited for groups, and since the last step the limit refused a group: up by G/2. A wait that the limit did
+  not cause, because generation itself is the bottleneck, changes nothing: a higher limit would not help;
+- PATIENCE steps in a row began with another whole step in the buffer: down by g/16 with each further one;
+- anything else: unchanged.
+
+Up is fast because each wait is lost time. Down is slow, and starts only after several full steps, because the buffer
+also swings with the lengths of responses.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 
-from asyncrl.dataloader.limit import WorkingLimit
+PATIENCE = 4
+"""Full steps in a row before the limit shrinks."""
+GROW_VERSIONS = 0.5
+SHRINK_STEPS = 1 / 16
+
+
+class WorkingLimit:
+    """Adapts within [0, ``staleness_max``] versions; stays at ``staleness_max`` without ``adapt``."""
+
+    def __init__(self, *, groups_per_step: int, groups_per_version: int, staleness_max: int, adapt: bool) -> None:
+        self._step = groups_per_step
+        self._version = groups_per_version
+        self._max = staleness_max * groups_per_version
+        self._adapt = adapt
+        self._level = float(min(self._max, groups_per_version) if adapt else self._max)
+        self._full_steps = 0
+        self._refused = False
+
+    @property
+    def groups(self) -> int:
+        """The limit in groups: eta_t * G."""
+        return math.ceil(self._level)
+
+    @property
+    def versions(self) -> float:
+        """The limit in versions: eta_t."""
+        return self.groups / self._version
+
+    def refused(self) -> None:
+        """Somebody was refused a group because of the limit."""
+        self._refused = True
+
+    def step_began(self, buffered_groups: int, *, waited: bool) -> None:
+        """A step began with so many groups left in the buffer, after waiting for groups or not."""
+        refused, self._refused = self._refused, False
+        if not self._adapt:
+            return
+        self._full_steps = self._full_steps + 1 if buffered_groups >= self._step and not waited else 0
+        if waited and refused:
+            # From whole groups on: a level that had shrunk by a part of one would take that off the raise.
+            self._level = min(self._max, self.groups + math.ceil(GROW_VERSIONS * self._version))
+        elif self._full_steps >= PATIENCE:
+            self._level = max(0.0, self._level - SHRINK_STEPS * self._step)
 
 
 class Gate:

@@ -25,9 +25,8 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease
+from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease, SuspectPrompts
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.dataloader.suspects import SuspectPrompts
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply

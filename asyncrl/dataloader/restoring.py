@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
-from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.errors import InvalidRequest, RunChanged
 from asyncrl.ledger import Ledger, position_of

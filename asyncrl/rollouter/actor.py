@@ -30,9 +30,8 @@ from asyncrl.rollouter.episode.figures import EpisodeFaults, EpisodeFigures
 from asyncrl.rollouter.episode.hosts import RunHosts
 from asyncrl.rollouter.episode.player import EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
-from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.groups import GroupRunner, RewardPools
 from asyncrl.rollouter.leases import DATALOADER, LEARNER, HeldLeases
-from asyncrl.rollouter.rewards import RewardPools
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rollouter.serving.policy import Player, Policy, SingleTurn

@@ -26,7 +26,7 @@ from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import Deliver
 from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.slots import Slots
+from asyncrl.rollouter.serving.policy import Slots
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.retry import AWAY_S, log_away, pause, wait_out
 from asyncrl.runtime.services import ActorServices

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.dataloader.gate import Gate
-from asyncrl.dataloader.limit import PATIENCE, WorkingLimit
+from asyncrl.dataloader.gate import PATIENCE, Gate, WorkingLimit
 
 
 def make_limit(*, staleness_max: int = 4, step: int = 8, version: int = 8, adapt: bool = True) -> WorkingLimit:

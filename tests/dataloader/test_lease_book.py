@@ -8,10 +8,9 @@ import pytest
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
-from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger

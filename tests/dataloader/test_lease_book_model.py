@@ -17,10 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
-from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes

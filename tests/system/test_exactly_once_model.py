@@ -23,9 +23,9 @@ from test_messages import make_group
 from asyncrl.config.training import LearnerConfig
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
+from asyncrl.dataloader.gate import WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.limit import WorkingLimit
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, rebuild
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState

@@ -52,9 +52,8 @@ from asyncrl.preflight.inputs import check_inputs
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions
-from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.generation import Response, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
-from asyncrl.rollouter.serving.response import Response
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.stops import resolve_stops

@@ -33,8 +33,7 @@ from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.outcome import LARGEST
 from asyncrl.rollouter.episode.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
-from asyncrl.rollouter.episode.nodes import Node, depth_first, shared_prefix
-from asyncrl.rollouter.episode.sequences import past_rewards, sequences_of
+from asyncrl.rollouter.episode.nodes import Node, depth_first, past_rewards, sequences_of, shared_prefix
 
 Cause = Literal[
     "root",

@@ -16,9 +16,9 @@ from fractions import Fraction
 from typing import Protocol
 
 from asyncrl.config import Config
+from asyncrl.messages.actors import RunState
 from asyncrl.messages.episodes import ChatDelta, EpisodeDone, RunEpisode
-from asyncrl.messages.monitor import RunState
-from asyncrl.rollouter.serving.slots import Slots
+from asyncrl.rollouter.serving.policy import Slots
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.lifecycle.roster import Roster
 

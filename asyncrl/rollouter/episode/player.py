@@ -29,10 +29,10 @@ from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.rollouter.episode.figures import EpisodeFaults, Failure, by_kind
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.sessions import Session, Sessions
+from asyncrl.rollouter.episode.stages import Expired
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.rollouter.serving.slots import Slots
-from asyncrl.rollouter.serving.stages import Expired
+from asyncrl.rollouter.serving.policy import Slots
 from asyncrl.runtime.calls.retry import LONGEST_AWAY_S
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.lifecycle.backoff import backoffs

@@ -30,12 +30,10 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
-from asyncrl.rollouter.episode.growing_text import GrowingText
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
-from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.episode.stages import Phase, Stages
+from asyncrl.rollouter.serving.generation import GrowingText, Response, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
-from asyncrl.rollouter.serving.response import Response
-from asyncrl.rollouter.serving.stages import Phase, Stages
 from asyncrl.runtime.clock import Clock
 from asyncrl.stops import Stops, with_strings
 from asyncrl.tokenizer import Tokenizer

@@ -1,16 +1,23 @@
-"""Drift of an engine from the learner under the same weights, and the verdict on it. Pure.
+"""The drift of an engine from the learner under the same weights: measured by a probe, and judged.
 
-Two sets of tokens are held against the learner's word: those that both score, some hundreds, and those that the engine
-samples under the run's own parameters, a few. The first give the root mean square of the log-probs' difference:
-one token that is far off shows in it as many do that are a little off. In the second one that rounding has hit hard
-would be the whole square, so its mean counts, in the same measure. The larger one is the drift, so that neither set
-hides the other.
+Two sets of tokens are compared with the learner's log-probs: some hundreds that both score, and a few that the engine
+samples under the run's own parameters. Scored tokens show the weights. Sampled ones also show what an engine does to
+its logits before it samples: a temperature, a cut of the distribution, a penalty.
+
+The first set gives the root mean square of the differences, in which one token that is far off shows as much as many
+that are a little off. In the second set one rounding error would dominate a square, so its mean counts. The drift is
+the larger of the two, so neither set hides the other.
+
+Requests of a probe are few and short, all at once and before those that wait. Fails with EngineDied as the engine does;
+a token that is not sampled, because the engine is paused, is left out.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -18,6 +25,40 @@ import numpy as np
 
 from asyncrl.config.monitor import DriftConfig
 from asyncrl.messages.weights import Probe
+from asyncrl.rollouter.engines.base import FIRST, Engine, GenerationRequest
+
+
+async def probe_engine(engine: Engine, probe: Probe, *, version: int, temperature: float) -> Drift:
+    """The drift of an engine that has loaded ``version``; ``temperature`` is the run's."""
+    sequences = [part.tolist() for part in np.split(probe.tokens, np.cumsum(probe.lengths)[:-1])]
+    requests = [
+        GenerationRequest(
+            id=f"probe/{version}/{index}",
+            prompt_ids=sequences[number][:place],
+            max_tokens=1,
+            temperature=temperature,
+            seed=None,
+            cache_salt=f"v{version}",
+            priority=FIRST,
+        )
+        for index, (number, place) in enumerate(probe.places.tolist())
+    ]
+    work = [engine.score(tokens) for tokens in sequences], [_sample(engine, request) for request in requests]
+    scores, samples = await asyncio.gather(*(asyncio.gather(*each, return_exceptions=True) for each in work))
+    # None is left running; an engine that dies fails them all.
+    for outcome in (*scores, *samples):
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return measure_drift(probe, scores, samples)  # type: ignore[arg-type]
+
+
+async def _sample(engine: Engine, request: GenerationRequest) -> Sample | None:
+    sampled: list[Sample] = []
+    async with aclosing(engine.generate(request)) as deltas:  # type: ignore[type-var]
+        async for delta in deltas:
+            sampled += zip(delta.tokens, delta.logprobs, strict=True)
+    return sampled[0] if sampled else None
+
 
 MIN_SAMPLES = 8
 """Fewest sampled tokens of which the mean is taken; of fewer it says little."""

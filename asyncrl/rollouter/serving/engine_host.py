@@ -1,9 +1,9 @@
-"""The engine of this rollouter: who may submit when, its versions, its pauses, its death and rebirth.
+"""The engine of this rollouter: who may submit when, its versions, its pauses, its death and replacement.
 
 Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
 that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
 the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
-their turn: a suspect of its deaths has it alone (suspects.py).
+their turn: a suspect has the engine alone (suspects.py).
 """
 
 from __future__ import annotations
@@ -12,21 +12,62 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import Probe
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
-from asyncrl.rollouter.serving.drift import Drift
-from asyncrl.rollouter.serving.probing import probe_engine
-from asyncrl.rollouter.serving.reprefill import Reprefill
+from asyncrl.rollouter.serving.drift import Drift, probe_engine
 from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.staging import StagedVersion
+
+
+@dataclass(slots=True)
+class _Held:
+    """Tokens that an engine holds of a submission."""
+
+    prompt: int
+    lost: int
+    tokens: int = 0
+    """Tokens with keys and values; 0 until the first is sampled."""
+
+
+class Reprefill:
+    """Counter of the tokens that one rollouter's engines compute again."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Tokens computed again, since its start."""
+        self._held: dict[str, _Held] = {}
+
+    def submitted(self, id: str, prompt: int, lost: int) -> None:
+        """A submission begins with ``prompt`` tokens; the engine computed the first ``lost`` under older weights."""
+        assert lost <= prompt
+        self._held[id] = _Held(prompt, lost)
+
+    def sampled(self, id: str, tokens: int, cached: int) -> None:
+        """The submission has so many ``tokens`` more; of its prompt ``cached`` were in the prefix cache."""
+        held = self._held[id]
+        if not held.tokens:
+            held.tokens = held.prompt
+            # Not the prompt that a sibling has brought into the prefix cache under the new weights.
+            self.tokens += max(0, held.lost - cached)
+        held.tokens += tokens
+
+    def ended(self, id: str) -> None:
+        """The submission is over."""
+        del self._held[id]
+
+    def dropped(self) -> None:
+        """New weights have taken the keys and values of all submissions, which go on."""
+        # All of them: an engine does not say what of kept requests its prefix cache still has.
+        self.tokens += sum(held.tokens for held in self._held.values())
 
 
 class EngineHost:

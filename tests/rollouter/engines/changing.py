@@ -20,9 +20,8 @@ from asyncrl.config.load import validate_config
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall
+from asyncrl.rollouter.serving.generation import PolicyCall, Response
 from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.rollouter.serving.response import Response
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.stops import resolve_stops
 from asyncrl.telemetry.states import StateLedger

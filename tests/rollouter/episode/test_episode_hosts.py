@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.rollouter.episode.hosts import choose, shares
-from asyncrl.rollouter.rewards import choose_pool
+from asyncrl.rollouter.groups import choose_pool
 
 OWN, X, Y = ALL = ("episodes/0", "episodes/4", "episodes/5")
 

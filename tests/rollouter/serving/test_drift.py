@@ -28,8 +28,8 @@ from asyncrl.rollouter.serving.drift import (
     find_limits,
     judge,
     measure_drift,
+    probe_engine,
 )
-from asyncrl.rollouter.serving.probing import probe_engine
 
 PROBE = make_probe()
 

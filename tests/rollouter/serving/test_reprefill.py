@@ -12,8 +12,8 @@ from virtual import run_virtual
 
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.serving.reprefill import Reprefill
-from asyncrl.rollouter.serving.response import Response
+from asyncrl.rollouter.serving.engine_host import Reprefill
+from asyncrl.rollouter.serving.generation import Response
 
 PROMPT = list(range(40))
 """Two whole blocks of the simulated prefix cache, of 16 tokens, and half of one."""

@@ -20,8 +20,7 @@ from asyncrl.learner.fsdp.model.policy import load_policy
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.base import Engine
-from asyncrl.rollouter.serving.drift import DriftLimits, explain, judge
-from asyncrl.rollouter.serving.probing import probe_engine
+from asyncrl.rollouter.serving.drift import DriftLimits, explain, judge, probe_engine
 
 
 class Learner:

@@ -9,7 +9,7 @@ from inprocess import System, sim_config
 
 from asyncrl.rollouter import actor
 from asyncrl.rollouter.engines.base import EngineLoad
-from asyncrl.rollouter.serving.slots import FULL, GROWTH, ROOM, Concurrency, Slots
+from asyncrl.rollouter.serving.policy import FULL, GROWTH, ROOM, Concurrency, Slots
 
 
 def load(kv_use=0.0, queued=0, preemptions=0):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.errors import EpisodeOver
-from asyncrl.rollouter.serving.stages import Stages
+from asyncrl.rollouter.episode.stages import Stages
 
 CONFIG = EpisodeConfig(
     function="m:f", max_turns=3, start_timeout_s=10, turn_timeout_s=20, timeout_s=50, close_timeout_s=5

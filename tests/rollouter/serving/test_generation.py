@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.serving.response import Response
+from asyncrl.rollouter.serving.generation import Response
 from asyncrl.stops import Stops
 
 
