@@ -10,7 +10,6 @@ ROOT = Path(__file__).parent.parent / "asyncrl"
 TESTS = Path(__file__).parent
 MOST_IN_A_FOLDER = 15
 CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "roles"}
-CONTRACT |= {"suspects"}
 CONTRACT |= {"other_names", "gathering", "trajectories", "chat", "outcome", "data", "sft", "teacher", "lora", "files"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes", "sinks"}
 FOR_ACTORS = CONTRACT | {"wire", "runtime", "telemetry", "text", "weights", "checkpoint"}
@@ -22,7 +21,6 @@ MAY_IMPORT = {
     "files": set(),
     "snapshot": set(),
     "outcome": set(),
-    "suspects": set(),
     "text": {"errors"},
     "roles": set(),
     "gathering": {"errors"},

@@ -4,7 +4,7 @@ Invariants: a prompt is leased at most once at a time; numbers grow within an in
 those of a lease that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
 holder has died; it stays outstanding until it is released.
 
-A suspect (asyncrl/suspects.py) is leased only to a rollouter that holds nothing, and nothing is leased beside it. A
+A suspect (messages/suspects.py) is leased only to a rollouter that holds nothing, and nothing is leased beside it. A
 busy rollouter never holds nothing, so while a prompt waits to run alone one rollouter is set aside: it gets no lease
 until it has delivered all that it holds, then it gets the prompt.
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from asyncrl import suspects
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.prompt_queue import TrainingPrompt
+from asyncrl.messages import suspects
 
 Prompt = TrainingPrompt | EvalPrompt
 

@@ -31,7 +31,7 @@ from asyncrl.errors import ProtocolError
 from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
 from asyncrl.messages.rollouter import LeasesHeld
-from asyncrl.suspects import runs_alone
+from asyncrl.messages.suspects import runs_alone
 
 
 class LeaseBook:

@@ -66,7 +66,7 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     param_version: int
     """The newest version published at the lease."""
     attempt: Count = 0
-    """Deaths of engines and rollouters that its prompt was in, counted by asyncrl/suspects.py."""
+    """Deaths of engines and rollouters that its prompt was in, counted by messages/suspects.py."""
     prompt_ids: np.ndarray
     """int32 [P]."""
     prompt: str

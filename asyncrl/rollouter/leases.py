@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 
 from msgspec.structs import replace
 
@@ -69,7 +69,7 @@ class HeldLeases:
 
     # --- requests ---
 
-    async def received(self) -> AsyncIterator[Lease]:
+    async def received(self) -> AsyncGenerator[Lease, None]:
         """New leases, as they are received, until ``close``. The learner is reached first.
 
         A rollouter that is cut off takes no leases, so its successors hold nothing up. The controller hears of the

@@ -14,7 +14,7 @@ from asyncrl.dataloader.prompt_queue import TOO_LONG
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import NewLeases, OutcomesSeen, Rejected, ReturnLeases, SamplePrompts
-from asyncrl.suspects import ALONE_FROM
+from asyncrl.messages.suspects import ALONE_FROM
 
 RUN = run
 ONE_STEP = {"learner": {"steps": 1}}

@@ -33,7 +33,7 @@ from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
 from asyncrl.messages.rollouter import LeasesHeld
-from asyncrl.suspects import ALONE_FROM
+from asyncrl.messages.suspects import ALONE_FROM
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")

@@ -31,8 +31,8 @@ from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
-from asyncrl.rollouter.episode.stages import Phase, Stages
-from asyncrl.rollouter.serving.generation import GrowingText, Response, TrajectoryFailed
+from asyncrl.rollouter.episode.stages import Stages
+from asyncrl.rollouter.serving.generation import GrowingText, Phase, Response, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
 from asyncrl.runtime.clock import Clock
 from asyncrl.stops import Stops, with_strings

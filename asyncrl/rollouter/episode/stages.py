@@ -22,11 +22,9 @@ from typing import Literal
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.errors import EpisodeOver
 from asyncrl.messages import FinishReason
+from asyncrl.rollouter.serving.generation import Phase
 
 Stage = Literal["host", "start", "turn", "episode", "close"]
-Phase = Literal["queue", "engine", "paused"]
-"""Place of a call: waiting for a slot or in the engine's own queue; being sampled; held while weights change."""
-
 _SHOWN_FIRST: tuple[Phase, ...] = ("engine", "paused", "queue")
 _ENDED = "ended"
 

@@ -7,8 +7,8 @@ Invariants: tokens, log-probs and version spans always cover the same positions;
 version that sampled it, over aborts, resumes and the death of an engine; there are never more than ``max_tokens``. A
 token is given up only if its version is unknown: see ``Response.cut_submission``.
 
-Fails with TrajectoryFailed when engines have died of the prompt too often (asyncrl/suspects.py). Any other death counts
-as no attempt, and costs no token that was handed over: the next engine samples after those.
+Fails with TrajectoryFailed when engines have died of the prompt too often (messages/suspects.py). Any other death
+counts as no attempt, and costs no token that was handed over: the next engine samples after those.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rollouter.episode.stages import Phase
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import CallAccount
 from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
+Phase = Literal["queue", "engine", "paused"]
+"""Place of a call: waiting for a slot or in the engine's own queue; being sampled; held while weights change."""
 MARGIN = 8
 """Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
 there, join it with punctuation, or see only the last bytes of a character."""

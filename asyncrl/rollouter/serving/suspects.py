@@ -1,7 +1,7 @@
 """Turns in the engine, and the leases that were in it when it died.
 
-The rule for suspects is that of asyncrl/suspects.py: a lease that runs alone waits until all others are done, and keeps
-all that ask after it waiting. Turns are given in the order of asking, so neither starves. The samples of a lease that
+The rule for suspects is that of messages/suspects.py. A lease that runs alone waits until all others are done, and
+those that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a lease that
 runs alone run together, until all are done or the engine dies.
 
 Invariants: while a lease runs alone no other is inside; each that asks gets a turn once those before it are done.
@@ -13,7 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from asyncrl import suspects
+from asyncrl.messages import suspects
 from asyncrl.messages.groups import Lease
 
 

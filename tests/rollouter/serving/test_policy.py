@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inprocess import System, sim_config
 
-from asyncrl.rollouter import actor
 from asyncrl.rollouter.engines.base import EngineLoad
+from asyncrl.rollouter.serving import policy
 from asyncrl.rollouter.serving.policy import FULL, GROWTH, ROOM, Concurrency, Slots
 
 
@@ -78,7 +78,7 @@ def test_what_an_update_preempts_is_no_pressure():
 
 def test_a_rollouter_finds_what_its_engine_bears(tmp_path, monkeypatch):
     """Its cache holds some 30 of these calls, and the run begins with 64."""
-    monkeypatch.setattr(actor, "LOOK_S", 0.01)
+    monkeypatch.setattr(policy, "LOOK_S", 0.01)
     limits, watched = [], Concurrency.look
 
     def look(self, load, *, running):
