@@ -24,7 +24,7 @@ rollouter.gauge("rollout/scoring", "trajectories", "being scored or queued at th
 rollouter.gauge("rollout/oldest_s", "s", "age of the oldest unfinished trajectory")
 rollouter.gauge("rollout/served_version", "version", "version that the engine serves; -1 before the first")
 rollouter.gauge("rollout/kv_use", "share", "share of the KV cache in use; absent if the engine does not report it")
-rollouter.gauge("rollout/suspects", "tickets", "leases that were in an engine when it died")
+rollouter.gauge("rollout/suspects", "leases", "leases that were in an engine when it died")
 rollouter.gauge("rollout/drift", "nats", "drift of the engine from the learner after the last update")
 rollouter.gauge("rollout/drift_largest", "nats", "largest drift since the start")
 rollouter.histogram("rollout/response_tokens", "tokens", "tokens sampled in a response", TOKENS)

@@ -17,7 +17,7 @@ from tools.bench.scale_run import READY_S
 from tools.bench.scale_top import Drawing, drawing
 from tools.bench.scale_watch import FULL_S, Follower, Seen, Watched
 
-TICKETS = {"leased": 10.0, "trained": 4.0, "filtered": 1.0, "quarantined": 1.0, "returned": 1.0, "outstanding": 3.0}
+TICKETS = {"granted": 10.0, "trained": 4.0, "filtered": 1.0, "quarantined": 1.0, "returned": 1.0, "outstanding": 3.0}
 STEADY = steady(8)
 
 
@@ -30,11 +30,11 @@ def actor(name, *, condition="ready", late=0, early=0, **figures):
     return ActorView(name=name, host="h", condition=condition, incarnation=1, figures=figures, histograms=histograms)
 
 
-def snapshot(wall, *, leases=TICKETS, learner=None, faults=None, late=0, early=0, weights=None, run=None):
+def snapshot(wall, *, tickets=TICKETS, learner=None, faults=None, late=0, early=0, weights=None, run=None):
     told = {"snapshots/bytes": 1e5, "snapshots/take_s": 0.01, "facts/cpu_s": wall * 0.002} | (faults or {})
     actors = [
         actor("controller/0", early=early, **told),
-        actor("dataloader/0", early=early, **{f"tickets/{kind}": count for kind, count in leases.items()}),
+        actor("dataloader/0", early=early, **{f"tickets/{kind}": count for kind, count in tickets.items()}),
         learner or actor("learner/0", early=early, late=late),
         actor("parameter_server/0", early=early, **{f"weights/{name}": of for name, of in (weights or {}).items()}),
         actor("reward/0", early=early),
@@ -65,7 +65,7 @@ TURNED_AWAY = {
         ({"tickets": TICKETS | {"trained": 5.0}}, False, {"groups not accounted for": -1.0}),
         ({"faults": {"wire/unsent": 2.0}}, False, {"wire/unsent": 2.0}),
         ({"learner": actor("learner/0", condition="silent")}, False, {"actors that are not ready": 1}),
-        # Who is dead is turned away, and what it held is leased again.
+        # Who is dead is turned away, and what it held is granted again.
         (TURNED_AWAY, True, {}),
         (TURNED_AWAY, False, {"wire/refused": 3.0, "heartbeats/ignored": 1.0}),
         ({"faults": {"wire/unsent": 1.0}}, True, {"wire/unsent": 1.0}),
