@@ -59,7 +59,7 @@ TOKENIZED_AT_ONCE = 2000
 
 
 class Dataloader(Actor):
-    """The actor that leases prompts; the module tells its rules."""
+    """The actor that leases prompts; the rules are in the module's docstring."""
 
     role = "dataloader"
 
@@ -83,10 +83,10 @@ class Dataloader(Actor):
         self._parked = ParkingLot()
         self._watchers = ParkingLot()
         self._supply_number = numbers_begin_above(context.incarnation)
-        """Number of the supply, above all that an earlier incarnation has given."""
+        """Number of the supply, above every number of an earlier incarnation."""
         self._orphaned = asyncio.Event()
         self._leavers: dict[str, int] = {}
-        """Incarnations of rollouters that take no more leases, whatever they have asked for before."""
+        """Incarnations of rollouters that take no more leases; their parked requests get none."""
         self._known_orphans: set[str] = set()
         self._leased: dict[str, float] = {}
         """Time at which each training prompt that is out was leased by this incarnation; the oldest first."""
@@ -202,7 +202,10 @@ class Dataloader(Actor):
 
     @handler
     async def restored(self, request: Restored, caller: Caller) -> Resumed:
-        """Go on from the learner's state. Raises RunChanged, and InvalidRequest for a learner that has a successor."""
+        """Continue from the learner's state.
+
+        Raises RunChanged, and InvalidRequest for a learner that has a successor.
+        """
         check_unchanged(self._source, request)
         async with self._restoring:
             # Looked at under the lock: a newer learner may have been served while this call waited.
@@ -210,7 +213,7 @@ class Dataloader(Actor):
                 raise InvalidRequest(f"a newer {LEARNER} has said where the run stands")
             if not self._is_known(request, caller):
                 self._shut()
-                # Before the restore, which tells the rollouters which learner lives.
+                # Before the restore, in which the rollouters hear which learner lives.
                 self._learner = caller.incarnation
                 self.peer(LEARNER).adopt(caller.incarnation)
                 book = await self._restore(request)
@@ -236,14 +239,14 @@ class Dataloader(Actor):
         return PromptSample(prompts=[self._prompts.prompt(index)[0] for index in chosen])
 
     def _is_known(self, request: Restored, caller: Caller) -> bool:
-        """Whether the run goes on from there already, or from something later of the same learner."""
+        """Whether the run continues from there already, or from a later state of the same learner."""
         if self._book is None or caller.incarnation != self._learner:
             return False
         return request == self._last_word or request.outcomes_number < self._book.number
 
     def _shut(self) -> None:
         if self._book is not None:
-            # After a restore that failed there are none, and the previous ones stay those of before it.
+            # After a failed restore there is no book, and the previous one stays that of before it.
             self._previous, self._book = self._book, None
             self._counts.update(self._previous.counts)
 
@@ -258,7 +261,7 @@ class Dataloader(Actor):
             rebuild, self._source, self._limit, request, answers, previous, self._supply_number + 1
         )
         # Groups that were delivered after the learner spoke and before their rollouter did.
-        # The gate lets out no more than so many, and what is out and known to nobody here is next in the order.
+        # The gate admits no more than this, so unknown groups are among the next in the order.
         asked = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
         if previous is not None:
             asked = list(dict.fromkeys([*book.missing(previous), *asked]))
@@ -307,14 +310,14 @@ class Dataloader(Actor):
         return self.config.network.call_timeout_s / 3
 
     def _open(self, book: LeaseBook) -> None:
-        # Told while the gate was shut: an answer may be of an incarnation that is dead by now.
+        # Deaths while the gate was shut: an answer may be of an incarnation that is dead by now.
         for name, incarnation in self.dead.items():
             if name.startswith("rollouter/"):
                 book.died(name, incarnation)
         if self._preempted:
             book.stop()
         self._book, self._previous = book, None
-        # The learner's checkpoint has the outcome of the others, which nobody reports any more.
+        # The others have their outcome in the learner's checkpoint, and no report of it will come.
         self._leased = {uid: at for uid, at in self._leased.items() if book.is_out(uid)}
         self.param_version = book.gate.newest_version
         self._note_orphans("")
@@ -397,7 +400,7 @@ class Dataloader(Actor):
                 leases=[[lease.number, lease.param_version, lease.attempt, lease.alone] for lease in leases],
             )
             if leases[-1].alone:
-                # Nobody needs to be set aside for it any more.
+                # No rollouter needs to be set aside for it any more.
                 self._parked.wake()
             key, of = self.context.credentials.seal_key, (ask.rollouter, ask.incarnation)
             return NewLeases(leases=[sealed(key, self._lease(lease), *of) for lease in leases])
@@ -408,7 +411,7 @@ class Dataloader(Actor):
 
     @handler
     async def return_leases(self, request: ReturnLeases, caller: Caller) -> Done:
-        """Somebody else is to generate these groups. Parked while the gate is shut."""
+        """Take groups back, for another rollouter. Parked while the gate is shut."""
         if request.leaving:
             # At once, also while the gate is shut: calls of it that are parked are to be leased nothing.
             self._leavers[caller.name] = caller.incarnation
@@ -485,7 +488,7 @@ class Dataloader(Actor):
         )
 
     def figures(self) -> dict[str, float]:
-        # Copied in one step, since the thread that beats asks while the event loop goes on.
+        # Copied in one step: the heartbeat's thread asks while the event loop runs.
         oldest = next(iter(list(self._leased.values())[:1]), None)
         return super().figures() | {
             "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,

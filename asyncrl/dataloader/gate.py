@@ -61,7 +61,7 @@ class WorkingLimit:
         return self.groups / self._version
 
     def refused(self) -> None:
-        """Somebody was refused a group because of the limit."""
+        """A rollouter was refused a group because of the limit."""
         self._refused = True
 
     def step_began(self, buffered_groups: int, *, waited: bool) -> None:
@@ -110,7 +110,7 @@ class Gate:
         return self._versions[-1]
 
     def needed(self, outstanding: int) -> int:
-        """Groups that are still to be leased until the end of the run, if all that are outstanding are trained."""
+        """Groups that are still to be leased until the end of the run, if every outstanding one is trained."""
         return 0 if self.finished else max(0, self._groups_of_run - self.trained - outstanding)
 
     def room(self, served_version: int, outstanding: int) -> int:
@@ -147,7 +147,7 @@ class Gate:
             self._trained_at.append(trained)
 
     def forget_below(self, version: int) -> None:
-        """Nobody serves anything older than ``version`` any more."""
+        """No rollouter serves anything older than ``version`` any more."""
         at = bisect_right(self._versions, version) - 1
         if at > 0:
             del self._versions[:at], self._trained_at[:at]

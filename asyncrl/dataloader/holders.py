@@ -4,12 +4,12 @@ Invariants: a prompt is leased at most once at a time; numbers grow within an in
 those of a lease that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
 holder has died; it stays outstanding until it is released.
 
-A suspect (messages/suspects.py) is leased only to a rollouter that holds nothing, and nothing is leased beside it. A
+A suspect (messages/suspects.py) is leased only to a rollouter that holds nothing, and runs there alone. A
 busy rollouter never holds nothing, so while a prompt waits to run alone one rollouter is set aside: it gets no lease
-until it has delivered all that it holds, then it gets the prompt.
+until it has delivered everything, then it gets the prompt.
 
-This is the dataloader's view and is derived: the learner's ledger and buffer, and the answers of the rollouters, say it
-anew at each restore.
+This is the dataloader's view and is derived: each restore rebuilds it from the learner's ledger and
+buffer and from the answers of the rollouters.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PromptLease:
     attempt: int = 0
     """Deaths of the prompt at the lease."""
     alone: bool = False
-    """Whether nothing else is generated beside it."""
+    """Whether it runs alone."""
     suspect: bool = False
     """Whether its holder died while it generated the prompt."""
 
@@ -136,9 +136,9 @@ class Holders:
     def is_answered(self, ask: Ask) -> bool:
         """Whether a call got a lease before.
 
-        The caller may have received that, so ``holding`` no longer covers all that the caller holds. A call that was
-        neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives leases
-        only as the answer to its latest call.
+        The caller may have received that, so ``holding`` no longer names everything that the caller holds. A call that
+        was neither answered nor overtaken names everything that its rollouter can hold, since a rollouter receives
+        leases only as the answer to its latest call.
         """
         return 0 < ask.number <= self._calls_of(ask).answered
 

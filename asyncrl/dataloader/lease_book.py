@@ -1,19 +1,19 @@
-"""Everything between the messages and the gate: who was leased what, and what became of it. Pure.
+"""The book of leases: which prompt is leased to which rollouter, and what becomes of it. Pure.
 
 Invariants:
 
-- every prompt is leased to at most one rollouter at a time, and to nobody once its outcome is reported;
+- every prompt is leased to at most one rollouter at a time, and to none once its outcome is reported;
 - a lease is numbered by rollouter incarnation from 1, and given again, first of all, until a later call of that
   incarnation says that it has seen it: a lost reply loses nothing;
 - a training prompt is outstanding from its lease until the learner reports its outcome or it is returned, with any
   holder meanwhile. When its holder has died it is an *orphan*, outstanding all the same, until the learner has
   said whether it holds it (``settle``); only what it does not hold is leased again;
-- a lease call is leased something new once, and only while it is the latest call of its rollouter. So its ``holding``
-  covers all that the rollouter can hold, however late the call, or a copy of it, arrives;
-- a prompt that was held in too many deaths is leased only to a rollouter that holds nothing, and nothing beside it.
+- a request gets new leases once, and only while it is the latest request of its rollouter. So its ``holding`` names
+  everything that the rollouter can hold, even if the request, or a copy of it, arrives late;
+- a suspect prompt is leased only to a rollouter that holds nothing, and runs there alone.
 
 All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring`` makes
-it anew from these. So an outcome may be reported for a prompt that nobody was known to hold.
+it anew from these. So an outcome may be reported for a prompt without a known holder.
 
 Fails with ProtocolError on an outcome that cannot be, without having changed anything.
 """
@@ -55,7 +55,7 @@ class LeaseBook:
         self._holders = Holders()
         self._suspects = SuspectPrompts(queue.ledger.attempts, max_attempts)
         self._orphans: dict[str, None] = {}
-        """Prompts whose holder has died and of which the learner has not said whether it holds them; oldest first."""
+        """Prompts whose holder has died, until the learner says whether it holds them; oldest first."""
         self._eval_turn = False
         self._stopped = False
         self._forget_deaths()
@@ -141,7 +141,7 @@ class LeaseBook:
     def _lease_new(self, ask: Ask, running: list[PromptLease], found: list[PromptLease]) -> None:
         """Add new leases to ``found``, up to the number that was asked for."""
         generating = sum(isinstance(lease.prompt, TrainingPrompt) for lease in running)
-        # It may hold groups of which there is no lease here, as one that did not answer during a restore.
+        # A rollouter that did not answer a restore may hold groups without a lease here.
         empty = not running and not ask.holding
         while len(found) < ask.free_groups:
             prompt = self._next_prompt(ask, generating, empty=empty and not found)
@@ -212,7 +212,7 @@ class LeaseBook:
         self._note_supply()
 
     def stop(self) -> None:
-        """Lease nothing more: the run makes way."""
+        """Lease nothing more: the run is preempted."""
         self._stopped = True
         self._note_supply()
 
@@ -260,11 +260,11 @@ class LeaseBook:
         self._holders.recall_calls(previous._holders)
 
     def missing(self, previous: LeaseBook) -> list[str]:
-        """Uids of the prompts that ``previous`` had out and that nobody was found with."""
+        """Uids of the prompts that ``previous`` had out and that have no holder here."""
         return [uid for uid in previous._holders.uids if uid not in self._holders and self._is_open(uid)]
 
     def inherit(self, previous: LeaseBook) -> None:
-        """Take over the deaths that only ``previous`` knows of, once all that is out is known."""
+        """Take over the deaths that only ``previous`` knows of, once everything that is out is known."""
         for uid, attempt in previous.ledger.attempts.items():
             if self._is_open(uid):
                 self._suspects.raise_to(uid, attempt)
@@ -349,8 +349,7 @@ class LeaseBook:
             prompt = self._next_in_turn(ask, generating)
             if prompt is None or not suspects.is_suspect(prompt.uid):
                 return prompt
-            # A suspect in its turn, as of a queue that was made anew: it joins those that wait to run alone, or is
-            # rejected.
+            # A suspect in its turn, as after a restore: it joins those that wait to run alone, or is rejected.
             self._put_back(prompt)
 
     def _may_run(self, prompt: Prompt, served_version: int) -> bool:
@@ -376,7 +375,7 @@ class LeaseBook:
         return None
 
     def _hold(self, uid: str) -> Prompt | None:
-        """A prompt that nobody was known to have is out from here on; None if there is no such prompt."""
+        """A prompt without a known holder is out from here on; None if there is no such prompt."""
         if "@" in uid:
             return self._evals.hold(uid)
         return self._queue.hold(*position_of(uid))
@@ -419,13 +418,13 @@ class LeaseBook:
         self._put_back(held.prompt)
 
     def _forget_deaths(self) -> None:
-        """Forget the deaths of prompts that have an outcome, or that nobody asks for any more."""
+        """Forget the deaths of prompts that have an outcome, or that are never leased again."""
         for uid in list(self.ledger.attempts):
             if not self._is_open(uid):
                 self._suspects.forget(uid)
 
     def _put_back(self, prompt: Prompt) -> None:
-        """A prompt that nobody has is to be leased again, if it may be, and alone if it must be."""
+        """A prompt that came back is to be leased again, if it may be, and alone if it must be."""
         reason = self._suspects.verdict(prompt.uid)
         # It is of no order here and can never be leased again, so the queue drops it.
         if isinstance(prompt, TrainingPrompt) and prompt.epoch < self.ledger.first_epoch:

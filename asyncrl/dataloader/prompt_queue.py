@@ -2,8 +2,8 @@
 
 A function of the order, the ledger and what is out. Invariant: every prompt of an epoch is in at most one place: out
 (leased, or with the learner), returned, rejected and not yet reported by the learner, or concluded in the ledger;
-those in none of these are still to come, in the order. So the place where the order goes on needs no record of its own,
-and a prompt that was concluded, or found with somebody, before its turn is passed over.
+those in none of these are still to come, in the order. So the next place in the order needs no record of its own, and a
+prompt that was concluded, or found with a holder, before its turn is passed over.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PromptQueue:
         return list(islice(to_come, count))
 
     def hold(self, epoch: int, index: int) -> TrainingPrompt | None:
-        """A prompt that somebody has is out from here on; None if it is not to come."""
+        """A prompt with a holder is out from here on; None if it is not to come."""
         if not self.knows(epoch, index):
             return None
         position = -1 if epoch < self.ledger.first_epoch else self._order.position(epoch, index)
@@ -118,7 +118,7 @@ class PromptQueue:
         self.rejected.pop(uid, None)
 
     def knows(self, epoch: int, index: int) -> bool:
-        """Whether there is such a prompt; of an epoch before the first, as far as is known here."""
+        """Whether there is such a prompt; an epoch before the first has every index."""
         return min(epoch, index) >= 0 and (epoch < self.ledger.first_epoch or index < self._order.size)
 
     def _come_back(self, prompt: TrainingPrompt) -> None:

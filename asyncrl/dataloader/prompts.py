@@ -88,8 +88,8 @@ class PromptSet:
                 continue
             self.longest = max(self.longest, (len(ids), self.place), key=lambda found: found[0])
             if len(ids) > config.max_prompt_tokens:
-                # It keeps its index, so that max_prompt_tokens moves no other prompt in the order; nobody asks for its
-                # tokens.
+                # It keeps its index, so that max_prompt_tokens moves no other prompt in the order; it is never asked
+                # for its tokens.
                 self.oversize.add(len(self))
                 ids, text = [], ""
             self._ids.append(np.array(ids, np.int32))

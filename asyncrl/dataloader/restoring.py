@@ -1,4 +1,4 @@
-"""Making the book of leases anew from what the learner, the rollouters and the data say. Pure.
+"""Rebuilds the book of leases from the learner's ledger, the rollouters' answers and the data. Pure.
 
 Invariant: what comes out depends on the learner's word, the prompts and what is held, and on nothing that a dataloader
 remembers but leases that are still on their way, and deaths. So a dataloader that has started again, and one whose
@@ -25,7 +25,7 @@ from asyncrl.messages.rollouter import LeasesHeld
 
 @dataclass(frozen=True, slots=True)
 class RestoreInputs:
-    """The facts that the configuration and the data tell."""
+    """The facts that follow from the configuration and the data."""
 
     order: EpochOrder
     oversize: frozenset[int]
@@ -124,5 +124,5 @@ def _is_other_data(source: RestoreInputs, request: Restored) -> bool:
 
 
 def _next_epoch(ledger: Ledger, claims: Collection[str]) -> int:
-    """The first epoch of which the learner knows nothing."""
+    """The first epoch without any prompt that the learner knows."""
     return max([ledger.first_epoch, ledger.next_epoch, *(position_of(uid)[0] + 1 for uid in claims)])

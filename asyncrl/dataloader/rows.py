@@ -44,7 +44,7 @@ class DataRow:
 
     prompt: Prompt
     packed: bytes
-    """All its columns as MessagePack: a fraction of the memory, and nobody can change it."""
+    """All its columns as MessagePack: a fraction of the memory, and immutable."""
     path: str
     line: int
     tools: list[Tool] = field(default_factory=list)

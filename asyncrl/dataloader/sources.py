@@ -155,7 +155,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _reasoning_gym(config: DataConfig, name: str) -> Iterator[RawRow]:
-    """The items of a task, each with all that its scorer needs.
+    """The items of a task, each with everything that its scorer needs.
 
     Columns: ``task``, ``index``, ``size``, ``seed``, ``options``, ``item`` (the library's own entry), and the item's
     ``question`` and ``answer``.

@@ -8,7 +8,8 @@ The parts call one another in one direction:
               -> UpdateFollower -> EngineHost
 
 A lease is held from its receipt until the living learner has acknowledged the group (leases.py). A draining rollouter
-returns all that it holds; one that is to leave while the run continues first finishes what it has begun, within a time.
+returns everything that it holds. One that leaves while the run continues first finishes what it has begun, within a
+time limit.
 Nothing outlives a rollouter: the leases that it held return to the gate.
 """
 
@@ -167,7 +168,7 @@ class Rollouter(Actor):
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Ask for nothing more; end once all that is begun is delivered, or when the time is over."""
+        """Ask for nothing more; end once everything begun is delivered, or when the time is over."""
         self._leaves = True
         self._leases.close()
         # A call that is cancelled may get a lease all the same.
@@ -187,7 +188,7 @@ class Rollouter(Actor):
         await self._host.close()
 
     async def _return_ungenerated(self, given_up: Collection[asyncio.Task[None]]) -> None:
-        """Return leases of a preempted run, whose learner waits for all that is outstanding."""
+        """Return leases of a preempted run, whose learner waits for every outstanding group."""
         if given_up:
             await asyncio.wait(given_up)
         uids = [task.get_name() for task in given_up]
@@ -230,7 +231,7 @@ class Rollouter(Actor):
 
     @property
     def sessions(self) -> Sessions:
-        """The sessions of episodes; there are none in a run of single turns."""
+        """The sessions of episodes. A run of single turns has no sessions."""
         assert self._sessions is not None
         return self._sessions
 
@@ -252,7 +253,7 @@ class Rollouter(Actor):
         return TurnRewarded(node=self.sessions.credit(request.session, caller.name, request.node, request.value))
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Begin anew the episodes of a host that has died."""
+        """Start the episodes of a dead host again."""
         # News of a death that comes late says nothing of a successor's episodes.
         if self._sessions is not None and name in self._peers and self.peer(name).incarnation <= incarnation:
             self._sessions.host_died(name)

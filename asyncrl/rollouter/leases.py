@@ -2,8 +2,8 @@
 
 Invariants: a lease is held from the moment it was received until the living learner has acknowledged the group, or the
 dataloader its return. No learner and no dataloader that has been replaced is believed: an acknowledgement of a dead
-learner releases nothing, and the group is delivered again; the learner trains each uid once. What is held here is the
-rollouter's own view: the dataloader asks for it after a restart, and the learner's ledger decides.
+learner releases nothing, and the group is delivered again; the learner trains each uid once. This is the
+rollouter's own view. The dataloader asks for it after a restart, and the learner's ledger decides.
 
 A lease is requested whenever there is room for a whole group, and again at each new version, since the gate counts with
 that. A delivery has no deadline of its own: the controller replaces a dead learner, and ends one of two actors that do
@@ -35,7 +35,7 @@ DATALOADER, LEARNER = "dataloader/0", "learner/0"
 LEARNER_LOOK_S = 1.0
 """Interval at which a learner that was not reached so far is connected to again."""
 GIVE_BACK_S = 5.0
-"""Longest time to tell the dataloader that this rollouter leaves."""
+"""Longest call by which the dataloader hears that this rollouter leaves."""
 
 
 class HeldLeases:

@@ -113,9 +113,7 @@ train.line(
     "KL of the engine from the learner on tokens of equal weights; absent without such tokens",
 )
 train.line("policy/engine_kl_tokens", "tokens", "tokens over which policy/engine_kl was computed")
-train.line(
-    "reward/mean", "", "mean reward of everything scored since the last step, filtered groups included"
-)
+train.line("reward/mean", "", "mean reward of everything scored since the last step, filtered groups included")
 train.line("reward/std", "", "standard deviation of these rewards")
 train.line("reward/trained_mean", "", "mean reward of the trained trajectories")
 train.line(

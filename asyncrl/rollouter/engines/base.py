@@ -42,7 +42,7 @@ class GenerationRequest:
     seed: int | None
     """Seed of the response's noise, one for all submissions; None leaves it to the engine. A resume replays none."""
     stop_token_ids: Sequence[int] = ()
-    """Tokens that end the response, beside the model's end-of-sequence token."""
+    """Tokens that end the response, like the model's end-of-sequence token."""
     cache_salt: str = ""
     """Prefix-cache blocks are shared only between requests of the same salt."""
     priority: int = 0
@@ -110,7 +110,7 @@ class Engine(Protocol):
         """
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """End these requests, of which the caller wants no more tokens; each stream gets a last delta with ``abort``.
+        """End these requests early; each stream gets a last delta with ``abort``.
 
         Tokens that were sampled and not handed over may be dropped. ``pause`` drops none.
         """
@@ -131,7 +131,7 @@ class Engine(Protocol):
         """
 
     async def resume(self) -> None:
-        """Go on stepping."""
+        """Continue stepping."""
 
     async def score(self, ids: Sequence[int]) -> list[float]:
         """Log-prob (nats, temperature 1) of each token of ``ids`` given those before it; the first is absent.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SimEngine:
-    """The simulated Engine; the module tells its rules."""
+    """The simulated Engine; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
         self.name = name

@@ -60,7 +60,7 @@ class PrefixCache:
 
     def put(self, blocks: Sequence[int]) -> None:
         """Put blocks into the cache."""
-        # A beginning is to outlive the contexts that go on from it.
+        # A beginning outlives the contexts that continue it.
         for name in reversed(blocks):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
@@ -142,7 +142,7 @@ class Batch:
         self._steps = 0
         # Time when the last decode step ended; in the future while prompts are being processed.
         self._at = 0.0
-        # Seconds of work to be done first once it goes on.
+        # Seconds of work to be done first after the pause.
         self._debt = 0.0
         self._out: list[tuple[str, TokenDelta]] = []
         self._frozen = False
@@ -253,7 +253,7 @@ class Batch:
             self._debt = contexts / self._config.prefill_tokens_per_s
 
     def thaw(self, now: float) -> None:
-        """Go on stepping. Keys and values that must be computed again come first."""
+        """Continue stepping. Keys and values that must be computed again come first."""
         self._frozen, self._admitting = False, True
         self._at = now + self._debt
         self._debt = 0.0

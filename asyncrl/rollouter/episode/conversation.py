@@ -1,14 +1,14 @@
 """The conversation of one episode: the only home of its token ids, log-probs and versions. Pure.
 
-A call of the policy goes through three steps here, and all that takes time lies between them:
+A call of the policy takes three steps here, and everything that takes time lies between them:
 
-1. ``resolve``: the answer that the messages go on from, and the new messages behind it.
+1. ``resolve``: the answer that the messages continue, and the new messages behind it.
 2. The caller renders: where ``extends`` what is new alone (``extend``); else, or where the renderer allows no
    extension, all of the messages (``branch``). Both give the Prompt that the engine is to have.
 3. ``commit``: the answer sampled for that prompt becomes a node.
 
 Calls may overlap, since nodes are only added and never change: what a call has resolved stays true over commits
-meanwhile. Sampled tokens are never encoded again where the messages go on from them. An answer whose tokens a rendering
+meanwhile. Sampled tokens are never encoded again where the messages continue them. An answer whose tokens a rendering
 gives only in part, or otherwise, is no part of the new path; so each sampled token keeps the context it was sampled in.
 
 Invariants: those of nodes.py; a sealed conversation never changes. Raises EpisodeOver once sealed, InvalidRequest on a
@@ -48,16 +48,16 @@ Cause = Literal[
 ]
 """Cause by which a prompt is as it is.
 
-``root``: the first of the conversation. ``extend``: the tokens of an answer go on. A fork shares with earlier calls no
-more than the tokens that happen to be equal, because:
+``root``: the first of the conversation. ``extend``: it continues the tokens of an answer. A fork shares with earlier
+calls no more than the tokens that happen to be equal, because:
 
 * ``root``: it has other tools or template options;
-* ``branch``: its messages go on from no answer, as the same again, a sub-agent or a summary;
+* ``branch``: its messages continue no answer, as the same again, a sub-agent or a summary;
 * ``edited``: what comes before an answer of ours was changed;
 * ``assistant``: it holds an answer that was not sampled here;
 * ``history``: under ``history = "template"`` the template renders an earlier answer otherwise than it was sampled;
-* ``cut``: an answer was cut by a limit, and the template cannot go on from that;
-* ``no-extension``: the template cannot go on from an answer for another reason.
+* ``cut``: an answer was cut by a limit, and the template cannot continue that;
+* ``no-extension``: the template cannot continue an answer for another reason.
 """
 
 
@@ -70,7 +70,7 @@ class ResolvedCall:
     parent: Node | None
     """The last answer of ours in them, recognised at its place."""
     tail: Sequence[Message]
-    """The messages behind it, all of them where there is none."""
+    """The messages behind it; all messages where there is no such answer."""
     extends: bool
     """Whether the renderer is asked for an extension of ``parent`` by ``tail`` before anything else."""
     fork: Cause
@@ -139,7 +139,7 @@ class Conversation:
         self._points: list[Point] = []
         self._children: dict[Node | None, list[Node]] = {}
         self._lineage: list[int] = []
-        """Bits, for each node, of itself and of all that it comes after."""
+        """Bits, for each node, of itself and of every node that it comes after."""
         self._forks: Counter[str] = Counter()
         self._prompts = itertools.count()
         self._context = self._sampled = self._linear = 0
@@ -147,7 +147,7 @@ class Conversation:
     def resolve(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> ResolvedCall:
-        """Find the answer that ``messages`` go on from. They are kept, and must not be changed.
+        """Find the answer that ``messages`` continue. They are kept, and must not be changed.
 
         Raises EpisodeOver; ChatRefused on messages nested too deeply.
         """
@@ -186,7 +186,7 @@ class Conversation:
         return "fork:branch" if parent is None else "fork:assistant"
 
     def extend(self, resolved: ResolvedCall, extension: Sequence[int]) -> Prompt:
-        """The prompt that goes on from the answer, ``extension`` being the renderer's for its tail."""
+        """The prompt that continues the answer, ``extension`` being the renderer's for its tail."""
         assert resolved.extends
         assert resolved.parent is not None
         path = resolved.parent.path_ids()
@@ -195,7 +195,7 @@ class Conversation:
         return self._prompt(ids.tolist(), resolved.parent, "extend", shared, resolved)
 
     def branch(self, resolved: ResolvedCall, ids: Sequence[int]) -> Prompt:
-        """The prompt that is ``ids``, the rendering of all messages. It may turn out to go on from an answer."""
+        """The prompt that is ``ids``, the rendering of all messages. It may turn out to continue an answer."""
         assert len(ids) > 0, "a prompt has tokens"
         parent, shared = shared_prefix(np.array(ids, np.int32), self._children, None, resolved.parent)
         goes_on = parent is not None and parent is resolved.parent

@@ -2,7 +2,7 @@
 
 Counters and histograms are of attempts that have ended, figures by stage of those that are open. Invariant: there are
 never more names than the catalogue's families and MOST_TOOLS of tools, however many agents declare; others are
-counted together. A stage that was seen once is told from then on, with 0 where nothing is at it.
+counted together. A stage that was seen once is reported from then on, also with 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl.runtime.notices import Notify
 from asyncrl.telemetry.metrics import Figures, Histograms
 
 MOST_TOOLS = 12
-"""Names of tools that are told apart."""
+"""Names of tools that are counted apart."""
 TOOL = "tool "
 OTHER_TOOLS = "tool (others)"
 STATES = ("start", "queue", "engine", "paused", "user", "close")
@@ -31,11 +31,11 @@ Failure = Literal["start", "turn", "user", "answer", "reward", "policy", "host"]
 """Cause by which an attempt gives no trajectory.
 
 ``start`` and ``turn`` are deadlines; ``user``: its code raised, or its program failed; ``answer``: it has no answer of
-the policy that could be trained; ``reward``: it said none, and nobody else does; ``policy``: engines died of it too
-often; ``host``: its host or worker died, and it is begun anew.
+the policy that could be trained; ``reward``: it gave none, and no function does; ``policy``: engines died of it too
+often; ``host``: its host or worker died, and it starts again.
 """
 TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
-"""Causes that nobody else tells."""
+"""Causes that only the rollouter reports."""
 
 
 class EpisodeFigures:
@@ -46,7 +46,7 @@ class EpisodeFigures:
         self._scored_by = "judge" if reward in JUDGES else "score"
         counters.setdefault("rollout/malformed_calls")
         self._tools: dict[str, str] = {}
-        """The tools that are told apart, by their states."""
+        """The tools that are counted apart, by their states."""
         self._computed = self._linear = 0
 
     def prompted(self, tokens: int) -> None:
@@ -81,7 +81,7 @@ class EpisodeFigures:
         self._counters.add(f"rollout/episode_s/{self._scored_by}", seconds)
 
     def gauges(self, states: Iterable[str], oldest_s: float, scoring: int = 0) -> dict[str, float]:
-        """Figures as they are now, of the states of all that are played, and of those that are scored. Callable in
+        """Figures as they are now, of the episodes that are played and of those that are scored. Callable in
         another thread than the rest."""
         at = Counter(self._told(state) for state in states)
         at[self._scored_by] += scoring
@@ -95,7 +95,7 @@ class EpisodeFigures:
         return found
 
     def _told(self, state: str) -> str:
-        """The name under which a state is told."""
+        """The name under which a state is reported."""
         if not state.startswith(TOOL):
             return state
         if state not in self._tools and len(self._tools) >= MOST_TOOLS:
@@ -114,7 +114,7 @@ def by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
 class EpisodeFaults:
     """Notices to the user of attempts that this rollouter finds failed: each cause once, then counts.
 
-    Errors of the user's code are told by its host. The first case of a cause says what, for which prompt, and what
+    The host reports errors of the user's code. The first case of a cause says what, for which prompt, and what
     follows.
     """
 

@@ -1,7 +1,7 @@
-"""The hosts that play a rollouter's episodes: the one beside it, or one of those that play for all rollouters.
+"""The hosts that play a rollouter's episodes: its own, or one of those that play for all rollouters.
 
-An episode host has room for as many episodes as a rollouter plays at a time. The host beside a rollouter is its own. A
-rollouter has a share of each other host, and the shares of all rollouters add up to its room. An episode goes to the
+An episode host has room for as many episodes as a rollouter plays at a time. A rollouter
+has a share of each other host, and the shares of all rollouters add up to its room. An episode goes to the
 host that is the least full of what the rollouter may have there, in the order in which Sainte-Laguë gives seats away.
 
 Invariants: no rollouter asks for more than its share of a shared host; there is always a host, since the own one is

@@ -1,6 +1,6 @@
 """The messages of a conversation as its agent sends them: a tree of points, each behind one message. Pure.
 
-A request sends all of its history again, so it is walked from the root, and each message is told by its identity:
+A request sends all of its history again, so it is walked from the root, and each message is recognised by its identity:
 
 * an answer of the policy with calls of tools by their ids, ``call_<node>_<k>``, which were minted here and are in no
   other answer; reasoning, text and the JSON form of the arguments may have changed;
@@ -58,7 +58,7 @@ def is_answer(message: Message) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Point:
-    """A place in the tree: behind ``message``, which is None at a root."""
+    """A place in the tree: behind ``message``; a root has None."""
 
     parent: Point | None
     message: Message | None
@@ -122,7 +122,7 @@ class MessageTree:
             yield context
 
     def _called(self, calls: Sequence[Mapping[str, Any]]) -> Point | None:
-        """The answer that made all of these calls; it may have made others beside them."""
+        """The answer that made all of these calls; it may have made further calls."""
         answers = [self._minted(call) for call in calls]
         return answers[0] if all(answer is answers[0] for answer in answers) else None
 

@@ -75,7 +75,10 @@ def _sequence(path: Sequence[Node], fresh: set[int], past_rewards: Mapping[int, 
 
 
 def past_rewards(rewards: Mapping[int, float], lineage: Iterable[int]) -> dict[int, float]:
-    """Turn.past_reward of each node. ``lineage`` has for each node, as bits, itself and all that it came after."""
+    """Turn.past_reward of each node.
+
+    ``lineage`` has for each node, as bits, itself and every node that it came after.
+    """
     lines = list(lineage)
     total = sum(rewards.values())
     due = [0.0] * len(lines)
@@ -98,7 +101,7 @@ class Node:
     number: int
     """Number of its call, in the order in which calls were made, however long each took."""
     parent: Node | None
-    """The answer that its context goes on from, token by token."""
+    """The answer that its context continues, token by token."""
     added: np.ndarray
     begin: int
     shared: int
@@ -203,7 +206,7 @@ def _rank(node: Node | None, preferred: Node | None) -> tuple[int, bool, bool, i
 def depth_first(children: Mapping[Node | None, Sequence[Node]]) -> list[Node]:
     """All nodes, those behind one node by what their calls asked, and in the order of the calls where that is equal.
 
-    So the order tells nothing of how long anything took.
+    So the order does not depend on how long anything took.
     """
     found: list[Node] = []
     open_nodes: list[Node | None] = [None]

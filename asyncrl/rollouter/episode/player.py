@@ -1,12 +1,12 @@
 """Plays a sample as an episode of the user's code, at an episode host: from a lease to a trajectory.
 
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
-the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt; the
-death of a host or of a worker fails nobody's: the episode is begun anew, with a session of its own. After the death of
-a worker it goes to the same host, which knows who was in it (episodes/faults.py); after all else to another, if there
-is one.
+the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt. The
+death of a host or of a worker fails no attempt: the episode starts again, with a session of its own. After the death of
+a worker it goes to the same host, which knows which episodes were in it (episodes/faults.py); otherwise to another, if
+there is one.
 
-Invariant: nothing of an attempt outlives it; its session is sealed, and its host told to end it. Fails with
+Invariant: nothing of an attempt outlives it; its session is sealed, and its host ends it. Fails with
 EpisodeFailed for the attempt, with TrajectoryFailed for good.
 """
 
@@ -91,7 +91,7 @@ class EpisodePlayer:
         while True:
             host = self._hosts.choose(self._sessions.at, prefer=prefer, avoid=avoid)
             if host in avoid and host != prefer:
-                # There is none that was not tried: where this one fails again, another may be able by then.
+                # All hosts were tried: if this one fails again, another may work by then.
                 avoid.clear()
             prefer = ""
             avoid.add(host)
@@ -99,15 +99,15 @@ class EpisodePlayer:
                 found = await self._attempt(lease, account, host)
                 if isinstance(found, Trajectory):
                     return found
-                account.failed(f"episode: {found}; begun anew, no attempt is counted")
+                account.failed(f"episode: {found}; it starts again, no attempt is counted")
                 deaths += 1
                 prefer = host if deaths <= RETURNS else ""
             except HostAway as away:
-                account.failed(f"episode: {away}; begun anew, no attempt is counted")
+                account.failed(f"episode: {away}; it starts again, no attempt is counted")
             except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
                 if _is_full(error):
                     account.failed(f"episode: {host} is full; begun elsewhere, no attempt is counted")
-                    # At once: the host beside this rollouter refuses nobody, so it comes to an end.
+                    # At once: the rollouter's own host refuses no episode, so the search ends there.
                     continue
                 if isinstance(error, RemoteError) and not error.retryable:
                     raise
@@ -175,7 +175,7 @@ class EpisodePlayer:
             return EpisodeDone()
         finally:
             watch.cancel()
-            # Its host ends it, with all that it has started.
+            # Its host ends it, with everything that it has started.
             call.cancel()
 
     async def _expired(self, session: Session) -> Expired | None:

@@ -3,9 +3,9 @@
 A call is rendered in a thread, takes a slot of the engine for itself alone, and becomes a node of the session's
 conversation. Weights change and engines die under an open call, which notices neither.
 
-Invariants: a call is answered once; its repeat joins it or is given the same answer, and one that was cancelled goes
-on from the tokens it has. Nothing is added to a session that has ended. Fails with EpisodeOver where the session has
-ended or is not the caller's, with ChatRefused where the policy cannot be asked so, each of which the agent is told.
+Invariants: a call is answered once; its repeat joins it or is given the same answer, and a cancelled one continues
+from its tokens. Nothing is added to a session that has ended. Fails with EpisodeOver where the session has
+ended or is not the caller's, with ChatRefused where the policy cannot be asked so. The agent receives either.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Session:
         self.cut: set[int] = set()
         """Answers that a limit of the run's has cut, by node."""
         self.rendering = asyncio.Lock()
-        """Lock for rendering in the order of the calls' arrival, by which those that ask the same are told apart."""
+        """Lock for rendering in the order of the calls' arrival, which distinguishes calls that ask the same."""
         self.resumes = 0
         self.version = -1
         """The newest version under which an engine has computed any of it."""
@@ -208,7 +208,7 @@ class Sessions:
         return len(self._sessions)
 
     def gauges(self, scoring: int = 0) -> dict[str, float]:
-        """Figures of the sessions that are open, ``scoring`` more of which are scored. Callable from any thread."""
+        """Figures of the open sessions, and of ``scoring`` more that are scored. Callable from any thread."""
         sessions, now = list(self._sessions.values()), self._clock.now()
         oldest_s = max((now - session.began for session in sessions), default=0.0)
         return self.figures.gauges((session.stages.state for session in sessions), oldest_s, scoring)
@@ -264,7 +264,7 @@ class Sessions:
             options = self._config.chat.template_options | request.template_options
             if call.prompt is None:
                 messages = normalise_messages(request.messages)
-                # Before the lock, and before a thread: a call that is refused for its size holds nobody up.
+                # Before the lock, and before a thread: a call that is refused for its size holds no other up.
                 self._require_renderable(session, messages)
                 async with session.rendering:
                     prompt = await self._prompt(session, messages, tools, options)
@@ -297,7 +297,7 @@ class Sessions:
         except BaseException as error:
             if isinstance(error, (ChatRefused, EpisodeOver)):
                 account.refused(str(error))
-            # Prompt and response stay with the call: the same call made again goes on from the tokens that it has.
+            # Prompt and response stay with the call: the same call made again continues from the tokens that it has.
             stages.dropped(request.call, now())
             session.note()
             raise
@@ -406,7 +406,7 @@ class Sessions:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """Text that an agent is told, and the stop string behind it, which is sampled and trained and no part of it."""
+    """Text for the agent, and the stop string behind it, which is sampled and trained and no part of the text."""
     found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
     if not found:
         return text, ""

@@ -49,7 +49,7 @@ class Stages:
         self.turns = 0
         """Answers given."""
         self.outcome: FinishReason = "stop"
-        """Outcome by which it ends, or has ended, as far as is known."""
+        """Outcome by which it ends, or has ended, if known."""
         self._config = config
         self._calls: dict[str, Phase] = {}
         self._over: str | None = None
@@ -92,7 +92,7 @@ class Stages:
         self._show()
 
     def enter(self, call: str, phase: Phase, now: float) -> None:
-        """A call under way goes on to a phase, in any order."""
+        """A call under way enters a phase, in any order."""
         self._tick(now)
         if call in self._calls:
             self._calls[call] = phase
@@ -135,7 +135,7 @@ class Stages:
     def expire(self, now: float) -> Expired | None:
         """The deadline that has passed, if any.
 
-        After ``episode`` it is over and closes; after any other it has ended, and its host is to be told.
+        After ``episode`` it is over and closes; after any other it has ended, and its host has to stop it.
         """
         self._tick(now)
         due = self._due()
@@ -144,7 +144,7 @@ class Stages:
         stage, config = due[1], self._config
         outcome = self.outcome if stage == "close" else None
         if stage == "episode":
-            text = f"it took {config.timeout_s:g} s beside its calls of the policy (episode.timeout_s)"
+            text = f"it took {config.timeout_s:g} s without its calls of the policy (episode.timeout_s)"
             self.end_by("time", text, now)
             return Expired(stage=stage, outcome="time", text=text)
         if stage == "host":

@@ -61,7 +61,7 @@ async def _sample(engine: Engine, request: GenerationRequest) -> Sample | None:
 
 
 MIN_SAMPLES = 8
-"""Fewest sampled tokens of which the mean is taken; of fewer it says little."""
+"""Fewest sampled tokens whose mean is taken; a mean of fewer says little."""
 NORMAL = math.sqrt(math.pi / 2)
 """Root mean square over mean absolute value, of a normal distribution around 0."""
 
@@ -114,7 +114,7 @@ def measure_drift(probe: Probe, scores: Sequence[Sequence[float]], samples: Sequ
             sample[1] - float(logprobs[at])
             for sample, tokens, logprobs in zip(samples, probe.likeliest, probe.likeliest_logprobs, strict=True)
             if sample is not None
-            # Nowhere, where the learner does not tell of the token.
+            # Nowhere, where the learner has no log-prob of the token.
             for at in np.flatnonzero(tokens == sample[0])
         ],
         np.float64,

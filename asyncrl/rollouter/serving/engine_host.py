@@ -65,7 +65,7 @@ class Reprefill:
         del self._held[id]
 
     def dropped(self) -> None:
-        """New weights have taken the keys and values of all submissions, which go on."""
+        """New weights have taken the keys and values of all submissions, which continue."""
         # All of them: an engine does not say what of kept requests its prefix cache still has.
         self.tokens += sum(held.tokens for held in self._held.values())
 
@@ -81,7 +81,7 @@ class EngineHost:
         self._clock = clock
         self._states = states
         self._tokens = awaits.on("engine", "tokens")
-        """Wait that is open while something runs; renewed with all that is sampled."""
+        """Wait that is open while something runs; each sampled token renews it."""
         self._engine: Engine | None = None
         self._open = asyncio.Event()
         self._idle = asyncio.Event()
@@ -110,7 +110,7 @@ class EngineHost:
         self.reprefill = Reprefill()
         self.restarts = 0
         self.loads = 0
-        """Loads that succeeded, over all engines: it tells whether the weights have changed between two moments."""
+        """Loads that succeeded, over all engines: it shows whether the weights have changed between two moments."""
         self._loaded: int | None = None
         """The version that the engine holds complete; None before its first load and after one that failed."""
         self._shut_since = 0.0
@@ -193,7 +193,7 @@ class EngineHost:
             self._leave(lease.uid)
 
     async def abort(self, id: str) -> None:
-        """End one request early; its stream tells how that went."""
+        """End one request early; its stream shows how that went."""
         engine = self._engine
         if engine is None or self.died.is_set():
             return
@@ -209,7 +209,7 @@ class EngineHost:
         if not self.died.is_set():
             self._states.enter("restarting", "engine")
             self.reason = reason
-            # What is frozen for an update is not to blame: a failed load is not the fault of a prompt.
+            # A prompt that is frozen for an update is not to blame for a failed load.
             inside = [] if self._frozen else list(self._inside.values())
             lone = self.turns.lone if inside else None
             self.suspects.died(inside, reason, alone=lone is not None)
@@ -228,13 +228,14 @@ class EngineHost:
         return self._engine
 
     async def quiesced(self, timeout: float) -> bool:
-        """Whether an update may begin. Under on_update = drain nothing more is admitted and all that runs ends first.
+        """Whether an update may begin. Under on_update = drain nothing more is admitted and every running request ends
+        first.
 
         False if that takes longer than ``timeout`` seconds; to be asked again. It ends because every response does: the
         engine hands over tokens in time or is declared dead.
         """
         if self._open.is_set() or self.version < 0:
-            # An engine's first load costs no generation time: there was none to lose.
+            # An engine's first load costs no generation time: nothing was generated before.
             self._shut_since = self._clock.now()
         if self._config.rollout.on_update != "drain":
             return True
@@ -280,10 +281,10 @@ class EngineHost:
         return self._clock.now() - began
 
     async def commit(self, probe: Probe | None = None, stop: float = 0.0) -> tuple[float, Drift | None]:
-        """Go on, under the weights that were loaded; returns the seconds until the engine did.
+        """Resume under the weights that were loaded; returns the seconds until the engine did.
 
         With a probe nothing is admitted before the engine's drift is below ``stop``; else it is paused again, and
-        WeightsCorrupt raised: the load is to be repeated. Nor does anything go on that was frozen: it ends, to be
+        WeightsCorrupt raised: the load is to be repeated. Frozen requests do not continue either: they end, to be
         submitted again. Returns also the engine's drift from the probe.
         """
         version, rollout = self._loaded, self._config.rollout
@@ -307,13 +308,13 @@ class EngineHost:
                 self._frozen = True
                 self._states.enter("paused", f"weights v{version}")
                 raise WeightsCorrupt(f"the engine does not compute what the learner does: {drift}", version=version)
-        # First the version: whoever is admitted is told it, and salts the prefix cache with it.
+        # First the version: an admitted request gets it, and salts the prefix cache with it.
         self.version = version
         self._admit()
         return self._clock.now() - began, drift
 
     async def call_off(self) -> None:
-        """Go on under the old weights; not after a load has failed: the engine then waits for one that succeeds."""
+        """Resume under the old weights; not after a load has failed: the engine then waits for one that succeeds."""
         if self._loaded is not None and self._loaded == self.version:
             self._frozen = False
             await self.engine.resume()

@@ -123,7 +123,7 @@ class Response:
         if not spans:
             spans = [VersionSpan(self._submission_version, 0, end - start)]
         for span in spans:
-            # Spans are of all that was sampled; what a stop string or the limit has cut off is no part of the response.
+            # Spans cover every sampled token; what a stop string or the limit has cut off is no part of the response.
             first, last = start + span.start, min(start + span.end, end)
             if first >= last:
                 continue
@@ -143,12 +143,12 @@ class Response:
         """The submission is over without a last word on its versions: the engine died, or the call was given up.
 
         The first ``known`` tokens of the response are those that were handed over before the weights changed under it,
-        all sampled under the version it began with. Those after them, which there are only where the engine goes on
-        over a load (on_update = keep), are forgotten: nobody can say whether they were sampled before or after it.
+        all sampled under the version it began with. Those after them are forgotten: it is unknown whether they were
+        sampled before or after the load. They occur only where the engine continues over a load (on_update = keep).
         """
         if known < len(self.tokens):
             self.finish_reason = None
-            # They stand at the end of all that was computed.
+            # They stand at the end of the computed tokens.
             self.computed = max(0, self.computed - (len(self.tokens) - known))
             del self.tokens[known:]
             del self.logprobs[known:]
@@ -172,7 +172,7 @@ class GrowingText:
         self._read = 0
         """The first token behind the last one that ended with a whole character."""
         self._told = 0
-        """Characters behind that one which are told."""
+        """Characters behind that one which were returned."""
 
     def more(self, tokens: Sequence[int]) -> str:
         """The text that is new with ``tokens``, all there are by now."""
@@ -206,8 +206,8 @@ class PolicyCall:
         sampled: Callable[[Response], None] = lambda response: None,
         submitted: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """``entered`` is told where the call is, ``sampled`` of each handover of tokens, ``submitted`` of the version
-        that each submission begins with.
+        """``entered`` is called with the place of the call, ``sampled`` with each handover of tokens, ``submitted``
+        with the version that a submission begins with.
         """
         self._host = host
         self._tokenizer = tokenizer
@@ -267,7 +267,7 @@ class PolicyCall:
                         if self._host.loads == loads:
                             known = len(response.tokens)
                         self._sampled(response)
-                        # The stream is read on to its last delta, which tells the versions.
+                        # The stream is read to its last delta, which has the versions.
                         if stopped and delta.finish_reason is None:
                             await self._host.abort(request.id)
                     if delta.finish_reason is not None:

@@ -89,7 +89,7 @@ class CallAccount:
         self._slot: Track | None = None
 
     def prompted(self, cause: str, parent: int | None, tokens: int, new: int) -> None:
-        """Take the context: its cause, the turn that it goes on from, its tokens, and the ``new`` ones of them."""
+        """Take the context: its cause, the turn that it continues, its tokens, and the ``new`` ones of them."""
         self._context = cause, parent, tokens, new
 
     def refused(self, reason: str) -> None:

@@ -2,11 +2,11 @@
 
     GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> Policy -> EngineHost -> Engine
 
-Slots are places in the engine for calls. Places are those of open episodes, of which several may share a slot.
+Slots are places in the engine for calls. Places are those of open episodes; several may share a slot.
 
 Under ``rollout.concurrency = "auto"`` the limit of slots is raised while all slots are used and the engine has room:
 first by a share of itself, and from the first cut on by a constant. It is cut by a share where the engine preempts a
-request, which then computes its context anew, or where its KV cache is nearly full. After a cut the same pressure cuts
+request, which then computes its context again, or where its KV cache is nearly full. After a cut the same pressure cuts
 nothing more: not before the calls that run are within the limit.
 
 Invariant: the limit stays within its bounds, is raised by no more than GROWTH at a time, and only a look that sees
@@ -74,7 +74,7 @@ class Concurrency:
         return self.limit
 
     def engine_reloaded(self, load: EngineLoad) -> None:
-        """Take its count of preemptions: those that compute keys and values anew under new weights are no pressure."""
+        """Take its count of preemptions: recomputing keys and values under new weights is no pressure."""
         self._preemptions = load.preemptions
 
     def _cut(self, running: int) -> None:
@@ -89,8 +89,8 @@ class Concurrency:
 class Slots:
     """Places of things that run at a time, numbered so that the lowest free one is taken; ``resize`` changes ``size``.
 
-    Invariant: a number is nobody else's until it is given back; waiters come in the order of asking. Where there are
-    fewer slots than are taken, those that have one keep it, and nobody else comes before enough are given back.
+    Invariant: a number belongs to one taker until it is given back; waiters come in the order of asking. Where there
+    are fewer slots than are taken, those that have one keep it, and no other comes before enough are given back.
     """
 
     def __init__(self, size: int) -> None:

@@ -42,7 +42,7 @@ class SuspectLeases:
         return max(lease.attempt, self._deaths.get(lease.uid, 0))
 
     def alone(self, lease: Lease) -> bool:
-        """Whether nothing may be generated beside it."""
+        """Whether it runs alone."""
         return suspects.runs_alone(self.deaths(lease))
 
     def failure(self, lease: Lease) -> str | None:
@@ -111,7 +111,7 @@ class EngineTurns:
             if leased.cancelled() or not self._alone(lease):
                 self._enter(leased)
             elif self._inside:
-                # Nobody is aborted for it: under on_update = drain a response is to have one version, and an engine
+                # Nothing is aborted for it: under on_update = drain a response is to have one version, and an engine
                 # that has just died, which is when suspects come up, is empty anyway.
                 return
             else:

@@ -58,7 +58,7 @@ class _Request:
 
 
 class ReferenceEngine:
-    """The Engine of transformers; the module tells its rules."""
+    """The Engine of transformers; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None
@@ -174,7 +174,9 @@ class ReferenceEngine:
         assert model is not None, "not started"
         ids = [int(token) for token in request.prompt_ids]
         if not ids or not all(0 <= token < model.vocabulary for token in ids):
-            raise ValueError(f"request {request.id}: its {len(ids)} tokens are none, or not all of the vocabulary")
+            raise ValueError(
+                f"request {request.id}: it has no tokens, or tokens outside the vocabulary ({len(ids)} tokens)"
+            )
         if model.context is not None and len(ids) >= model.context:
             raise ValueError(f"request {request.id}: {len(ids)} tokens leave no room within {model.context}")
         limit = len(ids) + request.max_tokens
@@ -244,7 +246,7 @@ class ReferenceEngine:
                 else:
                     await self._advance(flight)
         except EngineDied:
-            # Everybody who waits has been told.
+            # Every waiting call has its error.
             assert self._dead is not None
 
     def _next(self) -> _Request | None:
@@ -361,7 +363,7 @@ class ReferenceEngine:
         for flight in self._flights.values():
             if recompute_kv:
                 flight.it.forget()
-            # One that has computed nothing yet, or begins anew, has keys and values of these weights alone.
+            # A request that has computed nothing yet, or starts again, has keys and values of these weights alone.
             flight.stale = flight.it.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
@@ -392,6 +394,6 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _look_at(computing: asyncio.Future[T]) -> None:
-    # Nobody else does when the task that waited for it was cancelled.
+    # No other task does when the one that waited for it was cancelled.
     if not computing.cancelled():
         computing.exception()

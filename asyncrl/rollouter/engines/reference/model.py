@@ -31,7 +31,7 @@ class Continuation:
     """A sequence and the terms of its continuation."""
 
     ids: list[int]
-    """The prompt and all that was sampled."""
+    """The prompt and the sampled tokens."""
     prompt: int
     """Tokens of ``ids`` that are not sampled."""
     limit: int
@@ -78,7 +78,7 @@ class Model:
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError([f"model.path: {config.path} cannot be loaded as a causal LM: {error}"]) from error
         self._class: Any = type(empty)
-        # Not every model can leave out the logits that nobody looks at.
+        # Not every model can leave out unused logits.
         parameters = inspect.signature(self._class.forward).parameters
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         text = self._settings.get_text_config()

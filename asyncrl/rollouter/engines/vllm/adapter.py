@@ -58,7 +58,7 @@ __all__ = [
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps the load that vLLM's scheduler told last."""
+    """Keeps the load that vLLM's scheduler reported last."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self.load: EngineLoad | None = None
@@ -78,7 +78,7 @@ class LoadLogger(StatLoggerBase):
 
 
 def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: LoadLogger | None) -> AsyncLLM:
-    """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` is told of its load. Blocking.
+    """Start an engine and wait until it is up; ``folder`` takes its files, and ``load`` receives its load. Blocking.
 
     Raises ConfigError for a model that cannot be run, EngineDied when its processes fail to start.
     """
@@ -99,7 +99,7 @@ def launch(config: Config, name: str, model: dict[str, Any], folder: str, load: 
         with _environment(options.scratch_environment(folder)):
             # Without one vLLM counts nothing, which is faster.
             loggers: list[Any] | None = [lambda *_: load] if load is not None else None
-            # Nobody waits for the next token, and after an update every partial response is prefilled at once: so many
+            # No call waits for the next token, and after an update every partial response is prefilled at once: so many
             # tokens a step as vLLM takes on this device for whole batches. Without a context it is 2,048.
             return AsyncLLM.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
     except (ValueError, TypeError) as error:
@@ -120,7 +120,7 @@ def _require_lora_support(model: dict[str, Any]) -> None:
 def adapter_request(config: Config, folder: str) -> LoRARequest | None:
     """The adapter that all requests go with, where versions are adapters; see lora.py.
 
-    vLLM looks into ``folder`` where it has none, and ends because there is none either.
+    vLLM looks into ``folder`` for an unknown adapter, and ends because it finds nothing there.
     """
     return LoRARequest("policy", ADAPTER_ID, folder) if config.publishes_adapter else None
 
@@ -163,7 +163,7 @@ def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interv
 
 
 def submission_seed(request: GenerationRequest) -> int | None:
-    """Seed of a submission, 63 bits: vLLM begins its noise anew with each request, so a resume has one of its own."""
+    """Seed of a submission, 63 bits: vLLM restarts its noise with each request, so a resume has one of its own."""
     if request.seed is None or not request.held:
         return request.seed
     digest = hashlib.blake2b(f"{request.seed}/{request.held}".encode(), digest_size=8).digest()
@@ -195,7 +195,7 @@ def scoring() -> SamplingParams:
     """Parameters of a request that only scores its prompt."""
     return SamplingParams(
         temperature=1.0,
-        # vLLM samples one token at least; nobody looks at it.
+        # vLLM samples at least one token, which is not used.
         max_tokens=1,
         prompt_logprobs=0,
         flat_logprobs=True,

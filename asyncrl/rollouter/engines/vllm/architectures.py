@@ -1,6 +1,6 @@
 """Architectures that vLLM computes otherwise than the learner, or serves no adapters of.
 
-Each is refused by its name and with the reason, before anything starts; one that nobody knows of is left to the probe.
+Each is refused by its name and with the reason, before anything starts; an unknown one is left to the probe.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from asyncrl.config import Config
 
 ALWAYS_TIED = ("gemma2",)
-"""Values of model_type for which vLLM loads no head beside the embedding."""
+"""Values of model_type for which vLLM loads no head, only the embedding."""
 WITHOUT_ADAPTERS = (
     *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BloomForCausalLM", "Cohere2MoeForCausalLM"),
     *("DbrxForCausalLM", "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GPT2LMHeadModel"),

@@ -46,7 +46,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def stop_token_ids(folder: str, *, required: bool = True) -> list[int]:
     """Ids that end a response: those of generation_config.json and config.json, and the tokenizer's own.
 
-    Raises ConfigError when one is ``required`` and there is none, because every response would run to its limit.
+    Raises ConfigError when a ``required`` one is missing, because every response would run to its limit.
     """
     config = read_config(folder)
     found: set[int] = set()

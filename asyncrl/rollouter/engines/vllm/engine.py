@@ -42,7 +42,7 @@ CORE_NAME = "EngineCore"
 
 @dataclass(slots=True)
 class _Flight:
-    """A request in flight. ``stale``: versions under which it went on over an older KV cache."""
+    """A request in flight. ``stale``: versions under which it continued over an older KV cache."""
 
     tokens: int = 0
     """Tokens of its prompt and its response so far."""
@@ -50,7 +50,7 @@ class _Flight:
 
 
 class VllmEngine:
-    """The Engine of vLLM; the module tells its rules."""
+    """The Engine of vLLM; the rules are in the module's docstring."""
 
     def __init__(self, config: Config, name: str) -> None:
         assert config.model.path is not None

@@ -1,7 +1,7 @@
 """Adapters (LoRA) that a version must hold, by the headers of the model's files.
 
 vLLM takes what it is given: a layer that is missing or has another's name would be computed without an adapter, and
-nobody would say so.
+vLLM would report nothing.
 
 Fails with WeightsCorrupt, before anything is handed to an engine.
 """

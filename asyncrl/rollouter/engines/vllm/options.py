@@ -85,10 +85,10 @@ def make_scratch_folder() -> tuple[str, int]:
     # 8 random characters, and 36 for a socket's name.
     if len(parent) + len(prefix) + 8 + 36 + 2 > SOCKET_PATH_LIMIT:
         parent = SHORT_PARENT
-    # It gets its name once its lock is held, so that nobody finds it free.
+    # It gets its name once its lock is held, so that no other process finds it free.
     made = tempfile.mkdtemp(prefix="asyncrl-new-", dir=parent)
     lock = os.open(os.path.join(made, SCRATCH_LOCK), os.O_RDWR | os.O_CREAT, 0o600)
-    # Where the file system has no locks, nobody takes it for free either.
+    # Where the file system has no locks, no process takes it for free either.
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     folder = os.path.join(parent, prefix + made[-8:])

@@ -1,6 +1,6 @@
 """The processes that an engine started, the cores that they are bound to, and their end.
 
-Only what was seen as a child or a descendant of a child is ever touched; a process number that went to somebody
+Only what was seen as a child or a descendant of a child is ever touched; a process number that went to another
 else meanwhile is recognised by its start time. Blocking: run ``end`` in a thread.
 """
 
@@ -50,7 +50,7 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of all that still live."""
+        """Numbers of the processes that still live."""
         cores = [core.pid for core in self._cores if core.pid is not None and core.is_alive()]
         return cores + [pid for pid, process in self._descendants.items() if _lives(process)]
 
@@ -89,7 +89,7 @@ class ClaimedCores:
     A process of the run that wakes up beside an engine would else now and then be put where the engine computes, while
     other cores idle. A core is claimed by a name that one socket of the host can have, so it is free again however its
     owner ends. Invariant: no two engines of this host's network are bound to one core, and the first of the cores that
-    a process may use is left to everybody. Where too few are free, nothing is bound.
+    a process may use is left to all processes. Where too few are free, nothing is bound.
     """
 
     def __init__(self, cores: Sequence[int], claims: Sequence[socket.socket]) -> None:

@@ -3,9 +3,9 @@
 vLLM alone sends each token of each request through its socket as an output of its own, and its front end merges them
 in the rollouter's process.
 
-Invariants: no token is lost and their order is kept; the last output of a request brings all that was held of it; a
-pause is complete only once nothing is held, so that all tokens of an output were sampled under one version. A request
-that its caller aborts outside of a pause takes what was held of it along.
+Invariants: no token is lost and their order is kept; the last output of a request brings everything that was held of
+it; a pause is complete only once nothing is held, so that all tokens of an output were sampled under one version. A
+request that its caller aborts outside of a pause takes what was held of it along.
 
 Adds no error to those of vLLM's scheduler. It runs in the engine core's process and imports nothing of the rollouter.
 """
@@ -63,7 +63,7 @@ class OutputBatches:
             self._held.pop(request_id, None)
 
     def release(self) -> list[tuple[int, EngineCoreOutput]]:
-        """All that is held, each with its client."""
+        """The held outputs, each with its client."""
         released = [(held.client, join(held.outputs)) for held in self._held.values()]
         self._held.clear()
         return released
@@ -103,7 +103,7 @@ class BatchedScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Outputs that are due, by client; those of a pause are all that is held."""
+        """Outputs that are due, by client; in a pause every held output is due."""
         of_clients = super().update_from_output(scheduler_output, model_runner_output)
         for client, bundle in list(of_clients.items()):
             bundle.outputs = [due for output in bundle.outputs if (due := self._due(client, output)) is not None]

@@ -5,9 +5,9 @@ what that adapter holds, straight from sealed memory, which the engine's owner h
 model is not touched. vLLM passes over adapters of layers that it does not know, and says nothing: so the layers are
 looked up before the load, and afterwards what the layers compute with is compared with what was published.
 
-Either the adapter is whole afterwards, or ``load_adapter`` tells its failure and the engine has the one before or none,
-never a part: it must not be stepped until an update has succeeded. Any number of failed updates may come before. A
-failure is no error of the remote call, for the reason that weights.py has.
+Either the adapter is whole afterwards, or ``load_adapter`` returns the failure and the engine has the one before or
+none, never a part: it must not be stepped until an update has succeeded. Any number of failed updates may come before.
+A failure is no error of the remote call, for the reason that weights.py has.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _absent(manager: Any, homes: dict[str, str], layers: dict[str, Matrices]) ->
         names = parts[name]
         held = list(zip(_slices(module.lora_a_stacked), _slices(module.lora_b_stacked), strict=True))
         if len(held) != len(names):
-            # It computes fewer or more layers than the checkpoint has, so nobody can say which lies where.
+            # It computes fewer or more layers than the checkpoint has, so their places are unknown.
             yield from (layer for layer in names if layer in layers)
             continue
         published = [layers.get(layer, (None, None)) for layer in names]

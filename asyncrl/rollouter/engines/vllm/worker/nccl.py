@@ -1,10 +1,10 @@
-"""Weights over NCCL in a vLLM worker: vLLM's own receiving engine, told before each bucket what comes.
+"""Weights over NCCL in a vLLM worker: vLLM's own receiving engine, which gets the layout of each bucket first.
 
 Verified here, over the link to the learner (weights/collective/): that sender and receiver mean the same version, the
-same bucket and the same layouts, name by name; that a bucket came whole, as far as NCCL says so; that every parameter
-was given a value (weights.py). Not verified: the checksums. NCCLWeightTransferEngine broadcasts a packed bucket into a
-buffer of its own on the device and gives views of it to the model's loader at once, so nobody sees the bytes in
-between; a bit that flips on the way is for NCCL and the network to notice, or for the probe of ``weights.verify``.
+same bucket and the same layouts, name by name; that NCCL reports a bucket as whole; that every parameter was given a
+value (weights.py). Not verified: the checksums. NCCLWeightTransferEngine broadcasts a packed bucket into a buffer of
+its own on the device and gives views of it to the model's loader at once, so no code of ours sees the bytes in between;
+a bit that flips on the way is for NCCL and the network to notice, or for the probe of ``weights.verify``.
 
 Steps of its own: its communicator comes with one all-reduce at the start; ``packed_nccl_broadcast_consumer``
 puts consecutive tensors into one broadcast until they exceed the buffer's size, which is therefore that of the largest
@@ -52,7 +52,7 @@ class NcclReceiver:
 
 
 class _Loader:
-    """Stands in for the model, of which the engine needs only this."""
+    """Stands in for the model: the engine needs only this."""
 
     def __init__(self) -> None:
         self.load: Load | None = None

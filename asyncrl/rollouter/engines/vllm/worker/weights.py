@@ -169,7 +169,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _repack_tied_heads(self) -> None:
         # On CPU a layer computes with a packed copy of its weight. The reload packs the embedding only, and a head
-        # that shares its parameter would go on with the copy that it made of the old values.
+        # that shares its parameter would keep the copy that it made of the old values.
         if not current_platform.is_cpu():
             return
         for name, layer in self.model.named_modules():
