@@ -12,7 +12,7 @@ MOST_IN_A_FOLDER = 15
 CONTRACT = {"errors", "disk", "config", "messages", "snapshot", "tokenizer", "stops", "ledger", "group_file", "roles"}
 CONTRACT |= {"other_names", "gathering", "trajectories", "chat", "outcome", "data", "sft", "teacher", "lora", "files"}
 ACTORS = {"dataloader", "rollouter", "reward", "learner", "parameter_server", "controller", "episodes", "sinks"}
-FOR_ACTORS = CONTRACT | {"wire", "runtime", "telemetry", "text", "weights", "checkpoint"}
+FOR_ACTORS = CONTRACT | {"wire", "runtime", "workers", "telemetry", "text", "weights", "checkpoint"}
 VIEWERS = {"top", "report", "explain"}
 
 MAY_IMPORT = {
@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "weights": {"errors", "messages"},
     "telemetry": {"messages", "snapshot", "files", "text", "roles"},
     "runtime": {"errors", "files", "config", "messages", "snapshot", "wire", "telemetry"},
+    "workers": {"errors", "files", "config", "messages", "wire", "telemetry", "runtime"},
     "explain": {"errors", "telemetry", "text"},
     # It asks a controller from outside.
     "top": {"errors", "messages", "snapshot", "telemetry", "text", "runtime", "wire"},

@@ -1,6 +1,6 @@
 """Ends every process that a tool starts, whatever ends the tool.
 
-``if __name__ == "__main__": sys.exit(kept.run(main))`` runs the tool below a warden (runtime/workers/warden.py):
+``if __name__ == "__main__": sys.exit(kept.run(main))`` runs the tool below a warden (workers/warden.py):
 
     the process that was started ── warden ── the tool ── its processes
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from asyncrl.runtime.linux import children_of
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GRACE_S = 30.0

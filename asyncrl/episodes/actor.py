@@ -29,7 +29,7 @@ from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
 from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.runtime.workers.confinement import NOTICE, confine
+from asyncrl.workers.confinement import NOTICE, confine
 
 if TYPE_CHECKING:
     from asyncrl.episodes.http.endpoint import PolicyEndpoint

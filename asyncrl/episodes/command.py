@@ -2,8 +2,8 @@
 
 Its exit ends the episode: with 0 it has ended well, and the last line of its standard output is the reward, if that is
 a finite number or a JSON object of components. Invariant: when an episode has ended nothing of the program is left; the
-same holds when this process has died (runtime/workers/keeper.py). It has the part of the run's environment that
-any program needs or the user names (runtime/workers/environment.py), and the key of its own session.
+same holds when this process has died (workers/keeper.py). It has the part of the run's environment that
+any program needs or the user names (workers/confinement.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.runtime.lifecycle.supervision import describe_exit
-from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import held_beyond
-from asyncrl.runtime.workers.process import WorkerProcess, gone
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.memory import held_beyond
+from asyncrl.workers.process import WorkerProcess, gone
 
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5
@@ -128,7 +128,7 @@ class Programs:
         }
         try:
             process = WorkerProcess(
-                "asyncrl.runtime.workers.keeper",
+                "asyncrl.workers.keeper",
                 json.dumps(setup).encode(),
                 confined=self._confined,
                 max_frame_bytes=MOST_ANSWER_BYTES,

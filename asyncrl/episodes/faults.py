@@ -14,9 +14,9 @@ from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.episodes.session import Playing, PolicySession
-from asyncrl.runtime.workers.memory import held_beyond
-from asyncrl.runtime.workers.process import WorkerProcess
 from asyncrl.telemetry.states import StateLedger
+from asyncrl.workers.memory import held_beyond
+from asyncrl.workers.process import WorkerProcess
 
 MEMORY_KEY = "episode.max_memory_bytes"
 SUSPECT_DEATHS = 2

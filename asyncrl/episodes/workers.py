@@ -25,9 +25,9 @@ from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeOv
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import resident_bytes
-from asyncrl.runtime.workers.process import WorkerProcess, gone
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.memory import resident_bytes
+from asyncrl.workers.process import WorkerProcess, gone
 
 BEATS = 8
 """Times that a worker says that it is alive in the shorter of episode.stall_timeout_s and close_timeout_s."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from asyncrl.disk import in_bytes
 from asyncrl.runtime.lifecycle.supervision import describe_exit
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 
 END_S = 5.0
 READ_BYTES = 1 << 16
@@ -22,7 +22,7 @@ LAST_WORDS_BYTES = 1 << 16
 async def ask_process(
     module: str, arguments: Sequence[str], order: bytes, limit_s: float, *, env: Mapping[str, str] | None = None
 ) -> tuple[bytes, str]:
-    """Run ``python -m MODULE ARGUMENTS...`` below a warden (runtime/workers/warden.py), with ``order`` as its input.
+    """Run ``python -m MODULE ARGUMENTS...`` below a warden (workers/warden.py), with ``order`` as its input.
 
     Returns its output, and how it ended with the last line of its standard error. The process and its descendants have
     ended then. ``env`` is added to the environment. Output of more than LONGEST_ANSWER_BYTES counts as empty. Raises

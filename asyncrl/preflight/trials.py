@@ -32,7 +32,7 @@ from asyncrl.preflight.process import ask_process
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.pool import JudgePool, for_trial
 from asyncrl.reward.scoring.pool import RewardPool
-from asyncrl.runtime.workers.confinement import Confinement
+from asyncrl.workers.confinement import Confinement
 
 IMPORT_S = 45.0
 """Longest time for importing the user's module; pool and episode host have more, so that this is no error."""

@@ -24,8 +24,8 @@ from asyncrl.reward.scoring.faults import Faults, RewardFault
 from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
-from asyncrl.runtime.workers.confinement import NOTICE, Confinement, confine
 from asyncrl.telemetry.trace import FIRST_SLOT
+from asyncrl.workers.confinement import NOTICE, Confinement, confine
 
 START_SHARE = 0.8
 """Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""

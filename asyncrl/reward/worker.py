@@ -24,10 +24,10 @@ from asyncrl.reward import arguments
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
 from asyncrl.reward.scoring.functions import BUILT_IN
-from asyncrl.runtime.workers import isolation
-from asyncrl.runtime.workers.framing import framed
-from asyncrl.runtime.workers.memory import MemoryLimit
-from asyncrl.runtime.workers.user_code import (
+from asyncrl.wire.codec import encodable
+from asyncrl.workers import isolation
+from asyncrl.workers.memory import MemoryLimit
+from asyncrl.workers.user_code import (
     Keys,
     NotCallable,
     accepted,
@@ -37,15 +37,15 @@ from asyncrl.runtime.workers.user_code import (
     kind_of,
     load,
 )
-from asyncrl.runtime.workers.worker import (
+from asyncrl.workers.worker import (
     NO_MEMORY_EXIT,
     NO_SOCKET_EXIT,
     end,
     find_modules_here,
+    framed,
     frames,
     stay_alone,
 )
-from asyncrl.wire.codec import encodable
 
 Scorer = Callable[[RewardTask], list[Outcome]]
 KEYS = Keys("reward.function", "reward.options")

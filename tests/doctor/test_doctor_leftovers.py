@@ -168,7 +168,7 @@ def test_scratch_of_engines_goes_with_their_process(tmp_path, nobody):
 
 ACTOR, WORKER, ENGINE = "asyncrl rollouter/0 trial", "asyncrl reward worker", "VLLM::EngineCore"
 GUARD, AGENT = "python -m asyncrl.launcher.node.guard p 3", "python -m asyncrl.launcher.node.agent 4 3"
-KEEPER = "/bin/python -u -m asyncrl.runtime.workers.keeper 7"
+KEEPER = "/bin/python -u -m asyncrl.workers.keeper 7"
 
 
 @pytest.mark.parametrize(

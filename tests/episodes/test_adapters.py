@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl.episodes import Task
 from asyncrl.episodes.playing.players import resolve
-from asyncrl.runtime.workers.user_code import NotCallable
+from asyncrl.workers.user_code import NotCallable
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

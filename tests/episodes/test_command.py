@@ -20,7 +20,7 @@ RUN = uvloop.run
 """As an actor's process does."""
 SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
 """For which what a program starts sleeps; by it the processes of this run are known."""
-KEEPER = "asyncrl.runtime.workers.keeper"
+KEEPER = "asyncrl.workers.keeper"
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
 with open(os.environ["ASYNCRL_TASK_FILE"]) as file:

@@ -23,10 +23,10 @@ from asyncrl.reward.actor import RewardActor
 from asyncrl.reward.scoring import pool as pool_module
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.peer import Peer
-from asyncrl.runtime.workers.confinement import why_not
 from asyncrl.telemetry.catalogue import edges_of
 from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.workers.confinement import why_not
 
 pytestmark = pytest.mark.usefixtures("user_module")
 RUN = uvloop.run

@@ -15,7 +15,7 @@ from asyncrl.reward.scoring.frames import RewardSetup, RewardTask
 from asyncrl.reward.scoring.functions import constant, exact, math_verify, reasoning_gym, regex
 from asyncrl.reward.scoring.shaping import overlong_penalty, shaped
 from asyncrl.reward.worker import resolve
-from asyncrl.runtime.workers.user_code import NotCallable
+from asyncrl.workers.user_code import NotCallable
 
 NUMBER = {"normalize": "number"}
 GSM8K = {"pattern": r"####\s*(-?[\d.,]+)"}

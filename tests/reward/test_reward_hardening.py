@@ -19,7 +19,7 @@ from asyncrl.errors import RewardFailed
 from asyncrl.learner.groups import components
 from asyncrl.messages.actors import NOTICE
 from asyncrl.outcome import MOST_NAMES
-from asyncrl.runtime.workers import memory, user_code
+from asyncrl.workers import memory, user_code
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run

@@ -55,10 +55,10 @@ from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import Response, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.workers.confinement import Confinement
 from asyncrl.stops import resolve_stops
 from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
+from asyncrl.workers.confinement import Confinement
 
 HOST = "episodes/0"
 UID = "0-0"

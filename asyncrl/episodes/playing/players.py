@@ -15,7 +15,7 @@ from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.function import GIVEN, Player, call, function_player
 from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.playing.tools import Note, Tool, methods, tools_player
-from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, describe, load
+from asyncrl.workers.user_code import Keys, NotCallable, accepted, describe, load
 
 ADAPTERS = "asyncrl.episodes.adapters."
 OPTIONS = "episode.options"

@@ -30,10 +30,9 @@ from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.outcome import BadOutcome, read_outcome
-from asyncrl.runtime.workers import isolation
-from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
-from asyncrl.runtime.workers.user_code import NotCallable, describe, find_place, kind_of
-from asyncrl.runtime.workers.worker import NO_SOCKET_EXIT, end, find_modules_here, stay_alone
+from asyncrl.workers import isolation
+from asyncrl.workers.user_code import NotCallable, describe, find_place, kind_of
+from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, end, find_modules_here, framed, stay_alone
 
 STOPPED = "it was stopped"
 CHAT_PLACE = re.compile(r"\$\[1\]\.")

@@ -1,7 +1,7 @@
 """One actor's process: started in its own session, with its own log and environment.
 
 Invariant: after ``wait``, no process of the actor's group or session is left, except those in ``stuck``, which the
-kernel holds. Wardens (runtime/workers/warden.py) are in that session, and become children of the agent when the actor
+kernel holds. Wardens (workers/warden.py) are in that session, and become children of the agent when the actor
 dies. They get END first: only a warden finds what users' code has started in other sessions. A process that is left
 after ``warden.END_S`` is killed.
 """
@@ -23,7 +23,7 @@ from asyncrl.runtime.linux import (
     kill_group,
     reap_child,
 )
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 
 LEFTOVERS_S = 10.0
 """Time for the leftovers of a process to end, longer than ``warden.END_S``; those that the kernel holds are named."""

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.workers.user_code import Keys, NotCallable, accepted, did_you_mean, load
+from asyncrl.workers.user_code import Keys, NotCallable, accepted, did_you_mean, load
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.messages.groups import Group
 from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT
 from asyncrl.outcome import MOST_NAMES
-from asyncrl.runtime.workers.user_code import find_place
+from asyncrl.workers.user_code import find_place
 
 
 class ComponentNames:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from asyncrl.reward.judges import JUDGES
-from asyncrl.runtime.workers.user_code import NotCallable, did_you_mean
+from asyncrl.workers.user_code import NotCallable, did_you_mean
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[float, Meta(ge=0)]

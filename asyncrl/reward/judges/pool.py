@@ -31,8 +31,8 @@ from asyncrl.reward.scoring.faults import RewardFault
 from asyncrl.reward.scoring.pool import RewardPool
 from asyncrl.reward.scoring.shaping import shaped
 from asyncrl.reward.scoring.slots import PoolCounters
-from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.user_code import NotCallable
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.user_code import NotCallable
 
 CACHE_FOLDER = "judge_cache"
 

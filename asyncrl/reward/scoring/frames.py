@@ -1,7 +1,7 @@
 """Messages between the pool and its workers over a socket pair.
 
 Order is the protocol: the pool sends Setup, the worker Ready; then each Task is answered by one Result, in order. The
-bodies of the frames (runtime/workers/framing.py) are MessagePack. Fails with msgspec's errors for anything else.
+bodies of the frames (workers/worker.py) are MessagePack. Fails with msgspec's errors for anything else.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ more, or its owner gives it up, does the pool fail as a whole (``watch``).
 
 Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
 leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
-(runtime/workers/), its output is taken off it and bounded. While tasks are quick, a worker is sent the next
+(workers/), its output is taken off it and bounded. While tasks are quick, a worker is sent the next
 few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
 out not to be quick go to other workers; should the late worker get to them after all, they run twice.
 """
@@ -34,10 +34,10 @@ from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Resu
 from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
 from asyncrl.reward.scoring.slots import Pending, PoolCounters, RewardSlot
 from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.runtime.workers.confinement import UNISOLATED, Confinement
-from asyncrl.runtime.workers.memory import held_beyond, resident_bytes
-from asyncrl.runtime.workers.process import WorkerProcess, gone
 from asyncrl.telemetry.states import StateLedger
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.memory import held_beyond, resident_bytes
+from asyncrl.workers.process import WorkerProcess, gone
 
 AHEAD_S = 0.002
 """Seconds of work that a worker is sent ahead, by the recent time of a task; none where one takes longer."""

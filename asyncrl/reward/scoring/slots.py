@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.runtime.workers.process import WorkerProcess
 from asyncrl.telemetry.states import StateLedger
+from asyncrl.workers.process import WorkerProcess
 
 if TYPE_CHECKING:
     from asyncrl.reward.scoring.pool import RewardPool

@@ -14,7 +14,7 @@ from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.tools import result_text
 from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.runtime.workers.user_code import NotCallable
+from asyncrl.workers.user_code import NotCallable
 
 
 async def test_an_environment_is_reset_stepped_rewarded_and_closed(tmp_path):

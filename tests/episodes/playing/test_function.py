@@ -18,9 +18,9 @@ from asyncrl.episodes.playing.printing import Printer
 from asyncrl.episodes.playing.worker import STOPPED, Worker
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.runtime.workers.confinement import why_not
-from asyncrl.runtime.workers.framing import FrameReader
 from asyncrl.wire.keys import create_credentials
+from asyncrl.workers.confinement import why_not
+from asyncrl.workers.worker import FrameReader
 
 
 def play(**episode):

@@ -175,7 +175,7 @@ time.sleep(600)
 WITH_WORKERS = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 for number in range(4):
     worker = warden.command("worker_of_a_test", sys.argv[1], str(number))
     subprocess.Popen([sys.executable, *worker], process_group=0)
@@ -193,7 +193,7 @@ sys.path[:0] = ["tests", "tests/launcher"]
 from launched import marked
 from asyncrl.launcher.node.child import Child
 from asyncrl.runtime.linux import become_subreaper, end_children
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 become_subreaper()
 mark, actor, *deaf = sys.argv[1:]
 warden.END_S = 1.0

@@ -22,7 +22,7 @@ from asyncrl.learner.algorithm.loss.corrections import ESTIMATORS, correction
 from asyncrl.learner.algorithm.losses import TokenLosses, find_loss
 from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
 from asyncrl.outcome import LONGEST_NAME, MOST_NAMES
-from asyncrl.runtime.workers.user_code import describe, find_place
+from asyncrl.workers.user_code import describe, find_place
 
 
 class Objective:

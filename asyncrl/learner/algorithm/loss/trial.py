@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.advantages import ScoredGroup, find_advantage
 from asyncrl.learner.algorithm.loss.objective import Objective
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.runtime.workers.user_code import describe
+from asyncrl.workers.user_code import describe
 
 LENGTHS = (3, 2)
 """Tokens of each of the two sequences."""

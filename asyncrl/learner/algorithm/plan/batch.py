@@ -50,7 +50,6 @@ from asyncrl.learner.algorithm.plan.packing import pack
 from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, find_sharing, nothing_shared
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.runtime.workers.user_code import describe
 from asyncrl.trajectories import (
     is_truncated,
     past_rewards,
@@ -58,6 +57,7 @@ from asyncrl.trajectories import (
     sampled_spans,
     sampled_tokens,
 )
+from asyncrl.workers.user_code import describe
 
 GroupScores = list[list[np.ndarray]]
 """A value for each sampled token: for each trajectory and each of its sequences, float64 [S]."""

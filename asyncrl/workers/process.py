@@ -25,11 +25,10 @@ import psutil
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.runtime.linux import children_of, kill_child, kill_group, session_members
-from asyncrl.runtime.workers import warden
-from asyncrl.runtime.workers.confinement import Confinement
-from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
-from asyncrl.runtime.workers.isolation import NOT_ISOLATED_EXIT
-from asyncrl.runtime.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT
+from asyncrl.workers import warden
+from asyncrl.workers.confinement import Confinement
+from asyncrl.workers.isolation import NOT_ISOLATED_EXIT
+from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, READ_BYTES, FrameReader, framed
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0

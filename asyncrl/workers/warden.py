@@ -1,4 +1,4 @@
-"""Keeps a process that runs users' code: ``python -m asyncrl.runtime.workers.warden PARENT MODULE ARGUMENT...``.
+"""Keeps a process that runs users' code: ``python -m asyncrl.workers.warden PARENT MODULE ARGUMENT...``.
 
 The warden forks the worker, which runs ``python -m MODULE ARGUMENT...``. The warden is a subreaper: a process that the
 users' code starts, in any session or group, is a descendant of the warden. Invariant: the warden kills descendants
@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
 
-MODULE = "asyncrl.runtime.workers.warden"
+MODULE = "asyncrl.workers.warden"
 END = signal.SIGRTMIN + 3
 """Signal to a warden: end the worker and all processes below it, now."""
 END_S = 3.0

@@ -10,12 +10,12 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from asyncrl.runtime.linux import become_subreaper, die_with_parent
-from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader
 
 NO_MEMORY_EXIT = 120
 """Exit code of a worker that has not even the memory to say so."""
@@ -23,6 +23,36 @@ NO_SOCKET_EXIT = 121
 """Exit code of a worker whose socket the user's code has closed."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals for the whole job, on which the actor decides. Handlers, unlike SIG_IGN, are not passed on to programs."""
+
+READ_BYTES = 1 << 16
+_LENGTH = struct.Struct("<I")
+
+
+class FrameReader:
+    """Cuts a byte stream into frames. Raises ValueError for one longer than ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes | bytearray]:
+        """The bodies that ``data`` completes."""
+        self._pending += data
+        while len(self._pending) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._pending)
+            if size > self._limit:
+                raise ValueError(f"a frame of {size} bytes, {self._limit} are allowed")
+            end = _LENGTH.size + size
+            if len(self._pending) < end:
+                return
+            body = self._pending[_LENGTH.size : end]
+            del self._pending[:end]
+            yield body
+
+
+def framed(*bodies: bytes) -> bytes:
+    """Each of ``bodies`` as a frame, one after the other."""
+    return b"".join(part for body in bodies for part in (_LENGTH.pack(len(body)), body))
 
 
 def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]:

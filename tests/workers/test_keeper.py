@@ -13,8 +13,8 @@ from typing import IO
 import psutil
 import pytest
 
-from asyncrl.runtime.workers.framing import FrameReader, framed
-from asyncrl.runtime.workers.keeper import LINE_BYTES, OutputLines
+from asyncrl.workers.keeper import LINE_BYTES, OutputLines
+from asyncrl.workers.worker import FrameReader, framed
 
 
 class Pipes:
@@ -70,7 +70,7 @@ def test_a_program_that_is_asked_to_end_before_it_has_begun_is_not_started(tmp_p
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(framed(json.dumps(setup).encode(), b"terminate"))
-        keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
+        keeper = [sys.executable, "-m", "asyncrl.workers.keeper", str(theirs.fileno())]
         ended = subprocess.run(keeper, pass_fds=[theirs.fileno()], capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr, began.exists()) == (0, b"", b"", False)
 
@@ -83,7 +83,7 @@ def test_it_keeps_a_program_at_any_number_of_its_connection() -> None:
         number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 1024)
         try:
             ours.sendall(framed(json.dumps(setup).encode()))
-            keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(number)]
+            keeper = [sys.executable, "-m", "asyncrl.workers.keeper", str(number)]
             ended = subprocess.run(keeper, pass_fds=[number], capture_output=True, timeout=60)
         finally:
             os.close(number)
@@ -99,7 +99,7 @@ def test_a_start_that_fails_for_want_of_the_host_s_is_no_fault_of_the_program(tm
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(framed(json.dumps(setup).encode()))
-        keeper = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
+        keeper = [sys.executable, "-m", "asyncrl.workers.keeper", str(theirs.fileno())]
         limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "limited", *keeper]
         ended = subprocess.run(limited, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, timeout=60)
         ours.setblocking(False)
@@ -118,7 +118,7 @@ def test_what_a_program_leaves_behind_is_ended_though_it_prints_without_end(tmp_
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(framed(json.dumps(setup).encode()))
-        argv = [sys.executable, "-m", "asyncrl.runtime.workers.keeper", str(theirs.fileno())]
+        argv = [sys.executable, "-m", "asyncrl.workers.keeper", str(theirs.fileno())]
         keeper = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert keeper.stdout is not None
         try:

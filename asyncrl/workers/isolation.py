@@ -1,4 +1,4 @@
-"""Keeps users' code from what is the run's own. ``python -m asyncrl.runtime.workers.isolation RUN`` tries it on itself,
+"""Keeps users' code from what is the run's own. ``python -m asyncrl.workers.isolation RUN`` tries it on itself,
 and ends with exit code 0 or with the reason why it cannot be done here.
 
 A process that isolates itself is in a user namespace and a mount namespace of its own from then on, has lost all rights

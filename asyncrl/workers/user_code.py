@@ -161,7 +161,7 @@ def _place(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 

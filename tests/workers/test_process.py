@@ -13,8 +13,8 @@ import pytest
 from virtual import run_virtual
 
 from asyncrl.runtime.linux import kill_child
-from asyncrl.runtime.workers.confinement import UNISOLATED
-from asyncrl.runtime.workers.process import Output, WorkerProcess, kill_living
+from asyncrl.workers.confinement import UNISOLATED
+from asyncrl.workers.process import Output, WorkerProcess, kill_living
 
 TAKEN = 8
 """Descriptors that a start takes: socket pair, /dev/null, pipe, and those of subprocess."""
@@ -71,7 +71,7 @@ def test_a_killed_worker_that_is_slow_to_go_is_looked_after_now_and_then(monkeyp
 
         monkeypatch.setattr(os, "waitid", slow)
         monkeypatch.setattr(WorkerProcess, "descendants", counted)
-        worker = started("asyncrl.runtime.workers.keeper", lambda *_: ended.set())
+        worker = started("asyncrl.workers.keeper", lambda *_: ended.set())
         worker.kill("took too long")
         await ended.wait()
         return loop.time()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 
 CHILDREN = 6
 LEAVES = f"""
@@ -41,7 +41,7 @@ match then:
 """
 STARTS = """
 import subprocess, sys, time
-from asyncrl.runtime.workers import warden
+from asyncrl.workers import warden
 process = subprocess.Popen([sys.executable, *warden.command(*sys.argv[1:])])
 print(process.pid, flush=True)
 time.sleep(1000)

@@ -8,20 +8,44 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from asyncrl.config.operation import SecurityConfig
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.workers import isolation
-from asyncrl.runtime.workers.environment import users_environment
+from asyncrl.workers import isolation
 
 NOTICE = "isolation"
 """Key of the notice that there is no isolation."""
 PROBE_S = 30.0
 """Time for importing Python and a few calls of the system, on a host that may be busy."""
+
+SECRET = re.compile(
+    r"(?:.*_)?(?:API|ACCESS)?(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL)S?(?:_.*)?|.*APIKEY.*", re.IGNORECASE
+)
+LISTED = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "LINES", "LANG", "LANGUAGE", "LC_*", "TZ"),
+    *("TMPDIR", "TMP", "TEMP", "XDG_*_HOME"),
+    *("PYTHON*", "VIRTUAL_ENV", "CONDA_*", "LD_LIBRARY_PATH", "LD_PRELOAD", "JAVA_HOME", "NLTK_DATA"),
+    *("HF_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "TORCH*", "PYTORCH_*", "TRITON_*"),
+    *("CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "OMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "KMP_*", "MALLOC_*"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+"""Names, compared in upper case, where * is anything."""
+
+
+def users_environment(inherited: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
+    """The variables that users' code is given. ``named`` are further ones by their exact names, secret or not."""
+    named = frozenset(named)
+    return {name: value for name, value in inherited.items() if name in named or _passes(name)}
+
+
+def _passes(name: str) -> bool:
+    return any(fnmatchcase(name.upper(), pattern) for pattern in LISTED) and not SECRET.fullmatch(name)
 
 
 @dataclass(frozen=True, slots=True)

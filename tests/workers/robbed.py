@@ -14,11 +14,11 @@ from asyncrl.config.operation import SecurityConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.scoring.pool import RewardPool
-from asyncrl.runtime.workers.confinement import Confinement, confine
-from asyncrl.runtime.workers.process import WorkerProcess
 from asyncrl.wire.keys import create_credentials
+from asyncrl.workers.confinement import Confinement, confine
+from asyncrl.workers.process import WorkerProcess
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from thief import MARK, prepare
 
 
@@ -37,7 +37,7 @@ async def by_program(confined: Confinement) -> None:
     ended = asyncio.Event()
     env = confined.env()
     keeper = WorkerProcess(
-        "asyncrl.runtime.workers.keeper",
+        "asyncrl.workers.keeper",
         json.dumps({"argv": [sys.executable, "thief.py"], "env": env, "files": {"TASK": "t"}}).encode(),
         confined=confined,
         max_frame_bytes=1 << 20,

@@ -1,4 +1,4 @@
-"""Keeps one program of the user: ``python -m asyncrl.runtime.workers.keeper FD [HIDDEN]``.
+"""Keeps one program of the user: ``python -m asyncrl.workers.keeper FD [HIDDEN]``.
 
 The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them, each
 in a file that the owner alone can read and that goes when the program ends. The keeper is a subreaper, in a session of
@@ -25,9 +25,8 @@ import tempfile
 from typing import Any
 
 from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
-from asyncrl.runtime.workers import isolation
-from asyncrl.runtime.workers.framing import READ_BYTES, FrameReader, framed
-from asyncrl.runtime.workers.worker import IGNORED
+from asyncrl.workers import isolation
+from asyncrl.workers.worker import IGNORED, READ_BYTES, FrameReader, framed
 
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16

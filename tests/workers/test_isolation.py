@@ -15,13 +15,12 @@ import pytest
 
 from asyncrl.config.operation import SecurityConfig
 from asyncrl.errors import ConfigError
-from asyncrl.runtime.workers import confinement
-from asyncrl.runtime.workers.confinement import confine, why_not
-from asyncrl.runtime.workers.environment import users_environment
-from asyncrl.runtime.workers.isolation import private_folders
+from asyncrl.workers import confinement
+from asyncrl.workers.confinement import confine, users_environment, why_not
+from asyncrl.workers.isolation import private_folders
 
 ROBBED = Path(__file__).with_name("robbed.py")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ORDINARY = 4321
 NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces && exec"
 
@@ -124,7 +123,7 @@ def test_private_folders_of_all_hosts_and_of_runs_beside_are_hidden(tmp_path: Pa
 HIDES = """
 import os, sys
 from pathlib import Path
-from asyncrl.runtime.workers.isolation import isolate, private_folders
+from asyncrl.workers.isolation import isolate, private_folders
 isolate(private_folders(Path(sys.argv[1])))
 print(os.path.exists(sys.argv[2]))
 """
