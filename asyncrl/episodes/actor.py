@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.episodes.command import Programs
+from asyncrl.episodes.pool import EpisodePool
+from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
-from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ConfigError, EpisodeHostFull, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
@@ -69,7 +69,7 @@ class EpisodesActor(Actor):
         self._first: dict[str, str] = {}
         self._most = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
         """Episodes that may be open at a time; None where the one rollouter sees to it."""
-        self._players: Workers | Programs | None = None
+        self._players: EpisodePool | Programs | None = None
         self._http: PolicyEndpoint | None = None
 
     async def setup(self) -> None:
@@ -89,7 +89,7 @@ class EpisodesActor(Actor):
                 config, base_url=f"{url}/v1", confined=confined, on_output=self._printed, on_fault=self._fault
             )
         else:
-            self._players = Workers(
+            self._players = EpisodePool(
                 config,
                 model=self.model,
                 base_url=f"{url}/v1",
@@ -122,17 +122,17 @@ class EpisodesActor(Actor):
         if quiet:
             seconds, uid = max(quiet)
             awaits = most_telling([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
-        return msgspec.structs.replace(said, progress=players.counts.played, awaits=awaits)
+        return msgspec.structs.replace(said, progress=players.counters.played, awaits=awaits)
 
     def pulse(self) -> tuple[object, ...]:
-        played = self._players.counts.played if self._players is not None else 0
+        played = self._players.counters.played if self._players is not None else 0
         return *super().pulse(), played, len(self._sessions)
 
     def figures(self) -> dict[str, float]:
         figures, players, endpoint = super().figures(), self._players, self._http
         if players is None or endpoint is None:
             return figures
-        figures |= {f"episodes/{name}": count for name, count in asdict(players.counts).items()}
+        figures |= {f"episodes/{name}": count for name, count in asdict(players.counters).items()}
         figures |= {
             "episodes/open": players.open,
             "episodes/waiting": players.waiting,

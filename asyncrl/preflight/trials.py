@@ -23,7 +23,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.data.columns import column_of
-from asyncrl.episodes.workers import Workers
+from asyncrl.episodes.pool import EpisodePool
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
@@ -185,10 +185,10 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
         return check_command(episode.command)
     one = episode.model_copy(update={"workers": 1})
     confined = Confinement(config.security.user_environment)
-    workers = Workers(one, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
+    pool = EpisodePool(one, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
     code = ", ".join(episode.tools) or episode.function or episode.env
     try:
-        await workers.start()
+        await pool.start()
     except ConfigError as error:
         fix = f"correct {key} and episode.options; modules have to be installed or lie where you launch"
         return fail("episode", listed(error.problems), fix)
@@ -198,7 +198,7 @@ async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Findin
         told = f"importing {code} takes more than {import_s:g} s"
         return warn("episode", told, "see what its module does when it is imported; each worker does it", key=key)
     finally:
-        await workers.close()
+        await pool.close()
     return ok("episode", f"{code} can be played", key=key)
 
 

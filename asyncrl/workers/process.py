@@ -17,13 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
 import psutil
 
-from asyncrl.errors import DeadlineExceeded
 from asyncrl.runtime.linux import children_of, kill_child, kill_group, session_members
 from asyncrl.workers import warden
 from asyncrl.workers.confinement import Confinement
@@ -32,7 +31,6 @@ from asyncrl.workers.worker import NO_MEMORY_EXIT, NO_SOCKET_EXIT, READ_BYTES, F
 
 REAP_INTERVAL_S = 0.005
 REAP_GRACE_S = 1.0
-CLOSE_TIMEOUT_S = 10.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
@@ -250,28 +248,6 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
                 process.kill()
                 living.append(process)
     return living
-
-
-async def gone(
-    owner: str,
-    ended: asyncio.Event,
-    helpers: list[psutil.Process],
-    workers: Callable[[], Iterable[WorkerProcess | None]],
-) -> None:
-    """Wait until ``ended`` is set, and kill ``helpers``, which the workers have started, until they are gone.
-
-    Raises DeadlineExceeded after ``CLOSE_TIMEOUT_S``; ``workers`` are those that are left then.
-    """
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await ended.wait()
-            # They are no children of this process, so their end can only be seen.
-            while helpers := kill_living(helpers):  # noqa: ASYNC110
-                await asyncio.sleep(REAP_INTERVAL_S)
-    except TimeoutError:
-        left = [str(worker.pid) for worker in workers() if worker is not None]
-        left += [str(helper.pid) for helper in kill_living(helpers)]
-        raise DeadlineExceeded(owner, f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S) from None
 
 
 def describe_exit(code: int, memory_key: str) -> str:

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.files import find_source
 from asyncrl.wire.codec import encodable
 
@@ -31,6 +33,12 @@ class Keys:
 
     code: str
     options: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of a worker: the code can be called; or the problems of the configuration, a line each."""
+
+    problems: list[str] = []
 
 
 class NotCallable(ValueError):

@@ -26,6 +26,7 @@ from asyncrl.runtime.calls.peer import Peer
 from asyncrl.telemetry.catalogue import edges_of
 from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.workers import pool as workers_pool
 from asyncrl.workers.confinement import why_not
 
 pytestmark = pytest.mark.usefixtures("user_module")
@@ -160,8 +161,8 @@ async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_read
 
 
 async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.01)
-    monkeypatch.setattr(pool_module, "MAX_START_FAILURES", 2)
+    monkeypatch.setattr(workers_pool, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(workers_pool, "MAX_START_FAILURES", 2)
     async with serving(config_with(workers=1), tmp_path) as served:
         (tmp_path / "act_rewards.py").write_text("")
         psutil.Process(workers()[0]).kill()

@@ -30,10 +30,10 @@ AT_ONCE = {
     "allocate": (rf"raised MemoryError \(.*act_rewards.py:\d+\); {LIMIT} bytes are allowed \(reward.max_memory", FULL),
     "swallow": ("raised RuntimeError: cannot allocate", FULL),
     "share": (
-        rf"took more than {LIMIT} bytes of memory \(reward.max_memory_bytes; its worker process and 0 below",
+        rf"took more than {LIMIT} bytes of memory \(reward.max_memory_bytes; its process and 0 below",
         FULL,
     ),
-    "children_share": ("reward.max_memory_bytes; its worker process and [1-3] below it held", FULL),
+    "children_share": ("reward.max_memory_bytes; its process and [1-3] below it held", FULL),
     "close": ("closed the socket of its worker process", {"workers_died"}),
     "recycle": ("closed the socket of its worker process", {"workers_died"}),
 }

@@ -17,8 +17,8 @@ from reward.pools import MODULE, lives, request, reward, started, workers
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward.scoring import pool as pool_module
 from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.workers import pool as pool_module
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run

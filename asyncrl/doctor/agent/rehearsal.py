@@ -29,11 +29,11 @@ from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
 from asyncrl.doctor.agent.speaker import Speaker
 from asyncrl.doctor.agent.verdict import Played, RehearsedTurn
-from asyncrl.episodes.command import Programs
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
+from asyncrl.episodes.pool import EpisodePool
+from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta
 from asyncrl.episodes.session import PolicySession as Playing
-from asyncrl.episodes.workers import Workers
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import (
@@ -182,11 +182,11 @@ class Rehearsal:
         base_url = f"{await self._endpoint.start()}/v1"
         watch = asyncio.create_task(self._endpoint.calls.watch())
         confined = Confinement(self._config.security.user_environment)
-        self._players: Programs | Workers
+        self._players: Programs | EpisodePool
         if episode.kind == "command":
             self._players = Programs(episode, base_url=base_url, confined=confined, on_output=self._print)
         else:
-            self._players = Workers(
+            self._players = EpisodePool(
                 episode,
                 model=self.model,
                 base_url=base_url,

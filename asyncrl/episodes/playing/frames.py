@@ -1,7 +1,7 @@
 """Messages between the episode host and its workers over a socket pair.
 
-The host sends Setup, the worker Ready. From then on each Play is answered by one Ended, in any order; in between the
-worker asks (Asked, Rewarded) and is answered, and says every so often that its event loop turns (Alive).
+The host sends EpisodeSetup and the worker Ready (workers/user_code.py). Then each Play is answered by one Ended, in any
+order. In between the worker asks (Asked, Rewarded), is answered, and reports that its event loop turns (Alive).
 """
 
 from __future__ import annotations
@@ -59,12 +59,6 @@ class StopEpisode(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End an episode; it is answered by Ended."""
 
     session: str
-
-
-class EpisodeReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Episodes can be played; or ``problems`` of the configuration, a line each, say why not."""
-
-    problems: list[str] = []
 
 
 class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
@@ -125,4 +119,4 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
 
 
 ToWorker = EpisodeSetup | Play | Answered | Denied | StopEpisode
-ToHost = EpisodeReady | Asked | GaveUp | Rewarded | Printed | Noted | Ended | Alive
+ToHost = Asked | GaveUp | Rewarded | Printed | Noted | Ended | Alive

@@ -1,7 +1,7 @@
 """Messages between the pool and its workers over a socket pair.
 
-Order is the protocol: the pool sends Setup, the worker Ready; then each Task is answered by one Result, in order. The
-bodies of the frames (workers/worker.py) are MessagePack. Fails with msgspec's errors for anything else.
+The pool sends RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each RewardTask with one
+Result, in order. Frames (workers/worker.py) hold MessagePack; anything else raises msgspec's errors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,6 @@ class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
     per: str
     options: dict[str, Any]
     max_memory_bytes: int
-
-
-class RewardReady(msgspec.Struct, frozen=True, array_like=True):
-    """The function can be called; or ``problems`` of the configuration, a line each, say why not."""
-
-    problems: list[str] = []
 
 
 class RewardTask(msgspec.Struct, frozen=True, array_like=True):

@@ -1,17 +1,14 @@
-"""The pool of processes that run the reward function.
+"""The pool of workers that run the reward function: the queue, deadlines and the tasks that are sent ahead.
 
-Invariant: each call of ``score`` ends within ``timeout_s`` of its start in a worker, in rewards that the function
-returned for it, in RewardFailed, or, past that time and only then, in the reward that reward.on_timeout says; what one
-task does to its worker (loop, exit, crash, eat memory, print) fails no other task. The timeout counts from the moment a
-worker can begin with the task: waiting for a worker counts as nothing. A worker that is killed or dies is replaced, and
-one that is not ready ``start_timeout_s`` after any of its starts is killed; only when no worker can be started any
-more, or its owner gives it up, does the pool fail as a whole (``watch``).
+Invariant: each call of ``score`` ends within ``timeout_s`` of its start in a worker. It ends with the rewards that the
+function returned, with RewardFailed, or after a timeout with the reward that reward.on_timeout sets. The timeout counts
+from the moment at which a worker can begin the task; time in the queue does not count. What one task does to its worker
+(loop, exit, crash, memory, output) fails no other task.
 
-Each worker has a socket of its own and runs its tasks in order, so nothing is shared that a dying worker could
-leave locked or half written, and the one it was at is known. Its memory is bounded from inside and from outside
-(workers/), its output is taken off it and bounded. While tasks are quick, a worker is sent the next
-few ahead, or it would spend more time on waiting for them than on running them. Those behind a task that turns
-out not to be quick go to other workers; should the late worker get to them after all, they run twice.
+Each worker has a socket of its own and runs its tasks in order, so the task at which it died is known. While tasks are
+quick, a worker is sent the next few ahead; otherwise it would wait longer for tasks than it runs them. Tasks behind one
+that turns out to be slow go to other workers. If the slow worker reaches them after all, they run twice and the second
+answer is ignored.
 """
 
 from __future__ import annotations
@@ -22,51 +19,104 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, RewardFailed, RewardPoolEnded
-from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.errors import AsyncRLError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.reward.scoring.faults import TIMED_OUT, RewardFault, fault_of
-from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
+from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
 from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
-from asyncrl.reward.scoring.slots import Pending, PoolCounters, RewardSlot
-from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
-from asyncrl.workers.memory import held_beyond, resident_bytes
-from asyncrl.workers.process import WorkerProcess, gone
+from asyncrl.workers.pool import OnOutput, Place, WorkerCounts, WorkerPool
+from asyncrl.workers.process import WorkerProcess
 
 AHEAD_S = 0.002
-"""Seconds of work that a worker is sent ahead, by the recent time of a task; none where one takes longer."""
+"""Seconds of work that a worker is sent ahead, by the recent time of a task; none if one task takes longer."""
 AHEAD_TASKS = 64
 AHEAD_BYTES = 1 << 17
 """Bytes that a worker is sent ahead: about what its socket holds."""
 LATE_S = 0.05
-"""Seconds in one task after which a worker gives back those that were sent ahead."""
+"""Seconds in one task after which the tasks that were sent ahead go back to the queue."""
 PACE_WEIGHT = 0.2
 """Weight of the latest task in the recent time of a task."""
 CANCEL_GRACE_S = 1.0
-"""Seconds that the task of a caller who is gone may go on: about what the start of another worker would cost."""
-MEMORY_INTERVAL_S = 0.25
-"""Seconds between two looks at the workers' memory."""
-MAX_START_FAILURES = 5
-FIRST_BACKOFF_S = 0.2
-LONGEST_BACKOFF_S = 10.0
+"""Seconds that a cancelled task may go on: about the cost of starting another worker."""
 
 
-class RewardPool:
+class Pending(asyncio.Future[Scores]):
+    """A task from its submission to its rewards. ``size`` is its bytes as sent to the worker of ``place``."""
+
+    __slots__ = ("place", "pool", "request", "size")
+
+    pool: RewardPool
+    request: Score
+    place: RewardPlace | None
+    size: int
+
+    def fail(self, error: AsyncRLError) -> None:
+        if not self.done():
+            self.pool.counters.failed += 1
+            self.set_exception(error)
+
+    def cancel(self, msg: Any = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self.pool.forsake(self)
+        return cancelled
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class RewardPlace(Place):
+    """The place of a worker, with its tasks."""
+
+    given: deque[Pending] = field(default_factory=deque)
+    """Tasks without an answer; the worker runs the first."""
+    given_bytes: int = 0
+    pace: float = math.inf
+    """Recent seconds of a task."""
+    low: int = 0
+    """Number of given tasks at or below which more are sent."""
+    began: float = 0.0
+    """Time at which the first of the given could begin."""
+    forsaken: float = math.inf
+    """If the first of the given was cancelled: the time of that or of its beginning, whichever is later."""
+    late: bool = False
+    """Whether the tasks that were sent ahead have gone back to the queue."""
+    timer: asyncio.TimerHandle | None = None
+    due: float = 0.0
+    """Time at which the timer fires."""
+    timed_out: bool = False
+    """Whether its process is killed because the first of the given ran over its time."""
+    last_uid: str = ""
+    """Uid of the task that was answered last."""
+
+
+@dataclass(slots=True)
+class RewardCounts(WorkerCounts):
+    """Counts since the start. A task is one call of ``score``."""
+
+    scored: int = 0
+    failed: int = 0
+    timed_out: int = 0
+    """Tasks that ran over their time: failed, or scored if reward.on_timeout is a number."""
+
+
+class RewardPool(WorkerPool[RewardPlace]):
     """``config.workers`` processes that run ``config.function``.
 
-    ``max_tokens`` is what the overlong penalty counts from. ``on_output`` gets workers' output: the uid of the task
-    that a worker was at (or had just ended; empty before the first), text, bytes dropped beyond it. ``on_task`` gets
-    each task that has ended: the number of its worker, its uid, when it began (time.monotonic), its seconds in the
-    function and its error.
-    ``on_outcome`` gets the uid of each task that somebody waited for, and its fault, or None.
-    ``start``, then ``score`` by any number of tasks, then ``close``, all in one event loop, in the main thread.
+    ``max_tokens`` is the length from which the overlong penalty counts. ``on_task`` receives each task that has ended:
+    the number of its worker, its uid, when it began (time.monotonic), its seconds in the function and its error.
+    ``on_outcome`` receives the uid of each task that a caller waited for, and its fault or None.
     """
+
+    owner = "the reward pool"
+    section = "reward"
+    module = "asyncrl.reward.reward_worker"
 
     def __init__(
         self,
@@ -75,58 +125,33 @@ class RewardPool:
         max_tokens: int,
         confined: Confinement = UNISOLATED,
         start_timeout_s: float = 120.0,
-        on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
+        on_output: OnOutput = lambda uid, text, dropped: None,
         on_task: Callable[[int, str, float, float, str], None] = lambda worker, uid, began, run_s, error: None,
         on_outcome: Callable[[str, RewardFault | None], None] = lambda uid, fault: None,
     ) -> None:
-        self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
-        self._confined = confined
-        self._on_output = on_output
-        self._on_task = on_task
-        self._on_outcome = on_outcome
-        self._loop = loop = asyncio.get_running_loop()
-        self._setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes)
         self._encoder = msgspec.msgpack.Encoder()
-        self._ready_decoder = msgspec.msgpack.Decoder(RewardReady)
-        self._result_decoder = msgspec.msgpack.Decoder(Result)
+        setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes)
+        super().__init__(
+            config,
+            code=config.function,
+            setup=self._encoder.encode(setup),
+            max_frame_bytes=MAX_RESULT_BYTES,
+            start_timeout_s=start_timeout_s,
+            confined=confined,
+            on_output=on_output,
+        )
+        self._config, self._max_tokens = config, max_tokens
+        self._on_task, self._on_outcome = on_task, on_outcome
+        self._decoder = msgspec.msgpack.Decoder(Result)
         self._queue: deque[Pending] = deque()
-        self._idle: list[RewardSlot] = []
-        self._slots = [
-            RewardSlot(StateLedger(time.monotonic, "worker"), loop.create_future()) for _ in range(config.workers)
-        ]
-        self._all_ended = asyncio.Event()
-        self._end: asyncio.Future[None] = loop.create_future()
-        self._memory_timer: asyncio.TimerHandle | None = None
-        self.counters = PoolCounters()
-
-    async def start(self) -> None:
-        """Start the workers and wait until each has imported the function.
-
-        Raises ConfigError for a function that cannot be called, RewardFailed when its import ends the process
-        or there is none to be had, DeadlineExceeded after ``start_timeout_s``.
-        """
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                for slot in self._slots:
-                    self._launch(slot)
-                await asyncio.gather(*(slot.ready for slot in self._slots))
-            self._look_at_memory()
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, TimeoutError):
-                raise DeadlineExceeded(
-                    "the reward pool",
-                    "its workers",
-                    f"importing {self._config.function}",
-                    self._start_timeout_s,
-                ) from None
-            raise
+        self._idle: list[RewardPlace] = []
+        self.counters: RewardCounts = RewardCounts()
 
     def score(self, request: Score) -> asyncio.Future[Scores]:
-        """Run the function on a completion, or on a group.
+        """Run the function on a completion or on a group.
 
-        The future raises RewardFailed. When it is cancelled its task leaves the queue, or may run on for
-        ``CANCEL_GRACE_S``. The queue is bounded by how many calls the callers may leave unanswered.
+        The future raises RewardFailed. If it is cancelled, its task leaves the queue or may run on for
+        ``CANCEL_GRACE_S``. The queue is bounded by the calls that callers may leave unanswered.
         """
         if self._end.done():
             raise self._ended_error()
@@ -136,25 +161,19 @@ class RewardPool:
             self._feed(self._idle.pop())
         return pending
 
-    async def watch(self) -> None:
-        """Returns when the pool is closed. Raises RewardPoolEnded when no worker can be started any more, or what it
-        was given up for.
-        """
-        await asyncio.shield(self._end)
-
     def give_up(self, error: AsyncRLError) -> None:
-        """Take no more tasks, and fail those that wait, because of ``error``."""
-        if self._end.done():
-            return
-        self._end.set_exception(error)
-        while self._queue:
-            self._queue.popleft().fail(self._ended_error())
+        """End the pool with ``error``; tasks in the queue fail with it."""
+        super().give_up(error)
+        self._fail_queue()
 
-    def _ended_error(self) -> AsyncRLError:
-        error = self._end.exception()
-        if isinstance(error, AsyncRLError):
-            return error
-        return RewardPoolEnded(self._config.function, "the pool was closed")
+    async def close(self) -> None:
+        """End every worker; open calls of ``score`` fail. Raises DeadlineExceeded as WorkerPool does."""
+        if not self._end.done():
+            self._end.set_result(None)
+        self._fail_queue()
+        for place in self._places:
+            self._cancel_timer(place)
+        await super().close()
 
     @property
     def queued(self) -> int:
@@ -164,200 +183,62 @@ class RewardPool:
     @property
     def running(self) -> int:
         """Tasks with workers, those sent ahead included."""
-        return sum(len(slot.given) for slot in self._slots)
-
-    def resources(self) -> list[ResourceRecord]:
-        """Resource records, one for each worker's place; callable from any thread."""
-        return [slot.ledger.record(f"worker/{at}") for at, slot in enumerate(self._slots)]
+        return sum(len(place.given) for place in self._places)
 
     def longest_task(self) -> tuple[str, float] | None:
         """The uid and the seconds of the task that has run longest; None if nothing runs. Callable from any thread."""
         running = []
-        for slot in self._slots:
+        for place in self._places:
             with contextlib.suppress(IndexError):
-                # The event loop may take the answer to it meanwhile.
-                running.append((slot.began, slot.given[0].request.uid))
+                # The event loop may take the task away meanwhile.
+                running.append((place.began, place.given[0].request.uid))
         if not running:
             return None
         began, uid = min(running)
         return uid, time.monotonic() - began
 
-    async def close(self) -> None:
-        """End every worker and what it has started. Open calls of ``score`` fail.
+    # --- what the pool of workers asks ---
 
-        Raises DeadlineExceeded when a process outlives its SIGKILL.
-        """
-        if not self._end.done():
-            self._end.set_result(None)
-        # Marks it as seen, for there need not be anyone who watches.
-        self._end.exception()
-        if self._memory_timer is not None:
-            self._memory_timer.cancel()
-        while self._queue:
-            self._queue.popleft().fail(self._ended_error())
-        helpers = []
-        for slot in self._slots:
-            for timer in (slot.timer, slot.restart, slot.start_timer):
-                if timer is not None:
-                    timer.cancel()
-            slot.timer = slot.restart = slot.start_timer = None
-            if slot.process is None:
-                continue
-            helpers += slot.process.descendants()
-            # An idle worker ends by itself when it is hung up on; one that runs the user's code may not.
-            if slot in self._idle:
-                slot.process.hang_up()
-            else:
-                slot.process.kill("was stopped: the pool was closed")
-        self._idle.clear()
-        self._note_ended()
-        await gone("the reward pool", self._all_ended, helpers, lambda: (slot.process for slot in self._slots))
+    def _new_places(self, count: int) -> list[RewardPlace]:
+        return [RewardPlace(ledger=StateLedger(time.monotonic, "worker")) for _ in range(count)]
 
-    def _launch(self, slot: RewardSlot) -> None:
-        slot.restart = None
-        if self._end.done():
-            return
-        try:
-            slot.process = WorkerProcess(
-                "asyncrl.reward.worker",
-                self._encoder.encode(self._setup),
-                confined=self._confined,
-                max_frame_bytes=MAX_RESULT_BYTES,
-                max_output_bytes=self._config.max_output_bytes,
-                memory_key="reward.max_memory_bytes",
-                on_output=lambda process: self._printed(slot, process),
-                on_frame=lambda _, frame: self._take(slot, frame),
-                on_end=lambda process, reason: self._ended(slot, process, reason),
-            )
-        except OSError as error:
-            self._start_failed(slot, f"cannot have a worker process: {error}")
-            return
-        late = f"was not ready within {self._start_timeout_s:g} s of its worker's start; its worker process was killed"
-        slot.start_timer = self._loop.call_later(self._start_timeout_s, slot.process.kill, late)
+    def _ready(self, place: RewardPlace) -> None:
+        self._feed(place)
 
-    def _end_start(self, slot: RewardSlot) -> None:
-        """The start of a worker is over, well or not."""
-        if slot.start_timer is not None:
-            slot.start_timer.cancel()
-            slot.start_timer = None
+    def _uid(self, place: RewardPlace) -> str:
+        return place.given[0].request.uid if place.given else place.last_uid
 
-    def _take(self, slot: RewardSlot, frame: bytes | bytearray) -> None:
-        if slot.is_ready:
-            self._answered(slot, self._result_decoder.decode(frame))
-        else:
-            self._ready(slot, self._ready_decoder.decode(frame))
+    def _failure(self, reason: str) -> AsyncRLError:
+        return RewardPoolEnded(self._config.function, reason)
 
-    def _ready(self, slot: RewardSlot, ready: RewardReady) -> None:
-        self._end_start(slot)
-        if ready.problems:
-            if not slot.ready.done():
-                slot.ready.set_exception(ConfigError(ready.problems))
-            assert slot.process is not None
-            slot.process.kill("; ".join(ready.problems))
-            return
-        assert slot.process is not None
-        slot.is_ready, slot.failed_starts = True, 0
-        slot.memory_limit = resident_bytes([slot.process.pid]) + self._config.max_memory_bytes
-        if not slot.ready.done():
-            slot.ready.set_result(None)
-        self._feed(slot)
+    def _printed(self, place: RewardPlace, process: WorkerProcess) -> None:
+        # The output of a task is passed on as a whole when the task ends.
+        if not place.given:
+            super()._printed(place, process)
 
-    def _start_failed(self, slot: RewardSlot, reason: str) -> None:
-        if not slot.ready.done():
-            slot.ready.set_exception(self._failure(reason, retryable=False))
-            return
-        slot.failed_starts += 1
-        if all(slot.failed_starts >= MAX_START_FAILURES for slot in self._slots):
-            self.give_up(RewardPoolEnded(self._config.function, f"has no worker process left: {reason}"))
-            return
-        pause_s = backoff(FIRST_BACKOFF_S, slot.failed_starts, LONGEST_BACKOFF_S)
-        slot.restart = self._loop.call_later(pause_s, self._launch, slot)
-
-    def _feed(self, slot: RewardSlot) -> None:
-        """Give a worker the oldest tasks that wait, as many as it may have, or note it as idle."""
-        # One before its first task, when the pace is infinite; the inner bound keeps a pace of 0 out of the division.
-        may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(slot.pace, AHEAD_S / AHEAD_TASKS))))
-        # Fed again at half, so that several tasks go at once.
-        slot.low = may_have // 2
-        room = may_have - len(slot.given)
-        new: list[Pending] = []
-        bodies: list[bytes] = []
-        while self._queue and len(new) < room and slot.given_bytes < AHEAD_BYTES:
-            pending = self._queue.popleft()
-            body = self._encoded(pending)
-            if body is not None:
-                pending.size = len(body)
-                slot.given_bytes += len(body)
-                new.append(pending)
-                bodies.append(body)
-        if new:
-            assert slot.process is not None
-            slot.process.send(*bodies)
-            if slot.process.ended:
-                # They have met nobody: another worker may have them.
-                slot.given_bytes -= sum(pending.size for pending in new)
-                self._put_back(new)
-                return
-            if not slot.given:
-                slot.began, slot.forsaken, slot.late = time.monotonic(), math.inf, False
-            for pending in new:
-                pending.slot = slot
-            slot.given.extend(new)
-            self._set_timer(slot)
-            if slot.ledger.state != "scoring":
-                slot.ledger.enter("scoring")
-        elif not slot.given:
-            slot.ledger.enter("idle")
-            self._idle.append(slot)
-
-    def _encoded(self, pending: Pending) -> bytes | None:
-        """The frame's body; None when there can be none, which fails the task."""
-        request = pending.request
-        try:
-            body = self._encoder.encode(RewardTask.of(request))
-            if len(body) > MAX_TASK_BYTES:
-                raise ValueError(f"{len(body)} bytes")
-        except (TypeError, ValueError, OverflowError) as error:
-            pending.fail(self._failure(f"cannot be given {request.uid}: {error}", retryable=False))
-            return None
-        return body
-
-    def _put_back(self, pendings: list[Pending]) -> None:
-        """Put tasks back at the head of the queue, and give them to the workers that are idle."""
-        for pending in pendings:
-            pending.slot = None
-        self._queue.extendleft(reversed(pendings))
-        while self._queue and self._idle:
-            self._feed(self._idle.pop())
-
-    def _deadline(self, slot: RewardSlot) -> float:
-        """Time at which the first of the given tasks is to be over."""
-        return min(slot.began + self._config.timeout_s, slot.forsaken + CANCEL_GRACE_S)
-
-    def _answered(self, slot: RewardSlot, result: Result) -> None:
-        pending = slot.given[0] if slot.given else None
+    def _take(self, place: RewardPlace, frame: bytes | bytearray) -> None:
+        """Answer the first of the given tasks."""
+        result = self._decoder.decode(frame)
+        pending = place.given[0] if place.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
             raise ValueError("an answer to nothing that was asked")
-        assert slot.process is not None
-        slot.given.popleft()
-        slot.last_uid = pending.request.uid
-        self._on_task(self._slots.index(slot), slot.last_uid, slot.began, result.run_s, result.error)
-        if slot.process.output.used:
-            slot.process.output.drain()
-            self._hand_out(slot.process, slot.last_uid, end_of_call=True)
-        slot.given_bytes -= pending.size
-        if slot.pace == math.inf:
-            slot.pace = result.run_s
-        slot.pace += PACE_WEIGHT * (result.run_s - slot.pace)
-        slot.began, slot.forsaken, slot.late = time.monotonic(), math.inf, False
-        if slot.given and slot.given[0].done():
-            # Its caller has gone while it waited behind the one before; its grace begins with its turn.
-            slot.forsaken = slot.began
-            self._set_timer(slot)
+        self._on_task(self._places.index(place), pending.request.uid, place.began, result.run_s, result.error)
+        self._call_ended(place)
+        place.given.popleft()
+        place.last_uid = pending.request.uid
+        place.given_bytes -= pending.size
+        if place.pace == math.inf:
+            place.pace = result.run_s
+        place.pace += PACE_WEIGHT * (result.run_s - place.pace)
+        self._begin_next(place)
+        if place.given and place.given[0].done():
+            # It was cancelled while it waited behind the one before; its grace begins with its turn.
+            place.forsaken = place.began
+            self._set_timer(place)
         if result.last:
-            self._replace(slot, result.error)
-        elif len(slot.given) <= slot.low and slot.given_bytes <= AHEAD_BYTES // 2:
-            self._feed(slot)
+            self._replace(place, result.error)
+        elif len(place.given) <= place.low and place.given_bytes <= AHEAD_BYTES // 2:
+            self._feed(place)
         if pending.done():
             return
         if result.error:
@@ -368,8 +249,91 @@ class RewardPool:
             pending.set_result(shaped(made, pending.request, self._config, self._max_tokens))
             self._on_outcome(pending.request.uid, None)
 
+    def _lost(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:
+        """Fail the task that the worker was running; the others go to other workers."""
+        if place in self._idle:
+            self._idle.remove(place)
+        self._cancel_timer(place)
+        given, place.given, place.given_bytes, place.pace = place.given, deque(), 0, math.inf
+        timed_out, place.timed_out = place.timed_out, False
+        if self._end.done():
+            for pending in given:
+                pending.fail(self._ended_error())
+            return
+        if given:
+            first = given.popleft()
+            # A task that was ended at its deadline ran until then; the rest is the time its process took to end.
+            run_s = min(time.monotonic() - place.began, self._config.timeout_s)
+            self._on_task(self._places.index(place), first.request.uid, place.began, run_s, reason)
+            if not first.done():
+                self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
+        self._put_back([pending for pending in given if not pending.done()])
+
+    # --- tasks ---
+
+    def _feed(self, place: RewardPlace) -> None:
+        """Send a worker the oldest tasks of the queue, as many as it may have, or note it as idle."""
+        # One before its first task, when the pace is infinite; the inner bound keeps a pace of 0 out of the division.
+        may_have = max(1, min(AHEAD_TASKS, int(AHEAD_S / max(place.pace, AHEAD_S / AHEAD_TASKS))))
+        # Fed again at half, so that several tasks go at once.
+        place.low = may_have // 2
+        room = may_have - len(place.given)
+        new: list[Pending] = []
+        bodies: list[bytes] = []
+        while self._queue and len(new) < room and place.given_bytes < AHEAD_BYTES:
+            pending = self._queue.popleft()
+            body = self._encoded(pending)
+            if body is not None:
+                pending.size = len(body)
+                place.given_bytes += len(body)
+                new.append(pending)
+                bodies.append(body)
+        if new:
+            assert place.process is not None
+            place.process.send(*bodies)
+            if place.process.ended:
+                # The worker has not seen them: another may have them.
+                place.given_bytes -= sum(pending.size for pending in new)
+                self._put_back(new)
+                return
+            if not place.given:
+                self._begin_next(place)
+            for pending in new:
+                pending.place = place
+            place.given.extend(new)
+            self._set_timer(place)
+            if place.ledger.state != "scoring":
+                place.ledger.enter("scoring")
+        elif not place.given:
+            place.ledger.enter("idle")
+            self._idle.append(place)
+
+    def _begin_next(self, place: RewardPlace) -> None:
+        place.began, place.forsaken, place.late = time.monotonic(), math.inf, False
+
+    def _encoded(self, pending: Pending) -> bytes | None:
+        """The task as sent to a worker. A task that cannot be encoded fails, and the result is None."""
+        request = pending.request
+        try:
+            body = self._encoder.encode(RewardTask.of(request))
+            if len(body) > MAX_TASK_BYTES:
+                raise ValueError(f"{len(body)} bytes")
+        except (TypeError, ValueError, OverflowError) as error:
+            told = f"cannot be given {request.uid}: {error}"
+            pending.fail(RewardFailed(self._config.function, told, retryable=False))
+            return None
+        return body
+
+    def _put_back(self, pendings: list[Pending]) -> None:
+        """Put tasks back at the head of the queue, and feed the idle workers."""
+        for pending in pendings:
+            pending.place = None
+        self._queue.extendleft(reversed(pendings))
+        while self._queue and self._idle:
+            self._feed(self._idle.pop())
+
     def _fault(self, pending: Pending, fault: RewardFault) -> None:
-        """The function has failed with a task that somebody waits for."""
+        """The function has failed with a task that a caller waits for."""
         if self._end.done():
             pending.fail(self._ended_error())
             return
@@ -378,139 +342,90 @@ class RewardPool:
             self.counters.scored += 1
             pending.set_result(timed_out_scores(pending.request, on_timeout, self._config.timeout_s))
         else:
-            pending.fail(self._failure(fault.text, retryable=True))
+            pending.fail(RewardFailed(self._config.function, fault.text))
         self._on_outcome(pending.request.uid, fault)
 
-    def _replace(self, slot: RewardSlot, reason: str) -> None:
-        """End a worker that is at no task. The tasks that were sent ahead go to others."""
-        assert slot.process is not None
-        # Taken away before the kill: the end of the process is then no task's fault.
-        given, slot.given, slot.given_bytes = slot.given, deque(), 0
+    def _replace(self, place: RewardPlace, reason: str) -> None:
+        """End a worker that has run out of memory between two tasks. The tasks that were sent ahead go to others."""
+        assert place.process is not None
+        # Taken away before the kill, so that no task is blamed for the end of the process.
+        given, place.given, place.given_bytes = place.given, deque(), 0
         self.counters.out_of_memory += 1
-        slot.process.kill(reason)
+        place.process.kill(reason)
         self._put_back([pending for pending in given if not pending.done()])
 
-    def _look_at_memory(self) -> None:
-        for slot in self._slots:
-            process = slot.process
-            # Its limit is known once it is ready, and is beyond what the import has taken.
-            if process is None or process.ended or slot.ledger.state == "starting":
-                continue
-            if (found := held_beyond(process.pid, slot.memory_limit)) is not None:
-                self.counters.out_of_memory += 1
-                held, below = found
-                process.kill(
-                    f"took more than {self._config.max_memory_bytes} bytes of memory (reward.max_memory_bytes; "
-                    f"its worker process and {below} below it held {held}); they were killed"
-                )
-        self._memory_timer = self._loop.call_later(MEMORY_INTERVAL_S, self._look_at_memory)
+    # --- time ---
 
-    def _printed(self, slot: RewardSlot, process: WorkerProcess) -> None:
-        """Keep the output of a task while it runs, to be handed out as a whole."""
-        if not slot.given:
-            self._hand_out(process, slot.last_uid, end_of_call=False)
+    def _deadline(self, place: RewardPlace) -> float:
+        """Time at which the first of the given tasks must have ended."""
+        return min(place.began + self._config.timeout_s, place.forsaken + CANCEL_GRACE_S)
 
-    def _hand_out(self, process: WorkerProcess, uid: str, *, end_of_call: bool) -> None:
-        text, dropped = process.output.take(end_of_call=end_of_call)
-        self.counters.output_dropped_bytes += dropped
-        if text or dropped:
-            self._on_output(uid, text, dropped)
-
-    def _ended(self, slot: RewardSlot, process: WorkerProcess, reason: str) -> None:
-        self._hand_out(process, slot.given[0].request.uid if slot.given else slot.last_uid, end_of_call=True)
-        self._end_start(slot)
-        slot.process, slot.is_ready = None, False
-        if slot in self._idle:
-            self._idle.remove(slot)
-        if slot.timer is not None:
-            slot.timer.cancel()
-            slot.timer = None
-        given, slot.given, slot.given_bytes, slot.pace = slot.given, deque(), 0, math.inf
-        timed_out, slot.timed_out = slot.timed_out, False
-        if given and not self._end.done():
-            first = given.popleft()
-            # One that was ended at its deadline has run until then; the time after it is the end of its process.
-            run_s = min(time.monotonic() - slot.began, self._config.timeout_s)
-            self._on_task(self._slots.index(slot), first.request.uid, slot.began, run_s, reason)
-            if not first.done():
-                self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
-        if self._end.done():
-            for pending in given:
-                pending.fail(self._ended_error())
-            slot.ready.cancel()
-            self._note_ended()
-            return
-        self._put_back([pending for pending in given if not pending.done()])
-        if process.killed:
-            self.counters.workers_killed += 1
-        else:
-            self.counters.workers_died += 1
-        if slot.ledger.state == "starting":
-            self._start_failed(slot, reason)
-        else:
-            slot.ledger.enter("starting")
-            self._launch(slot)
-
-    def _set_timer(self, slot: RewardSlot) -> None:
-        """Set the timer for the next thing due of this worker. It may come too early, and is then set again."""
-        due = self._deadline(slot)
-        if len(slot.given) > 1 and not slot.late:
-            due = min(due, slot.began + LATE_S)
-        if slot.timer is not None:
-            if slot.due <= due:
+    def _set_timer(self, place: RewardPlace) -> None:
+        """Set the timer for the next check of this worker. If it fires too early, it is set again."""
+        due = self._deadline(place)
+        if len(place.given) > 1 and not place.late:
+            due = min(due, place.began + LATE_S)
+        if place.timer is not None:
+            if place.due <= due:
                 return
-            slot.timer.cancel()
-        slot.due = due
-        slot.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._check_time, slot)
+            place.timer.cancel()
+        place.due = due
+        place.timer = self._loop.call_later(max(0.0, due - time.monotonic()), self._check_time, place)
 
-    def _check_time(self, slot: RewardSlot) -> None:
-        slot.timer = None
-        if not slot.given or slot.process is None or slot.process.ended:
+    def _cancel_timer(self, place: RewardPlace) -> None:
+        if place.timer is not None:
+            place.timer.cancel()
+            place.timer = None
+
+    def _check_time(self, place: RewardPlace) -> None:
+        place.timer = None
+        if not place.given or place.process is None or place.process.ended:
             return
         now = time.monotonic()
-        if now >= self._deadline(slot):
-            if not slot.given[0].done():
+        if now >= self._deadline(place):
+            if not place.given[0].done():
                 self.counters.timed_out += 1
-                slot.timed_out = True
-            slot.process.kill(
+                place.timed_out = True
+            place.process.kill(
                 f"ran longer than {self._config.timeout_s:g} s (reward.timeout_s); its worker process was killed"
             )
             return
-        if len(slot.given) > 1 and not slot.late and now >= slot.began + LATE_S:
-            self._take_back(slot)
-        self._set_timer(slot)
+        if len(place.given) > 1 and not place.late and now >= place.began + LATE_S:
+            self._take_back(place)
+        self._set_timer(place)
 
-    def _take_back(self, slot: RewardSlot) -> None:
+    def _take_back(self, place: RewardPlace) -> None:
         """Let other workers run the tasks that were sent ahead."""
-        slot.late = True
-        first, *others = slot.given
-        slot.given = deque([first])
+        place.late = True
+        first, *others = place.given
+        place.given = deque([first])
         for pending in others:
-            # This worker's answers to them are for nobody.
+            # A cancelled task in its place: this worker's answer to it is ignored.
             ghost = self._pending(pending.request)
             ghost.size = pending.size
             ghost.cancel()
-            slot.given.append(ghost)
+            place.given.append(ghost)
         self._put_back([pending for pending in others if not pending.done()])
 
     def forsake(self, pending: Pending) -> None:
-        """Nobody waits for this task any more."""
-        slot = pending.slot
-        if slot is None:
+        """A task was cancelled."""
+        place = pending.place
+        if place is None:
             with contextlib.suppress(ValueError):
                 self._queue.remove(pending)
-        elif slot.given and slot.given[0] is pending:
-            slot.forsaken = time.monotonic()
-            self._set_timer(slot)
+        elif place.given and place.given[0] is pending:
+            place.forsaken = time.monotonic()
+            self._set_timer(place)
 
     def _pending(self, request: Score) -> Pending:
         pending = Pending(loop=self._loop)
-        pending.pool, pending.request, pending.slot, pending.size = self, request, None, 0
+        pending.pool, pending.request, pending.place, pending.size = self, request, None, 0
         return pending
 
-    def _note_ended(self) -> None:
-        if all(slot.process is None for slot in self._slots):
-            self._all_ended.set()
+    def _fail_queue(self) -> None:
+        while self._queue:
+            self._queue.popleft().fail(self._ended_error())
 
-    def _failure(self, reason: str, *, retryable: bool) -> RewardFailed:
-        return RewardFailed(self._config.function, reason, retryable=retryable)
+    def _ended_error(self) -> AsyncRLError:
+        error = self._end.exception()
+        return error if isinstance(error, AsyncRLError) else self._failure("the pool was closed")

@@ -12,13 +12,13 @@ import thief
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
-from asyncrl.episodes import workers as workers_module
 from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodeWorker
 from asyncrl.episodes.playing.printing import Printer
-from asyncrl.episodes.playing.worker import STOPPED, Worker
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.wire.keys import create_credentials
+from asyncrl.workers import pool as pool_module
 from asyncrl.workers.confinement import why_not
 from asyncrl.workers.worker import FrameReader
 
@@ -141,7 +141,7 @@ async def test_what_is_stopped_or_given_up_ends_and_what_goes_on_behind_the_end_
         assert (host.notices(), host.figure("workers_killed")) == ({}, 0)
         assert (await host.play("deaf-task")).reward == 1.0
         ((_, text),) = host.notices().values()
-        assert "left tasks behind that did not end within 0.5 s of being cancelled, 1 of them" in text
+        assert "left 1 tasks behind that did not end within 0.5 s of being cancelled" in text
 
 
 class Inside:
@@ -150,7 +150,7 @@ class Inside:
     def __init__(self, player):
         self.data = b""
         setup = frames.EpisodeSetup("function", ["a:b"], {}, "m", "http://h", 1.0, 5.0, 1 << 20, 1 << 20)
-        self.take = Worker(setup, player, self).take
+        self.take = EpisodeWorker(setup, player, self).take
         self.take(frames.Play(SESSION, TASK))
 
     def write(self, data):
@@ -242,7 +242,7 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
         hanging.cancel()
         done = await beside
         assert done.blame == "host"
-        assert "did not end within 1 s of being told to (episode.close_timeout_s)" in done.error
+        assert "did not end within 1 s of being asked to (episode.close_timeout_s)" in done.error
         assert host.figure("suspects") == 0
 
 
@@ -293,9 +293,9 @@ async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_
         tried.append(more)
         raise OSError("no process")
 
-    monkeypatch.setattr(workers_module, "FIRST_BACKOFF_S", 0.0)
+    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.0)
     async with hosting(play(workers=2), tmp_path) as host:
-        monkeypatch.setattr(workers_module, "WorkerProcess", fails)
+        monkeypatch.setattr(pool_module, "WorkerProcess", fails)
         assert (await host.play("exit")).blame == "host"
         await until(lambda: len(tried) > 1100)
         assert (await host.play("reply", uid="0-2")).reward == 3.0

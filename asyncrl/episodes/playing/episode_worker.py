@@ -1,4 +1,4 @@
-"""A worker process of the episode host: ``python -m asyncrl.episodes.playing.worker FD [HIDDEN]``.
+"""A worker process of the episode host: ``python -m asyncrl.episodes.playing.episode_worker FD [HIDDEN]``.
 
 Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: what an episode raises,
 prints and starts stays its own; its tasks have ended before it is said to have, but for those that do not end by being
@@ -31,7 +31,7 @@ from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.outcome import BadOutcome, read_outcome
 from asyncrl.workers import isolation
-from asyncrl.workers.user_code import NotCallable, describe, find_place, kind_of
+from asyncrl.workers.user_code import NotCallable, Ready, describe, find_place, kind_of
 from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, end, find_modules_here, framed, stay_alone
 
 STOPPED = "it was stopped"
@@ -42,7 +42,7 @@ CHAT_PLACE = re.compile(r"\$\[1\]\.")
 class PlayedEpisode:
     """One episode: its calls of the policy, and the tasks that its code has made."""
 
-    def __init__(self, worker: Worker, key: str) -> None:
+    def __init__(self, worker: EpisodeWorker, key: str) -> None:
         self._worker, self.key = worker, key
         self._waiting: dict[str, asyncio.Future[ChatReply]] = {}
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
@@ -92,7 +92,7 @@ class PlayedEpisode:
 _session: ContextVar[PlayedEpisode | None] = ContextVar("session", default=None)
 
 
-class Worker:
+class EpisodeWorker:
     """The worker's side of the socket, and the episodes that it plays."""
 
     def __init__(self, setup: frames.EpisodeSetup, player: Player, writer: asyncio.StreamWriter) -> None:
@@ -267,11 +267,11 @@ async def serve(connection: socket.socket) -> None:
     try:
         player = resolve(setup.kind, setup.code, setup.options, note)
     except NotCallable as error:
-        writer.write(framed(msgspec.msgpack.encode(frames.EpisodeReady(error.problems))))
+        writer.write(framed(msgspec.msgpack.encode(Ready(error.problems))))
         await writer.drain()
         return
-    worker = Worker(setup, player, writer)
-    worker.send(frames.EpisodeReady())
+    worker = EpisodeWorker(setup, player, writer)
+    writer.write(framed(msgspec.msgpack.encode(Ready())))
     beating = asyncio.create_task(worker.beat())
     async for message in messages:
         worker.take(message)

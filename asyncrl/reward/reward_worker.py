@@ -1,4 +1,4 @@
-"""A worker process of the reward pool: ``python -m asyncrl.reward.worker FD [HIDDEN]``.
+"""A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [HIDDEN]``.
 
 Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
 the function's doings stay here. Its exceptions become the error of a Result, its output goes to the pool's log,
@@ -22,7 +22,7 @@ import msgspec
 from asyncrl.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
 from asyncrl.reward import arguments
 from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardReady, RewardSetup, RewardTask
+from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
 from asyncrl.reward.scoring.functions import BUILT_IN
 from asyncrl.wire.codec import encodable
 from asyncrl.workers import isolation
@@ -30,6 +30,7 @@ from asyncrl.workers.memory import MemoryLimit
 from asyncrl.workers.user_code import (
     Keys,
     NotCallable,
+    Ready,
     accepted,
     describe,
     did_you_mean,
@@ -127,12 +128,12 @@ def main() -> None:
             try:
                 scorer = resolve(setup, runner)
             except NotCallable as error:
-                connection.sendall(framed(msgspec.msgpack.encode(RewardReady(error.problems))))
+                connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
                 return
             found = find_place(setup.function)
             place = f" ({found})" if found else ""
             memory = MemoryLimit(setup.max_memory_bytes)
-            connection.sendall(framed(msgspec.msgpack.encode(RewardReady())))
+            connection.sendall(framed(msgspec.msgpack.encode(Ready())))
             try:
                 _serve(connection, bodies, scorer, memory, place)
             except MemoryError:

@@ -1,14 +1,14 @@
-"""Whom the looks at a worker find guilty, by tables; and who is played alone, since it may have ended its worker."""
+"""Which episode a look at a worker blames, and which episodes get a lone worker because theirs died."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.episodes.faults import MOST, Open, Slot, Suspects, silence, unended
+from asyncrl.episodes.pool import MOST, EpisodePlace, Open, Suspects, silence, unended
 
 
-def slot(heard: float, **stopped: float) -> Slot:
-    return Slot(heard=heard, open={key: Open(None, None, stopped=at) for key, at in stopped.items()})
+def place(heard: float, **stopped: float) -> EpisodePlace:
+    return EpisodePlace(heard=heard, open={key: Open(None, None, stopped=at) for key, at in stopped.items()})
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ def slot(heard: float, **stopped: float) -> Slot:
         ([1.0, 2.0, 3.0], 0.5, 2.0),
         ([1.0, 2.0, 3.0], 2.5, 0.0),
         ([1.0, 2.0, 3.0], 1.5, 1.0),
-        # Nobody looked for 100 s: it was this process that slept.
+        # No look for 100 s: this process slept.
         ([1.0, 101.0], -1.0, 3.0),
     ],
 )
-def test_silence_is_what_was_listened_to(looks, heard, silent_s):
+def test_silence_counts_only_while_the_host_listens(looks, heard, silent_s):
     silent, since = 0.0, 0.0
     for now in looks:
         silent = silence(silent, heard=min(heard, now), since=since, now=now, pause_s=1.0)
@@ -40,9 +40,8 @@ def test_silence_is_what_was_listened_to(looks, heard, silent_s):
         (19.9, {"a": 15.0, "b": 6.0}, "b"),
     ],
 )
-def test_who_does_not_end_is_guilty_where_the_loop_turns(heard, stopped, guilty):
-    fault = unended(slot(heard, **stopped), 10.0, 20.0)
-    assert (None if fault is None else fault.guilty) == guilty
+def test_an_episode_that_does_not_end_is_guilty_if_the_loop_turns(heard, stopped, guilty):
+    assert unended(place(heard, **stopped), 10.0, 20.0) == guilty
 
 
 @given(st.lists(st.lists(st.integers(0, 5), unique=True), max_size=20))
@@ -58,7 +57,7 @@ def test_deaths_count_since_the_last_good_end(deaths):
     assert [suspects.alone(str(each)) for each in range(6)] == [counted[each] >= 2 for each in range(6)]
 
 
-def test_the_oldest_are_forgotten():
+def test_suspects_forget_the_oldest():
     suspects = Suspects()
     for number in range(MOST + 10):
         suspects.died([str(number)])

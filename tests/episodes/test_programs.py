@@ -12,8 +12,8 @@ import pytest
 import uvloop
 from episodes.hosted import config_with, hosting, until
 
-from asyncrl.episodes.command import described, environment, outcome_of
 from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.programs import described, environment, outcome_of
 from asyncrl.outcome import BadOutcome
 
 RUN = uvloop.run

@@ -1,0 +1,377 @@
+"""The pool of workers that play episodes of Python code: function, env, tools.
+
+Invariant: each episode ends with the result of its code or with the end of its worker. A worker is killed and replaced
+if its event loop stalls, if it takes too much memory, or if a stopped episode in it does not end. A new episode goes to
+the worker with the fewest; an episode that was in the deaths of two workers gets a lone worker. An episode is blamed
+for the end of its worker only there, or if it was stopped and did not end. The pool fails if no worker can be started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from asyncrl.config.episode import EpisodeConfig
+from asyncrl.episodes.playing import frames
+from asyncrl.episodes.session import Playing, PolicySession
+from asyncrl.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorkersEnded
+from asyncrl.messages.episodes import Chat, EpisodeDone
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool
+
+BEATS = 8
+"""Beats of a worker in the shorter of episode.stall_timeout_s and close_timeout_s."""
+SUSPECT_DEATHS = 2
+"""Deaths of workers after which an episode in them is played alone."""
+MOST = 4096
+"""Episodes that are remembered, the newest."""
+
+
+@dataclass(eq=False, slots=True)
+class Open:
+    """An episode that runs or waits for a worker."""
+
+    session: PolicySession
+    playing: Playing
+    stopped: float = 0.0
+    """Time when it was asked to end; 0 if it was not."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class EpisodePlace(Place):
+    """The place of a worker, with its episodes. A lone one is for one episode."""
+
+    ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
+    open: dict[str, Open] = field(default_factory=dict)
+    """Episodes by the keys of their sessions."""
+    heard: float = 0.0
+    """Time of its latest message."""
+    silent_s: float = 0.0
+    """Seconds of silence during which this process was able to listen."""
+    guilty: str = ""
+    """Key of the session for which it is killed, if that is known."""
+
+
+@dataclass(slots=True)
+class EpisodeCounts(WorkerCounts):
+    """Counts of an episode host since its start, by the names of the catalogue."""
+
+    played: int = 0
+    """Episodes that ended by themselves or with their worker."""
+    failed: int = 0
+    """Played episodes without an outcome."""
+    stopped: int = 0
+    """Episodes that the rollouter ended."""
+    played_alone: int = 0
+    """Episodes begun in a lone worker."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    """Calls of tools that raised."""
+    tool_mistakes: int = 0
+    """Calls of unknown tools, or with wrong arguments."""
+    stalled: int = 0
+    """Workers whose event loop stalled."""
+
+
+class EpisodePool(WorkerPool[EpisodePlace]):
+    """``config.workers`` processes that play episodes. ``on_fault`` receives the kind and the text of a failure."""
+
+    owner = "the episode host"
+    section = "episode"
+    module = "asyncrl.episodes.playing.episode_worker"
+    counters: EpisodeCounts
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        *,
+        model: str,
+        base_url: str,
+        start_timeout_s: float,
+        confined: Confinement = UNISOLATED,
+        on_output: OnOutput = lambda uid, text, dropped: None,
+        on_fault: Callable[[str, str], None] = lambda kind, text: None,
+    ) -> None:
+        self._config, self._on_fault = config, on_fault
+        code = config.tools or [config.function or config.env or ""]
+        setup = frames.EpisodeSetup(
+            kind=config.kind,
+            code=code,
+            options=config.options,
+            model=model,
+            base_url=base_url,
+            alive_s=min(config.stall_timeout_s, config.close_timeout_s) / BEATS,
+            # Half of it, so that a worker reports tasks that do not end before it is killed for them.
+            close_timeout_s=config.close_timeout_s / 2,
+            max_output_bytes=config.max_output_bytes,
+            max_request_bytes=config.max_request_bytes,
+        )
+        self._close_timeout_s = setup.close_timeout_s
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(frames.ToHost)
+        super().__init__(
+            config,
+            code=", ".join(code),
+            setup=self._encoder.encode(setup),
+            max_frame_bytes=config.max_request_bytes + frames.SMALL_BYTES,
+            start_timeout_s=start_timeout_s,
+            confined=confined,
+            on_output=on_output,
+            look_s=min(LOOK_S, setup.alive_s),
+        )
+        self._waiting: deque[Open] = deque()
+        self._suspects = Suspects()
+        self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Calls of the policy that are open, by session and name."""
+        self.counters = EpisodeCounts()
+
+    def play(self, session: PolicySession) -> Playing:
+        """Play an episode. If the future is cancelled, the episode is asked to end, and killed if it does not."""
+        playing = Playing(loop=self._loop)
+        opened = Open(session, playing)
+        playing.on_stop = partial(self._stop, opened)
+        self._waiting.append(opened)
+        self._assign()
+        return playing
+
+    @property
+    def open(self) -> int:
+        """Episodes with a worker."""
+        return sum(len(place.open) for place in self._all())
+
+    @property
+    def waiting(self) -> int:
+        """Episodes that wait for a worker."""
+        return len(self._waiting)
+
+    @property
+    def suspects(self) -> int:
+        """Episodes that were in a worker when it died."""
+        return len(self._suspects)
+
+    # --- what the pool of workers asks ---
+
+    def _new_places(self, count: int) -> list[EpisodePlace]:
+        return [EpisodePlace() for _ in range(count)]
+
+    def _failure(self, reason: str) -> AsyncRLError:
+        return EpisodeWorkersEnded(self._code, reason)
+
+    def _uid(self, place: EpisodePlace) -> str:
+        """The only episode's uid; empty if there are several."""
+        uids = {opened.session.task.uid for opened in place.open.values()}
+        return uids.pop() if len(uids) == 1 else ""
+
+    def _ready(self, place: EpisodePlace) -> None:
+        place.heard, place.silent_s = self._loop.time(), 0.0
+        if not place.lone:
+            place.ledger.enter("idle")
+            self._assign()
+            return
+        for opened in list(place.open.values()):
+            if opened.stopped:
+                self._kill(place, "is not needed any more")
+            else:
+                self._begin(place, opened)
+
+    def _find_fault(self, place: EpisodePlace, since: float, now: float) -> str:
+        place.silent_s = silence(place.silent_s, heard=place.heard, since=since, now=now, pause_s=self._look_s)
+        stall_s, close_s = self._config.stall_timeout_s, self._config.close_timeout_s
+        if place.silent_s > stall_s:
+            self.counters.stalled += 1
+            return (
+                f"stood still for {stall_s:g} s (episode.stall_timeout_s): async code computes or waits without await, "
+                "or holds the interpreter; it was killed"
+            )
+        guilty = unended(place, close_s, now)
+        if guilty is None:
+            return ""
+        place.guilty = guilty
+        told = f"did not end within {close_s:g} s of being asked to (episode.close_timeout_s)"
+        return f"was killed because of an episode that {told}"
+
+    def _lost(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
+        inside, place.open = list(place.open.values()), {}
+        # An episode whose lone worker did not come up had not begun, and is not the cause of its end.
+        if was_ready and not place.guilty:
+            self._suspects.died(opened.session.task.episode_id for opened in inside)
+        for opened in inside:
+            own = was_ready and (place.lone or opened.session.key == place.guilty)
+            self._over(opened, EpisodeDone(error=f"the episode's worker {reason}", blame="episode" if own else "host"))
+        place.guilty = ""
+
+    def _gone(self) -> None:
+        self._assign()
+
+    # --- episodes ---
+
+    def _assign(self) -> None:
+        """Give the waiting episodes to workers that are ready."""
+        ready = [place for place in self._places if place.ready]
+        left: deque[Open] = deque()
+        while self._waiting:
+            opened = self._waiting.popleft()
+            if self._suspects.alone(opened.session.task.episode_id):
+                if len(self._lone) < self._config.workers:
+                    self.counters.played_alone += 1
+                    self._add(EpisodePlace(lone=True, open={opened.session.key: opened}))
+                else:
+                    left.append(opened)
+            elif ready:
+                self._begin(min(ready, key=lambda place: len(place.open)), opened)
+            else:
+                left.append(opened)
+        self._waiting = left
+
+    def _begin(self, place: EpisodePlace, opened: Open) -> None:
+        session = opened.session
+        place.open[session.key] = opened
+        if place.ledger.state != "playing":
+            place.ledger.enter("playing")
+        self._send(place, frames.Play(session.key, session.task.fields()))
+        session.begin()
+
+    def _send(self, place: EpisodePlace, message: frames.ToWorker) -> None:
+        if place.process is not None:
+            place.process.send(self._encoder.encode(message))
+
+    def _stop(self, opened: Open) -> None:
+        """Stop an episode whose caller has gone."""
+        self.counters.stopped += 1
+        if opened in self._waiting:
+            self._waiting.remove(opened)
+            return
+        opened.stopped = self._loop.time()
+        for place in self._all():
+            if opened.session.key in place.open:
+                self._send(place, frames.StopEpisode(opened.session.key))
+
+    def _over(self, opened: Open, done: EpisodeDone) -> None:
+        if not opened.playing.done():
+            self.counters.played += 1
+            self.counters.failed += bool(done.error)
+        opened.playing.end(done)
+
+    # --- messages of workers ---
+
+    def _take(self, place: EpisodePlace, frame: bytes | bytearray) -> None:
+        message = self._decoder.decode(frame)
+        place.heard = self._loop.time()
+        # A call, a reward or an end of an episode that is over here matches nothing: its worker may not know yet.
+        match message:
+            case frames.Asked(chat) if (opened := place.open.get(chat.session)) is not None and not opened.stopped:
+                answer = self._loop.create_task(self._answer(place, opened.session, chat))
+                self._answers[chat.session, chat.call] = answer
+                answer.add_done_callback(partial(self._answered, (chat.session, chat.call)))
+            case frames.GaveUp(key, call) if (asked := self._answers.get((key, call))) is not None:
+                asked.cancel()
+            case frames.Rewarded(key, node, value) if (opened := place.open.get(key)) is not None:
+                if not opened.stopped:
+                    opened.session.credit(node, value)
+            case frames.Printed(key, text, dropped):
+                self.counters.output_dropped_bytes += dropped
+                opened = place.open.get(key)
+                self._on_output("" if opened is None else opened.session.task.uid, text, dropped)
+            case frames.Noted(key, tool, error, kind, mistaken):
+                self._note(tool, error, kind, mistaken)
+            case frames.Ended(key) if key in place.open:
+                self._episode_ended(place, message)
+
+    def _episode_ended(self, place: EpisodePlace, ended: frames.Ended) -> None:
+        self._call_ended(place)
+        opened = place.open.pop(ended.session)
+        self._suspects.ended(opened.session.task.episode_id)
+        if place.lone:
+            self._kill(place, "is not needed any more")
+        elif not place.open:
+            place.ledger.enter("idle")
+        if ended.error and not opened.playing.done():
+            self._on_fault(ended.kind, f"{ended.error} (prompt {opened.session.task.uid})")
+        if ended.left:
+            self._on_fault(
+                "tasks that do not end",
+                f"left {ended.left} tasks behind that did not end within {self._close_timeout_s:g} s of being "
+                f"cancelled; they keep running in their worker (prompt {opened.session.task.uid})",
+            )
+        self._over(opened, EpisodeDone(reward=ended.reward, components=ended.components, error=ended.error))
+
+    def _note(self, tool: str, error: str, kind: str, mistaken: bool) -> None:
+        self.counters.tool_calls += 1
+        self.counters.tool_mistakes += mistaken
+        if error and not mistaken:
+            self.counters.tool_errors += 1
+            self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was given the error")
+
+    def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
+        """End the pool with an unexpected error."""
+        if self._answers.get(name) is answer:
+            del self._answers[name]
+        if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():
+            self._end.set_exception(error)
+
+    async def _answer(self, place: EpisodePlace, session: PolicySession, chat: Chat) -> None:
+        """Ask the policy; the call ends when the session does."""
+        try:
+            self._send(place, frames.Answered(session.key, chat.call, await session.chat(chat)))
+        except EpisodeOver as error:
+            self._send(place, frames.Denied(session.key, chat.call, error.reason, over=True))
+        except ChatRefused as error:
+            self._send(place, frames.Denied(session.key, chat.call, error.problem, field=error.field))
+        except OSError as error:
+            # WireError is a ConnectionError, and so an OSError.
+            self._send(place, frames.Denied(session.key, chat.call, str(error)))
+
+
+def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s: float) -> float:
+    """Seconds of a worker's silence at ``now``, if it was ``silent_s`` at the look before, at ``since``. Pure.
+
+    A late look shows that this process did not run either, so the excess does not count.
+    """
+    return 0.0 if heard >= since else silent_s + min(now - since, 2 * pause_s)
+
+
+def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | None:
+    """The key of an episode that was asked to end and has not, "" if it may not be the cause, None without one. Pure.
+
+    If the worker was heard in the second half of the time, its event loop turns, so the episode itself does not end.
+    """
+    for key, opened in place.open.items():
+        if opened.stopped and now - opened.stopped > close_timeout_s:
+            return key if place.heard > opened.stopped + close_timeout_s / 2 else ""
+    return None
+
+
+class Suspects:
+    """Deaths of workers, counted by the ids of the episodes in them, over all attempts. Pure.
+
+    A worker plays many episodes, most of which did not cause its end. An episode that was in two deaths gets a lone
+    worker, and only a death there is its own. Invariant: an episode that never ends its worker is never blamed.
+    """
+
+    def __init__(self) -> None:
+        self._deaths: dict[str, int] = {}
+
+    def died(self, inside: Iterable[str]) -> None:
+        """Count the death of a worker, of unknown cause, with these episodes in it."""
+        for episode in inside:
+            # Moved to the end: the episode whose last death is the oldest is forgotten first.
+            self._deaths[episode] = self._deaths.pop(episode, 0) + 1
+            if len(self._deaths) > MOST:
+                del self._deaths[next(iter(self._deaths))]
+
+    def alone(self, episode: str) -> bool:
+        """Whether an episode must be played in a lone worker."""
+        return self._deaths.get(episode, 0) >= SUSPECT_DEATHS
+
+    def ended(self, episode: str) -> None:
+        """Forget an episode that has ended and whose worker lives."""
+        self._deaths.pop(episode, None)
+
+    def __len__(self) -> int:
+        return len(self._deaths)

@@ -1,0 +1,229 @@
+"""Episodes that are programs: each runs as a process of its own and finds the policy's address in its environment.
+
+Its exit ends the episode. After exit code 0 the last line of its standard output is the reward, if that line is a
+finite number or a JSON object of components. Invariant: when an episode has ended, nothing of the program is left, even
+if this process has died (workers/keeper.py). The program receives the variables that any program needs, those that the
+user names (workers/confinement.py), and the key of its own session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.config.episode import EpisodeConfig
+from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.pool import EpisodeCounts
+from asyncrl.episodes.session import Playing, PolicySession
+from asyncrl.errors import AsyncRLError, EpisodeWorkersEnded
+from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.outcome import BadOutcome, Outcome, read_outcome
+from asyncrl.runtime.lifecycle.supervision import describe_exit
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.pool import OnOutput, Place, WorkerPool
+from asyncrl.workers.process import WorkerProcess
+
+TAIL_BYTES = 1 << 12
+LAST_LINES = 5
+MOST_LOOKED_AT = 32
+"""Programs that one look checks: each takes a fraction of a millisecond."""
+MOST_ANSWER_BYTES = 1 << 20
+OURS = "ASYNCRL_"
+LARGEST_TASK = 64 << 10
+"""Bytes of a task in the environment, where the kernel allows 128 KiB for one variable."""
+
+
+def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: str) -> dict[str, str]:
+    """Environment of a program, with ``task`` where it fits. Pure."""
+    env = {name: value for name, value in inherited.items() if not name.startswith(OURS)}
+    env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
+    # Anthropic's client puts the version into its paths.
+    env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+    return env | ({"ASYNCRL_TASK": task} if len(task.encode()) <= LARGEST_TASK else {})
+
+
+def described(task: Task) -> str:
+    """A task as JSON. Pure."""
+    return json.dumps({**task.fields(), "episode_id": task.episode_id}, default=str)
+
+
+def outcome_of(line: str) -> Outcome | None:
+    """The outcome that a last line holds; None for another line, such as one of a log.
+
+    Raises BadOutcome for an invalid number and for an object with an invalid "reward": both were meant as outcomes.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | dict):
+        return None
+    try:
+        return read_outcome(value)
+    except BadOutcome:
+        if isinstance(value, dict) and "reward" not in value:
+            return None
+        raise
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Program(Place):
+    """A program that runs, in a lone place."""
+
+    ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
+    session: PolicySession
+    playing: Playing
+    answer: dict[str, Any] | None = None
+    """The keeper's answer on its end."""
+    fault: str = ""
+    """Reason that it was killed."""
+    timer: asyncio.TimerHandle | None = None
+    """Timer that kills it."""
+
+
+class Programs(WorkerPool[Program]):
+    """The programs that play episodes; arguments as of EpisodePool. All places are lone ones."""
+
+    owner = "the episode host"
+    section = "episode"
+    module = "asyncrl.workers.keeper"
+    counters: EpisodeCounts
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        *,
+        base_url: str,
+        confined: Confinement = UNISOLATED,
+        on_output: OnOutput = lambda uid, text, dropped: None,
+        on_fault: Callable[[str, str], None] = lambda kind, text: None,
+    ) -> None:
+        super().__init__(
+            config,
+            code=" ".join(config.command),
+            setup=b"",
+            max_frame_bytes=MOST_ANSWER_BYTES,
+            start_timeout_s=0.0,
+            confined=confined,
+            on_output=on_output,
+        )
+        self._config, self._base_url, self._on_fault = config, base_url, on_fault
+        self._next = 0
+        """Place in the list of programs where the next look begins."""
+        self.counters = EpisodeCounts()
+        self.waiting = self.suspects = 0
+
+    async def start(self) -> None:
+        """Begin to check memory; no program runs before the first episode."""
+        self._look()
+
+    def play(self, session: PolicySession) -> Playing:
+        """Run the program. If the future is cancelled, the program receives SIGTERM, and SIGKILL after
+        close_timeout_s with all its descendants.
+        """
+        playing = Playing(loop=self._loop)
+        # A keeper sends no frame before the end of its program.
+        program = Program(
+            lone=True, session=session, playing=playing, ready=True, memory_limit=self._config.max_memory_bytes
+        )
+        playing.on_stop = lambda: self._stop(program)
+        self._add(program)
+        if program.process is not None:
+            session.begin()
+        return playing
+
+    @property
+    def open(self) -> int:
+        """Programs that run."""
+        return len(self._lone)
+
+    # --- what the pool of workers asks ---
+
+    def _new_places(self, count: int) -> list[Program]:
+        return []
+
+    def _setup_of(self, place: Program) -> bytes:
+        task, key = described(place.session.task), place.session.key
+        env = environment(self._confined.env(), task, base_url=self._base_url, key=key)
+        setup = {"argv": self._config.command, "env": env, "files": {"ASYNCRL_TASK_FILE": task}}
+        return json.dumps(setup).encode()
+
+    def _process_options(self) -> dict[str, Any]:
+        return {"own_session": True, "tail_bytes": TAIL_BYTES}
+
+    def _uid(self, place: Program) -> str:
+        return place.session.task.uid
+
+    def _failure(self, reason: str) -> AsyncRLError:
+        return EpisodeWorkersEnded(self._code, reason)
+
+    def _to_look_at(self) -> Iterable[Program]:
+        """The next few programs, in turn."""
+        first = self._next % max(1, len(self._lone))
+        self._next = first + MOST_LOOKED_AT
+        return list(itertools.islice(itertools.chain(self._lone[first:], self._lone[:first]), MOST_LOOKED_AT))
+
+    def _kill(self, place: Program, reason: str) -> None:
+        """Hang up on the keeper, which then ends the program with all its descendants."""
+        place.fault = place.fault or reason
+        assert place.process is not None
+        place.process.hang_up()
+
+    def _take(self, place: Program, frame: bytes | bytearray) -> None:
+        """The program has ended."""
+        place.answer = json.loads(frame)
+        assert place.process is not None
+        place.process.hang_up()
+
+    def _lost(self, place: Program, reason: str, *, was_ready: bool) -> None:
+        if place.timer is not None:
+            place.timer.cancel()
+        done = self._outcome(place, reason)
+        if not place.playing.done():
+            self.counters.played += 1
+            self.counters.failed += bool(done.error)
+            if done.error and done.blame == "episode":
+                kind = done.error.partition(":")[0]
+                self._on_fault(kind, f"{done.error} (prompt {place.session.task.uid})")
+        place.playing.end(done)
+
+    def _count_end(self, process: WorkerProcess) -> None:
+        # Each program ends its keeper; that is not the end of a worker.
+        pass
+
+    # --- programs ---
+
+    def _stop(self, program: Program) -> None:
+        """Stop a program whose caller has gone."""
+        self.counters.stopped += 1
+        if program.process is not None:
+            program.process.send(b"terminate")
+            program.timer = self._loop.call_later(self._config.close_timeout_s, self._kill, program, "did not end")
+
+    def _outcome(self, program: Program, reason: str) -> EpisodeDone:
+        answer = program.answer
+        if program.fault:
+            return EpisodeDone(error=f"the program {program.fault}")
+        if answer is None:
+            # Its keeper could not be started or has died, which is not the program's doing.
+            return EpisodeDone(error=f"the process that keeps the program {reason}", blame="host")
+        if "error" in answer:
+            return EpisodeDone(error=f"the program {answer['error']}", blame=answer["blame"])
+        used = answer["user_s"]
+        if answer["code"] != 0:
+            assert program.process is not None
+            lines = program.process.output.tail.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
+            said = f": {' | '.join(line.strip() for line in lines)}" if lines else ", and printed nothing"
+            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=used)
+        try:
+            outcome = outcome_of(answer["last_line"])
+        except BadOutcome as error:
+            return EpisodeDone(error=f"the program {error}, by the last line of its output", user_s=used)
+        reward, components = outcome if outcome is not None else (None, {})
+        return EpisodeDone(reward=reward, components=components, user_s=used)

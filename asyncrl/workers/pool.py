@@ -1,0 +1,366 @@
+"""The pool of worker processes that run users' code: the job of a subclass is to score rewards or to play episodes.
+
+A pool has a number of places, and each place has one worker process at a time. A lone place has a worker for one task
+and goes with it. The pool starts workers, limits their memory, passes on their output and replaces those that end.
+
+Invariant: until the pool ends, each place has a worker or a timer that starts one. A worker is killed with all its
+descendants if it is not ready ``start_timeout_s`` after its start, if it holds too much memory, or if the job finds a
+fault. The pool fails as a whole only if every place failed to start a worker ``MAX_START_FAILURES`` times in a row, or
+if its owner gives it up (``watch``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+import psutil
+
+from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.runtime.lifecycle.backoff import backoff
+from asyncrl.telemetry.states import StateLedger
+from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.memory import held_beyond, resident_bytes
+from asyncrl.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living
+from asyncrl.workers.user_code import Ready
+
+LOOK_S = 0.25
+"""Longest pause (s) between two checks of the workers."""
+GATHER_S = 0.05
+"""Seconds for which output is gathered."""
+MAX_START_FAILURES = 5
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
+CLOSE_TIMEOUT_S = 10.0
+
+OnOutput = Callable[[str, str, int], None]
+"""Receives output of workers: the uid of the task that printed it (empty if unknown), text, bytes dropped."""
+
+
+class Limits(Protocol):
+    """The keys that ``[reward]`` and ``[episode]`` have in common."""
+
+    workers: int
+    max_memory_bytes: int
+    max_output_bytes: int
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Place:
+    """A place for one worker at a time. The pool alone changes these fields."""
+
+    ledger: StateLedger
+    lone: bool = False
+    """Whether the place is for one task and goes with its worker."""
+    process: WorkerProcess | None = None
+    ready: bool = False
+    """Whether the process has loaded the code."""
+    launched: float = 0.0
+    """Time when the process was started."""
+    memory_limit: int = 0
+    """Bytes for the process and its descendants."""
+    failed_starts: int = 0
+    restart: asyncio.TimerHandle | None = None
+    output_timer: asyncio.TimerHandle | None = None
+    """Timer that passes on the gathered output."""
+
+
+@dataclass(slots=True)
+class WorkerCounts:
+    """Counts since the start."""
+
+    out_of_memory: int = 0
+    """Worker processes ended because of max_memory_bytes."""
+    output_dropped_bytes: int = 0
+    """Bytes printed beyond max_output_bytes."""
+    workers_killed: int = 0
+    """Worker processes ended by the pool."""
+    workers_died: int = 0
+    """Worker processes that ended by themselves."""
+
+
+P = TypeVar("P", bound=Place)
+_ready = msgspec.msgpack.Decoder(Ready)
+
+
+class WorkerPool(Generic[P]):
+    """``limits.workers`` processes that run ``module`` with ``setup`` as their first frame.
+
+    ``code`` names the user's code in errors. Use it in one event loop in the main thread: ``start``, then the methods
+    of the subclass, then ``close``.
+    """
+
+    owner: str
+    """The pool, in errors."""
+    section: str
+    """Section of the configuration that holds ``limits``."""
+    module: str
+    """Module that a worker runs."""
+    counters: WorkerCounts
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        code: str,
+        setup: bytes,
+        max_frame_bytes: int,
+        start_timeout_s: float,
+        confined: Confinement = UNISOLATED,
+        on_output: OnOutput = lambda uid, text, dropped: None,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._limits, self._code, self._setup, self._max_frame_bytes = limits, code, setup, max_frame_bytes
+        self._start_timeout_s, self._confined, self._on_output = start_timeout_s, confined, on_output
+        self._look_s = look_s
+        self._loop = loop = asyncio.get_running_loop()
+        self._places = self._new_places(limits.workers)
+        self._lone: list[P] = []
+        self._started: asyncio.Future[None] = loop.create_future()
+        self._end: asyncio.Future[None] = loop.create_future()
+        self._all_ended = asyncio.Event()
+        self._look_timer: asyncio.TimerHandle | None = None
+        self._looked = loop.time()
+
+    # --- for the owner ---
+
+    async def start(self) -> None:
+        """Start the workers and wait until each has loaded the code.
+
+        Raises ConfigError for code that cannot be used, DeadlineExceeded after ``start_timeout_s``, and the pool's own
+        error (``_failure``) if a process ends while it loads the code.
+        """
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                for place in self._places:
+                    self._launch(place)
+                await asyncio.shield(self._started)
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TimeoutError):
+                what = f"importing {self._code}"
+                raise DeadlineExceeded(self.owner, "its workers", what, self._start_timeout_s) from None
+            raise
+        self._look()
+
+    async def watch(self) -> None:
+        """Return when the pool is closed. Raise its error when it fails as a whole."""
+        await asyncio.shield(self._end)
+
+    def give_up(self, error: AsyncRLError) -> None:
+        """End the pool with ``error``. Workers live until ``close``."""
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def close(self) -> None:
+        """End every worker with its descendants. Raises DeadlineExceeded for a process that survives SIGKILL."""
+        if not self._end.done():
+            self._end.set_result(None)
+        # Retrieved: nothing need have watched.
+        self._end.exception()
+        self._started.cancel()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
+        helpers: list[psutil.Process] = []
+        for place in self._all():
+            if place.restart is not None:
+                place.restart.cancel()
+            if place.process is not None:
+                helpers += place.process.descendants()
+                self._kill(place, f"was stopped: {self.owner} was closed")
+        self._note_ended()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._all_ended.wait()
+                # They are not children of this process, so their end can only be polled.
+                while helpers := kill_living(helpers):  # noqa: ASYNC110
+                    await asyncio.sleep(REAP_INTERVAL_S)
+        except TimeoutError:
+            left = [str(place.process.pid) for place in self._all() if place.process is not None]
+            left += [str(helper.pid) for helper in kill_living(helpers)]
+            raise DeadlineExceeded(self.owner, f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S) from None
+
+    def resources(self) -> list[ResourceRecord]:
+        """Resource records, one for each place; callable from any thread."""
+        return [place.ledger.record(f"worker/{at}") for at, place in enumerate(self._places)]
+
+    # --- for the job: overridden by subclasses ---
+
+    def _new_places(self, count: int) -> list[P]:
+        """The places that last as long as the pool, without workers."""
+        raise NotImplementedError
+
+    def _ready(self, place: P) -> None:
+        """The worker has loaded the code."""
+
+    def _take(self, place: P, frame: bytes | bytearray) -> None:
+        """The worker has sent a frame. Raises ValueError for an invalid one, which ends the worker."""
+        raise NotImplementedError
+
+    def _lost(self, place: P, reason: str, *, was_ready: bool) -> None:
+        """The worker has ended; another is started behind this call. ``reason`` has the user's code as its subject."""
+
+    def _gone(self) -> None:
+        """A lone place has gone with its worker."""
+
+    def _uid(self, place: P) -> str:
+        """Uid of the task whose output this is."""
+        raise NotImplementedError
+
+    def _find_fault(self, place: P, since: float, now: float) -> str:
+        """Reason to kill a ready worker; empty if there is none. ``since`` is the time of the last look."""
+        return ""
+
+    def _failure(self, reason: str) -> AsyncRLError:
+        """The error of a pool that cannot start workers."""
+        raise NotImplementedError
+
+    def _kill(self, place: P, reason: str) -> None:
+        assert place.process is not None
+        place.process.kill(reason)
+
+    def _setup_of(self, place: P) -> bytes:
+        """The first frame to the worker of a place."""
+        return self._setup
+
+    def _process_options(self) -> dict[str, Any]:
+        """Further arguments of WorkerProcess."""
+        return {}
+
+    # --- processes ---
+
+    def _all(self) -> list[P]:
+        return [*self._places, *self._lone]
+
+    def _add(self, place: P) -> None:
+        """Start the worker of a lone place."""
+        self._lone.append(place)
+        self._launch(place)
+
+    def _launch(self, place: P) -> None:
+        place.restart, place.launched = None, self._loop.time()
+        if self._end.done():
+            return
+        try:
+            place.process = WorkerProcess(
+                self.module,
+                self._setup_of(place),
+                confined=self._confined,
+                max_frame_bytes=self._max_frame_bytes,
+                max_output_bytes=self._limits.max_output_bytes,
+                memory_key=f"{self.section}.max_memory_bytes",
+                on_output=lambda process: self._printed(place, process),
+                on_frame=lambda _, frame: self._heard(place, frame),
+                on_end=lambda process, reason: self._ended(place, process, reason),
+                **self._process_options(),
+            )
+        except OSError as error:
+            self._start_failed(place, f"cannot start a process: {error}")
+
+    def _heard(self, place: P, frame: bytes | bytearray) -> None:
+        if place.ready:
+            self._take(place, frame)
+            return
+        assert place.process is not None
+        ready = _ready.decode(frame)
+        if ready.problems:
+            if not self._started.done():
+                self._started.set_exception(ConfigError(ready.problems))
+            place.process.kill("; ".join(ready.problems))
+            return
+        place.ready, place.failed_starts = True, 0
+        place.memory_limit = resident_bytes([place.process.pid]) + self._limits.max_memory_bytes
+        if not self._started.done() and all(place.ready for place in self._places):
+            self._started.set_result(None)
+        self._ready(place)
+
+    def _start_failed(self, place: P, reason: str) -> None:
+        if place.lone:
+            self._lone.remove(place)
+            self._lost(place, reason, was_ready=False)
+            return
+        if not self._started.done():
+            self._started.set_exception(self._failure(reason))
+            return
+        place.failed_starts += 1
+        if all(place.failed_starts >= MAX_START_FAILURES for place in self._places):
+            self.give_up(self._failure(f"has no worker process left: {reason}"))
+            return
+        pause_s = backoff(FIRST_BACKOFF_S, place.failed_starts, LONGEST_BACKOFF_S)
+        place.restart = self._loop.call_later(pause_s, self._launch, place)
+
+    def _ended(self, place: P, process: WorkerProcess, reason: str) -> None:
+        self._hand_out(place, process, end_of_call=True)
+        was_ready, place.ready = place.ready, False
+        if not self._end.done():
+            self._count_end(process)
+        self._lost(place, reason, was_ready=was_ready)
+        place.process = None
+        if place.lone:
+            self._lone.remove(place)
+        if self._end.done():
+            self._note_ended()
+        elif place.lone:
+            self._gone()
+        elif was_ready:
+            place.ledger.enter("starting")
+            self._launch(place)
+        else:
+            self._start_failed(place, reason)
+
+    def _count_end(self, process: WorkerProcess) -> None:
+        self.counters.workers_killed += process.killed
+        self.counters.workers_died += not process.killed
+
+    def _note_ended(self) -> None:
+        if all(place.process is None for place in self._all()):
+            self._all_ended.set()
+
+    def _look(self) -> None:
+        """Kill workers that do not become ready, hold too much memory or have a fault of the job."""
+        since, self._looked = self._looked, self._loop.time()
+        for place in self._to_look_at():
+            if place.process is None or place.process.ended:
+                continue
+            if not place.ready:
+                if self._looked - place.launched > self._start_timeout_s:
+                    told = f"was not ready within {self._start_timeout_s:g} s of its start; its worker was killed"
+                    self._kill(place, told)
+            elif reason := self._find_fault(place, since, self._looked):
+                self._kill(place, reason)
+            elif (found := held_beyond(place.process.pid, place.memory_limit)) is not None:
+                self.counters.out_of_memory += 1
+                held, below = found
+                told = f"took more than {self._limits.max_memory_bytes} bytes of memory"
+                told += f" ({self.section}.max_memory_bytes; its process and {below} below it held {held})"
+                self._kill(place, f"{told}; they were killed")
+        self._look_timer = self._loop.call_later(self._look_s, self._look)
+
+    def _to_look_at(self) -> Iterable[P]:
+        return self._all()
+
+    # --- output ---
+
+    def _printed(self, place: P, process: WorkerProcess) -> None:
+        """Pass output on soon, with all that comes right behind it."""
+        if place.output_timer is None:
+            place.output_timer = self._loop.call_later(GATHER_S, self._hand_out, place, process)
+
+    def _hand_out(self, place: P, process: WorkerProcess, *, end_of_call: bool = False) -> None:
+        """Pass on the output that was kept. At the end of a call the next one may print as much again."""
+        if place.output_timer is not None:
+            place.output_timer.cancel()
+            place.output_timer = None
+        text, dropped = process.output.take(end_of_call=end_of_call)
+        self.counters.output_dropped_bytes += dropped
+        if text or dropped:
+            self._on_output(self._uid(place), text, dropped)
+
+    def _call_ended(self, place: P) -> None:
+        """Pass on the output of a call that has ended."""
+        if place.process is not None and place.process.output.used:
+            place.process.output.drain()
+            self._hand_out(place, place.process, end_of_call=True)
