@@ -1,9 +1,8 @@
 """Limits on the requests to a judge at once and in a minute.
 
-``MinuteLimit`` is pure. Invariant: in any 60 seconds no more than its limit begins, a single item that is larger
-excepted, which then is alone. ``JudgeLimits`` lets calls begin in the order in which they came, and holds them all back
-when the judge has asked for a pause. Waiting is bounded by the limits themselves, and ends when the caller is
-cancelled.
+``MinuteLimit`` is pure. Invariant: in any 60 seconds no more than the limit begins, except a single larger item, which
+begins alone. ``JudgeLimits`` lets requests begin in the order in which they came. A request that the client sends again
+counts, and does not wait. Waiting is bounded by the limits themselves and ends when the caller is cancelled.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class JudgeLimits:
         self._places = asyncio.Semaphore(concurrency)
         self._door = asyncio.Lock()
         self._requests, self._tokens = MinuteLimit(requests_per_minute), MinuteLimit(tokens_per_minute)
-        self._paused_until = 0.0
         self.waiting = 0
 
     @asynccontextmanager
@@ -81,7 +79,7 @@ class JudgeLimits:
             async with self._places:
                 # One waits at a time, the others behind it: a small request does not slip past a large one.
                 async with self._door:
-                    # A pause that is asked for meanwhile makes it longer.
+                    # Others that were sent again meanwhile make it longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
                         await asyncio.sleep(wait_s)
                     self._requests.begin(1, time.monotonic())
@@ -92,10 +90,12 @@ class JudgeLimits:
         finally:
             self.waiting -= waits
 
-    def pause(self, seconds: float) -> None:
-        """Let nothing begin for so long."""
-        self._paused_until = max(self._paused_until, time.monotonic() + seconds)
+    def retried(self, tokens: float) -> None:
+        """Count a request that was sent again, which did not wait."""
+        now = time.monotonic()
+        self._requests.begin(1, now)
+        self._tokens.begin(tokens, now)
 
     def _wait_s(self, tokens: int) -> float:
         now = time.monotonic()
-        return max(self._paused_until - now, self._requests.wait_s(1, now), self._tokens.wait_s(tokens, now))
+        return max(self._requests.wait_s(1, now), self._tokens.wait_s(tokens, now))

@@ -23,14 +23,13 @@ from asyncrl.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEn
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.outcome import Outcome
-from asyncrl.reward.judges.asking import Asker, JudgeCounters, VoteFailed
+from asyncrl.reward.judges.asker import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.scoring.faults import RewardFault
-from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.reward.scoring.pool import RewardCounts, RewardPool
 from asyncrl.reward.scoring.shaping import shaped
-from asyncrl.reward.scoring.slots import PoolCounters
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable
 
@@ -91,7 +90,7 @@ class JudgePool:
         self._judge: Judge
         self._asker: Asker | None = None
         self._also: RewardPool | None = None
-        self._counters = PoolCounters()
+        self._counters = RewardCounts()
         self.judged = JudgeCounters()
 
     async def start(self) -> None:
@@ -110,8 +109,8 @@ class JudgePool:
         except NotCallable as error:
             raise ConfigError(error.problems) from error
         except ImportError as error:
-            problem = f"reward.function: {config.function} needs aiohttp ({error}); install asyncrl[train]"
-            raise ConfigError([problem]) from error
+            told = f"{config.function} needs the package openai ({error}); pip install 'asyncrl[judges]'"
+            raise ConfigError([f"reward.function: {told}"]) from error
         if options.also:
             added = {"function": options.also, "options": options.also_options, "per": "trajectory"}
             self._also = RewardPool(
@@ -169,9 +168,9 @@ class JudgePool:
             await self._also.close()
 
     @property
-    def counters(self) -> PoolCounters:
+    def counters(self) -> RewardCounts:
         """Counts of the judge's calls, with those of the added function's processes."""
-        also = self._also.counters if self._also is not None else PoolCounters()
+        also = self._also.counters if self._also is not None else RewardCounts()
         own = self._counters
         return replace(also, scored=own.scored, failed=own.failed, timed_out=own.timed_out + also.timed_out)
 
