@@ -33,13 +33,21 @@ $(COMPILED): $(INSTALLED)
 quickstart: $(COMPILED) ## Train a small model on this machine and watch it get better
 	$(BIN)/python -m tools.quickstart
 
+quick: check ## Check, and run the tests that need no torch, no vLLM and no other process
+	$(BIN)/python -m pytest --quick -m 'not slow' -n 2 --dist loadfile -q
+
+one: ## Run one test file, folder or test: make one T=tests/test_ledger.py
+	$(BIN)/python -m pytest $(T)
+
 test: $(COMPILED) ## Run the tests
 	$(BIN)/python -m pytest -m 'not slow' -n 4 --dist loadfile --no-loadscope-reorder
 
-# Only files that have such tests: to import all others takes each worker as long as a test.
-test-slow: $(COMPILED) ## Run the tests that take long: whole runs, compared bit for bit, frozen, killed, resumed
+# Only files that have such tests, because each worker spends as long on imports of the others as on a test.
+test-slow: $(COMPILED) ## Run whole runs (compared, frozen, killed, resumed), and property tests with ten times the draws
 	$(BIN)/python -m pytest -m slow -n 4 --dist loadfile --no-loadscope-reorder \
 		$$(grep -rl --include='test_*.py' 'mark\.slow' tests)
+	ASYNCRL_TEST_DRAWS=10 $(BIN)/python -m pytest -m 'property and not slow' -n 4 --dist loadfile \
+		$$(grep -rl --include='test_*.py' hypothesis tests)
 
 test-cluster: $(COMPILED) ## Test on clusters of namespaces with ssh and SLURM (root; says what is missing)
 	$(BIN)/python -m pytest tests/cluster -n 4 --dist loadfile --no-loadscope-reorder
@@ -99,4 +107,4 @@ clean: ## Remove the environment and what was made; runs/ stays
 	rm -rf $(VENV) .bench .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find asyncrl tests tools -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help setup quickstart test test-slow test-cluster check docs pages bench chaos chat chat-model agents soak clean
+.PHONY: help setup quickstart quick one test test-slow test-cluster check docs pages bench chaos chat chat-model agents soak clean

@@ -1,25 +1,30 @@
-"""For all tests, and the processes that they start.
+"""Settings of all tests and of the processes that they start.
 
-A figure that is not in the catalogue is an error. No example of a property has a deadline: machines are slow at times,
-and that is no fault of what is tested. Tests open more files and sockets than many shells allow at first. Their
-processes have one thread of BLAS each: numpy's would spin a while at every start, and nothing here multiplies by it.
+An emitted metric that is not in the catalogue is an error. Tests open more files and sockets than many shells allow,
+so the limit is raised. Their processes use one BLAS thread each: numpy's threads would spin at every start, and no
+test here multiplies with them.
 
-Where several workers share the tests, those come first that take long. In the runs on the real vLLM updates must meet
-trajectories that still run, which they do less where neighbours take the cores: one has those that mostly wait beside
-it, the others come last of all.
+When several workers share the tests, the longest tests start first. In the runs on the real vLLM, updates must meet
+trajectories that still run, which happens less when other tests take the cores: one of these runs starts first, beside
+tests that mostly wait, and the others start last.
+
+``--quick`` runs the tests that need no torch, no vLLM and no other process (``quick.py``).
 """
 
 import asyncio
 import inspect
 import os
+import random
 import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import quick
 import structlog
-from hypothesis import HealthCheck, settings
+from examples import TIMES, load_profile
+from hypothesis import is_hypothesis_test
 
 from asyncrl.telemetry import logging
 
@@ -29,8 +34,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _MOST_DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (_MOST_DESCRIPTORS, _MOST_DESCRIPTORS))
 
-settings.register_profile("asyncrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("asyncrl")
+load_profile()
 
 TESTS = Path(__file__).parent
 LONGEST_FOLDERS = ("e2e", "system", "launcher", "rollouter", "wire", "learner", "reward", "weights", "top", "sinks")
@@ -38,7 +42,31 @@ FIRST = "test_learner_updates"
 LAST = "test_soak"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run the tests that need no torch, vLLM or other process")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput") or not config.option.numprocesses:
+        config.pluginmanager.register(quick.plugin(quick=config.option.quick))
+    if TIMES and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(random.randrange(2**32))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return (
+        f"property tests draw {TIMES} times as much: --hypothesis-seed={config.option.hypothesis_seed}"
+        if TIMES
+        else None
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("property")
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
         by_folder = [(order.get(item.path.relative_to(TESTS).parts[0], len(order)), item) for item in items]

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +68,7 @@ def by_intervals(outcomes: Outcomes) -> LedgerState:
     return LedgerState(outcomes=items)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     OUTCOMES, st.randoms(use_true_random=False), st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1, 9))
 )

@@ -1,6 +1,7 @@
 """Messages and tools of requests, brought into one form or refused with the field's name."""
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(ANYTHING | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "name"]), ANYTHING)))
 def test_nothing_that_is_sent_fails_in_another_way(messages):
     try:

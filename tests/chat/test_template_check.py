@@ -6,6 +6,7 @@ import json
 import pytest
 from chat.spoken import Spoken
 from chat_models import CHATML, FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
@@ -68,7 +69,7 @@ def conversation(steps):
         before = [*before, answer, *tail]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from([name for name in FAMILIES if name != "qwen3 thinking"]), steps=STEPS, tools=st.booleans())
 def test_in_any_conversation_an_extension_makes_a_single_render(name, steps, tools, models):
     model, end = models(name), id_of(FAMILIES[name][1])

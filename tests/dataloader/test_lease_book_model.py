@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -294,4 +295,4 @@ class Loop(RuleBasedStateMachine):
 
 
 TestLoop = Loop.TestCase
-TestLoop.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLoop.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ def epoch(order: EpochOrder, number: int) -> list[int]:
     return [order.at(number * order.size + offset)[1] for offset in range(order.size)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.text(max_size=20), st.integers(0), st.integers(1, 60), st.integers(0, 2**40), st.booleans(), st.integers(0))
 def test_every_epoch_is_a_permutation_that_can_be_looked_up_both_ways(
     fingerprint: str, seed: int, size: int, number: int, shuffle: bool, start: int

@@ -5,6 +5,7 @@ import json
 from datetime import UTC, datetime
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,7 +157,7 @@ def test_torn_and_foreign_lines_are_left_out(logs, tmp_path):
     assert whats(tmp_path) == WHOLE
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_whatever_is_cut_off_or_mixed_up_never_breaks_the_story(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("run")

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -335,7 +336,7 @@ def can_hold(gpus, ranks, replicas, each):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     gpus=st.lists(st.integers(0, 5), min_size=1, max_size=4),
     cpus=st.lists(st.integers(1, 64), min_size=4, max_size=4),

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from conductor_play import Play
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,7 +224,7 @@ def test_who_is_below_a_node_that_leaves_is_below_its_parent_and_the_next_one_ha
     assert any("r/0" in way for way, _ in found) and not any("r/0" in way for _, way in found)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(1, 3), st.lists(st.tuples(st.booleans(), st.sampled_from("abcdefghijklmnop")), max_size=60))
 def test_whoever_comes_and_goes_all_ways_lead_to_the_root_and_no_join_makes_a_node_too_wide(stripes, steps):
     tree, there = Tree(stripes), set()

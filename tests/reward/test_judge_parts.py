@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import shown
@@ -104,7 +105,7 @@ def test_a_hostile_answer_takes_no_time(text):
 # --- questions ---
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 8), st.integers(0, 3), st.integers(0, 3))
 def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once(count, uid, vote):
     judge = RelativeJudge(RelativeOptions(**OPTIONS, votes=4))
@@ -148,7 +149,7 @@ def test_room_is_shared_evenly_by_those_that_want_more(sizes, total):
     assert not cut or max(rooms) - min(cut) <= 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.text(max_size=80), st.integers(0, 90))
 def test_a_text_that_is_too_long_loses_its_middle(text, room):
     short = shorten(text, room)

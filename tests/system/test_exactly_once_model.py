@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -663,4 +664,4 @@ class ExactlyOnce(RuleBasedStateMachine):
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-TestExactlyOnce.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestExactlyOnce.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

@@ -4,6 +4,7 @@ import random
 
 import msgspec
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -51,7 +52,7 @@ def exported(snapshot):
     return family.values if family is not None else {}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(1, 6), st.integers(2, 9), st.randoms(use_true_random=False))
 def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chance):
     """However states change between heartbeats, and however many resources have to wait for the next one."""
@@ -73,7 +74,7 @@ def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chan
             before = values
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chance: random.Random):
     """I.e. as much as it lived, in the states in which it was: never 1.99 times that."""

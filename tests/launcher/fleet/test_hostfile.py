@@ -1,6 +1,7 @@
 """The hostfile, by tables and properties."""
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ def test_slots_limit_what_is_used_and_may_not_promise_more():
     refused(lambda: HostLine("a", 4).usable(["0", "1"]), ["a: slots=4 in the hostfile, but 2 GPUs are there"])
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.one_of(st.text(), st.text(alphabet="ab-@:.=#\n\r\t 0123slot")))
 def test_any_text_is_read_or_refused(text):
     hosts, refusal = [], None

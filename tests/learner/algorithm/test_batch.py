@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -282,7 +283,7 @@ def _computed(plan: Any) -> Iterator[tuple]:
     world_size=st.integers(1, 3),
     budget=st.sampled_from([1, 12, 200]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_step_trains_what_a_loop_over_the_answers_would_train(
     data, advantage, aggregation, truncated, late, packed, shared, world_size, budget
 ) -> None:
@@ -303,7 +304,7 @@ def test_a_step_trains_what_a_loop_over_the_answers_would_train(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 2))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, world_size) -> None:
     """Each token is in one update, with the advantage that it has in a step of a single update."""
     groups = random_groups(seed, 4)
@@ -328,7 +329,7 @@ def test_updates_share_the_groups_and_the_baseline_of_the_step(seed, updates, wo
     packed=st.booleans(),
     aggregation=st.sampled_from(["token", "sequence", "constant"]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_sequences_of_advantage_0_are_left_out_and_change_nothing_else(
     seed, flat, updates, world_size, packed, aggregation
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import by_sequence, make_batch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +60,7 @@ def _factor(tokens: list[dict[str, float]], config: CorrectionConfig) -> list[fl
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.model_dump_json(exclude_defaults=True))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_the_factor_of_each_token_is_that_of_the_formula(config, seed) -> None:
     batch = make_batch(seed, drift=0.4)
@@ -85,7 +86,7 @@ def test_a_factor_that_is_no_number_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1))
 def test_kl_in_the_loss_is_that_of_the_formula(name, seed) -> None:
     batch = make_batch(seed)

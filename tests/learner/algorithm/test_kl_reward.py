@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner.learner_cases import (
@@ -109,7 +110,7 @@ def test_a_reference_that_is_not_finite_names_the_group() -> None:
     packed=st.booleans(),
     shared=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_a_scoring_pass_gives_each_sampled_token_its_own_value_however_it_is_cut(
     seed, world_size, budget, packed, shared
 ) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_cases import REFERENCES, by_sequence, make_batch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_each_built_in_loss_is_written_down_a_second_time() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(seed=st.integers(0, 2**32 - 1), drift=st.sampled_from([0.0, 0.1, 1.0]))
 def test_a_loss_and_its_gradient_are_those_of_the_formula(name, options, seed, drift) -> None:
     batch = make_batch(seed, drift=drift)

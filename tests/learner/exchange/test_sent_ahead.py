@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -139,7 +140,7 @@ DO = (
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.sampled_from(DO), max_size=60))
 def test_what_was_taken_is_trained_once_and_what_was_withdrawn_never(happens: list[Callable[[World], bool]]) -> None:
     world = World()

@@ -4,6 +4,7 @@ import errno
 import os
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from asyncrl.learner.publishing import version_mark
 from asyncrl.learner.publishing.version_mark import FILE, Used, VersionMark, find_used
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(starts=st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_no_number_is_given_twice_whatever_becomes_of_those_who_took_it(starts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from harness import until
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -152,7 +153,7 @@ ROUNDS = st.tuples(ARRIVALS, ARRIVALS, st.booleans(), ARRIVALS, ENDS, st.boolean
     steps_per_version=st.integers(1, 2),
     rounds=st.lists(ROUNDS, min_size=2, max_size=10),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_an_early_plan_that_is_used_is_the_one_that_would_be_made_at_the_begin(
     late, limit, steps_per_version, rounds
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouter.engines.engine_cases import LONG_S, ask, load, part_of
@@ -163,7 +164,7 @@ def test_lengths_are_lognormal():
     sigma=st.floats(0.0, 1.5),
     stops=st.lists(st.integers(33, 126), max_size=4),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_i8_interruptions_change_nothing_of_a_response(cuts, keys, interval, kv_tokens, sigma, stops):
     """Tokens, log-probs and length are a function of seed, key and stop tokens, however often it was aborted."""
     lengths = {"length": "lognormal", "length_median": 15, "length_sigma": sigma}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from conversation_cases import TEMPLATES, Player, by_character, echo, encode, reserialised, tool, user
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,7 +97,7 @@ def renderer(request):
     return request.param()
 
 
-plays = settings(max_examples=40, deadline=None)
+plays = settings(max_examples=examples(40), deadline=None)
 
 
 @plays

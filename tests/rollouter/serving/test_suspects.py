@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 
+from examples import examples
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -112,7 +113,7 @@ async def test_a_lease_that_turns_suspect_while_it_waits_runs_alone():
     assert ground.log == ["a", "y", "x", "b"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(st.sampled_from("abcxy"), st.integers(0, 3), st.booleans(), st.integers(0, 3)),

@@ -1,0 +1,72 @@
+"""Skips the tests that need what is absent: packages that are not installed, or for ``make quick`` all that is slow.
+
+Tests are not listed or marked. Under ``--quick``, torch and vLLM cannot be imported and no process can be started. A
+test or a module that tries is skipped, with the reason.
+"""
+
+import importlib.util
+import multiprocessing.process
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+SLOW = ("torch", "vllm", "transformers")
+"""Packages that ``--quick`` runs without."""
+OPTIONAL = ("vllm",)
+"""Packages that the extra ``dev`` lacks."""
+
+
+class Skips:
+    """A plugin of pytest that turns a failed import of ``packages`` into a skip."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector):
+        report = yield
+        call = getattr(report, "call", None)
+        return self._skipped(report, call.excinfo if call else None, collector.path)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
+        report = yield
+        return self._skipped(report, call.excinfo, item.path)
+
+    def _skipped(self, report, excinfo, path):
+        error = excinfo.value if report.failed and excinfo else None
+        while error is not None:
+            if isinstance(error, ImportError) and (error.name or "").partition(".")[0] in self._packages:
+                report.outcome = "skipped"
+                report.longrepr = (str(path), 0, f"Skipped: it imports {error.name}")
+                break
+            error = error.__cause__ or error.__context__
+        return report
+
+
+class Quick(Skips):
+    """The plugin for ``--quick``."""
+
+    def __init__(self) -> None:
+        super().__init__(SLOW)
+
+    def pytest_collection(self) -> None:
+        """Forbid what is slow. Not earlier: pytest and its plugins start processes of their own."""
+        for name in SLOW:
+            sys.modules[name] = None  # type: ignore[assignment]
+        subprocess.Popen.__init__ = _skip  # type: ignore[assignment]
+        multiprocessing.process.BaseProcess.start = _skip  # type: ignore[assignment]
+        os.fork = _skip  # type: ignore[assignment]
+        os.posix_spawn = _skip  # type: ignore[assignment]
+
+
+def _skip(*arguments: object, **named: object) -> None:
+    pytest.skip("it starts a process")
+
+
+def plugin(*, quick: bool) -> Skips:
+    """The plugin for a process that runs tests."""
+    return Quick() if quick else Skips([name for name in OPTIONAL if importlib.util.find_spec(name) is None])
