@@ -25,6 +25,7 @@ async def parked_for_ever(event):
     await event.wait()
 
 def block_the_loop():
+    print("up", flush=True)
     time.sleep(600)
 
 async def main():
@@ -42,9 +43,9 @@ async def main():
 
     threading.Thread(target=beat, daemon=True).start()
     await asyncio.sleep(0.05)
-    print("up", flush=True)
     if sys.argv[1] == "block":
         block_the_loop()
+    print("up", flush=True)
     await event.wait()
 
 asyncio.run(main())
