@@ -63,9 +63,8 @@ docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
 	.cache/docs/bin/python -m pip install --quiet $(MKDOCS)
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build
 
-pages: $(COMPILED) ## Write anew the pages that are made from code, and the schema of asyncrl-top --json
+pages: $(COMPILED) ## Write anew the pages that are made from code
 	$(BIN)/python -m asyncrl.telemetry.catalogue > docs/metrics.md
-	$(BIN)/python -m asyncrl.top.figures.document > docs/top.schema.json
 	$(BIN)/python -m tools.configuration_page > docs/configuration.md
 	$(BIN)/python -m tools.page_tables
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 SCHEMA = 1
 OVER = frozenset({"done", "failed"})
@@ -104,7 +104,7 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     waits: list[Wait] = []
     """Open waits, the oldest first."""
     resources: list[Resource] = []
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = field(name="figures", default_factory=dict)
     """Counters and gauges by their names."""
     histograms: dict[str, Histogram] = {}
     gpus: list[Gpu] = []

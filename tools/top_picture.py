@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from asyncrl.errors import UsageError
 from asyncrl.snapshot import Snapshot
 from asyncrl.top.app import Top
-from asyncrl.top.source.history import History
-from asyncrl.top.source.replay import Source, open_replay
+from asyncrl.top.history import History
+from asyncrl.top.replay import Source, open_replay
 
 PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "top.svg"
 SIZE = (150, 40)

@@ -1,4 +1,4 @@
-"""asyncrl-top: see what a run does, live or afterwards. Read-only.
+"""asyncrl-top: shows a run, live or afterwards, and changes nothing in it.
 
 Importing this module, ``--help`` and wrong usage load nothing beyond the standard library; Textual is imported only for
 the terminal itself.
@@ -7,10 +7,11 @@ the terminal itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,32 +22,32 @@ from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_fo
 from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
-    from asyncrl.top.source.client import WatchedRun
-    from asyncrl.top.source.history import History
-    from asyncrl.top.source.replay import Replay, Source
+    from asyncrl.snapshot import Snapshot
+    from asyncrl.top.client import Away, Waiting
+    from asyncrl.top.history import History
+    from asyncrl.top.replay import Replay, Source
 
 TRACE_S = 30.0
-"""Longest wait for a trace, whose last parts the controller awaits for less than half of it."""
-DESCRIPTION = "See what a run does, and who waits on whom. Attaching and detaching does nothing to the run."
+"""Longest wait for a trace; the controller waits less than half of it for the last parts."""
+DESCRIPTION = "See what a run does, and who waits for whom. Attaching and detaching does not change the run."
 EPILOG = """\
-RUN is the folder of a run (or its name under runs/) on the host where its controller is, or HOST:PORT of the controller
-with --keys. Without RUN it is the newest run that lives under runs/.
+RUN is a run folder (or its name under runs/) on the controller's host, or HOST:PORT of the controller with --keys.
+Without RUN it is the newest live run under runs/.
 
-In the terminal ? shows the keys and q quits. Without a terminal it prints what --once prints. --json prints an object
-whose schema is docs/top.schema.json. Both watch for
-5 s first, for rates, where no recording can be read: by HOST:PORT, and in the first seconds of a run. After the end of
-a run --replay goes through what was recorded; with --once or --json it shows the end.
+In the terminal ? shows the keys and q quits. It waits for a run that is starting and follows a run that is resumed.
+Without a terminal it prints what --once prints. --json prints the newest snapshot. If no recording is readable, --once
+watches for 5 s first, for rates. After the end of a run --replay shows the recording; with --once or --json its end.
 
 --samples prints the newest groups in RUN/samples, live or after the end: prompts, responses or conversations with tool
-calls, rewards with components, and why each response ended. --step, --kind and --count choose among them.
+calls, rewards with components, and why each response ended. --step, --kind and --count select groups.
 
 Exit codes: 0 done, 1 the run does not answer or something cannot be read or written, 2 wrong usage or no such run,
-130 Ctrl-C, 141 whoever reads what is printed reads no more.
+130 Ctrl-C, 141 the reader of the output has closed it.
 """
 SNAPSHOT_S = 20.0
-"""Longest wait for a first snapshot that is to be printed."""
+"""Longest wait for the first snapshot to print."""
 SHORTEST_S = 5.0
-"""Rates and shares that are to be printed are taken over at least so long."""
+"""Shortest time over which printed rates are taken."""
 EXCLUDED = {
     "once": ("json",),
     "replay": ("keys",),
@@ -54,11 +55,11 @@ EXCLUDED = {
     "explain": ("once", "json", "keys"),
     "samples": ("once", "json", "keys"),
 }
-"""Flags that would change nothing beside another."""
+"""Flags that exclude one another."""
 SAMPLES = 3
 MOST_SAMPLES = 100
 PAGE_COLUMNS = 120
-"""Columns of a page that goes to no terminal."""
+"""Columns of a page that no terminal shows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +100,6 @@ def _main(argv: list[str]) -> int:
             try:
                 write_report(run_dir, Path(given.report), lives=_may_live(run_dir))
             except OSError as error:
-                # The file that cannot be read or written, one of the run's or the report.
                 return complain(PROGRAM, _why(error), 1)
             say(given.report, sys.stdout)
             return 0
@@ -113,7 +113,9 @@ def _main(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except PermissionError as error:
-        return complain(PROGRAM, f"{error.filename}: permission denied; a run is watched by the user who started it", 1)
+        return complain(
+            PROGRAM, f"{error.filename}: permission denied; only the user who started a run may watch it", 1
+        )
     except OSError as error:
         return complain(PROGRAM, _why(error), 1)
 
@@ -127,11 +129,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder or name of a run, or HOST:PORT")
     parser.add_argument("--keys", metavar="DIR", help="folder with a viewer's keys: a copy of RUN/private")
     parser.add_argument("--once", action="store_true", help="print everything once, as text")
-    parser.add_argument("--json", action="store_true", help="print everything once, as a JSON object")
+    parser.add_argument("--json", action="store_true", help="print the newest snapshot, as a JSON object")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--replay", action="store_true", help="go through what was recorded")
+    what.add_argument("--replay", action="store_true", help="show the recording")
     what.add_argument("--report", metavar="FILE", help="write a report of the run as one HTML file")
-    what.add_argument("--explain", metavar="UID", help="tell what became of a prompt group")
+    what.add_argument("--explain", metavar="UID", help="show the history of a prompt group")
     what.add_argument("--samples", action="store_true", help="print the newest groups: prompts, responses, rewards")
     parser.add_argument("--step", metavar="N", type=int, help="with --samples: the groups of this step")
     parser.add_argument("--kind", choices=("trained", "filtered", "evaluation"), help="with --samples: of this kind")
@@ -149,7 +151,7 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
     found = newest_samples(run_dir, choice, given.count or SAMPLES)
     if not found:
         kind, step = f"{given.kind} " if given.kind else "", f" of step {given.step}" if given.step is not None else ""
-        why = "the run has written none so far, or run.samples_per_step is 0"
+        why = "the run has not written any yet, or run.samples_per_step is 0"
         return complain(PROGRAM, f"{run_dir / FOLDER} holds no {kind}group{step}: {why}", 1)
     for line in sample_page(found):
         say(line, sys.stdout)
@@ -157,7 +159,7 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
 
 
 def _may_live(run_dir: Path) -> bool:
-    """Whether a run lives there, or that is not for this user to know."""
+    """Whether a run is alive there, or this user may not know."""
     from asyncrl.launcher.run_folder.private import is_living
 
     try:
@@ -173,38 +175,48 @@ def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
     from asyncrl.launcher.run_folder.private import is_living
-    from asyncrl.top.source.client import Viewer, find_target
-    from asyncrl.top.source.history import History
-    from asyncrl.top.source.replay import follow, recent_history
+    from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target
+    from asyncrl.top.history import History
+    from asyncrl.top.replay import Source, follow, follow_folder, recent_history
 
-    target = replace(find_target(living_run(given.run), Path(given.keys) if given.keys else None), lives=is_living)
-    if target.run_dir is None:
-        must_be_reachable(target.address)
-    history = recent_history(target.run_dir) if target.run_dir is not None else History()
+    run, keys = living_run(given.run), Path(given.keys) if given.keys else None
+    run_dir = Path(run) if Path(run).is_dir() else None
+
+    def found() -> WatchedRun:
+        return replace(find_target(run, keys), lives=is_living)
+
+    with contextlib.suppress(NotStarted):
+        target = found()
+        if run_dir is None:
+            must_be_reachable(target.address)
+    history = recent_history(run_dir) if run_dir is not None else History()
+
+    def feed() -> AsyncIterator[Snapshot | Away | Waiting]:
+        return follow(found()) if run_dir is None else follow_folder(run_dir, keys, is_living)
+
     if not _wants_terminal(given):
-        asyncio.run(_take_one(target, history))
+        asyncio.run(_take(feed(), history, run, 0.0 if given.json else SHORTEST_S))
         return _print(history, given)
 
     from asyncrl.messages.monitor import RequestTrace, TraceWritten
-    from asyncrl.top.source.replay import Source
 
     async def trace() -> str:
-        with Viewer(target) as viewer:
+        with Viewer(found()) as viewer:
             written: TraceWritten = await viewer.controller.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
-    return _show(Source(feed=lambda: follow(target), history=history, run_dir=target.run_dir, trace=trace))
+    return _show(Source(feed=feed, history=history, run_dir=run_dir, trace=trace))
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
-    from asyncrl.top.source.replay import open_replay
+    from asyncrl.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=_may_live(run_dir))
     if not _wants_terminal(given):
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.top.source.replay import Source
+    from asyncrl.top.replay import Source
 
     def whole() -> Replay | None:
         return None if _may_live(run_dir) else open_replay(run_dir, lives=False)
@@ -216,7 +228,7 @@ def _show(source: Source) -> int:
     from asyncrl.runtime.process import tune_memory
     from asyncrl.top.app import Top
 
-    # The history of a large run is made of very many objects, which no cycle holds.
+    # The history of a large run has very many objects, without cycles.
     tune_memory()
     _heed_colourless_terminals()
     app = Top(source, ascii_only=not _knows_unicode())
@@ -226,58 +238,56 @@ def _show(source: Source) -> int:
     return app.return_code or 0
 
 
-async def _take_one(target: WatchedRun, history: History) -> None:
-    """Add snapshots until there are rates. Raises ActorFailed when none comes."""
+async def _take(feed: AsyncIterator[Snapshot | Away | Waiting], history: History, run: str, seconds: float) -> None:
+    """Add snapshots until they cover so many seconds, for rates. Raises ActorFailed if none comes."""
     import asyncio
 
     from asyncrl.errors import ActorFailed
-    from asyncrl.top.source.client import Away
-    from asyncrl.top.source.replay import follow
+    from asyncrl.top.client import Away, Waiting
 
-    first: float | None = None
-    reason = f"{target.address} does not answer"
+    reason, taken = f"{run} does not answer", False
     try:
         async with asyncio.timeout(SNAPSHOT_S):
-            async for seen in follow(target):
-                if isinstance(seen, Away):
+            async for seen in feed:
+                if isinstance(seen, Away | Waiting):
+                    if taken and isinstance(seen, Waiting):
+                        return
                     reason = seen.reason or reason
                     continue
                 history.add(seen)
-                first = seen.wall if first is None else first
+                taken = True
                 steps = history.steps()
-                if steps is not None and steps.seconds >= SHORTEST_S:
+                if (0.0 if steps is None else steps.seconds) >= seconds:
                     return
     except TimeoutError:
         pass
-    if first is None:
-        why = "it is frozen or being started again, or these keys are of another run, which under CURVE gets no answer"
-        raise ActorFailed("controller/0", f"{target.address} gives no snapshot for {SNAPSHOT_S:g} s: {why} ({reason})")
+    if not taken:
+        why = "it is frozen or restarting, or these keys are of another run, which gets no answer under CURVE"
+        raise ActorFailed("controller/0", f"{run} gives no snapshot for {SNAPSHOT_S:g} s: {why} ({reason})")
 
 
 def _print(history: History, given: argparse.Namespace) -> int:
     from asyncrl.errors import UsageError
-    from asyncrl.top.figures.document import to_json
-    from asyncrl.top.model import build
 
     if history.newest is None:
-        raise UsageError("what is recorded cannot be read by this version")
-    document = build(history)
+        raise UsageError("this version of asyncrl cannot read the recording")
     if given.json:
-        print(json_in_ascii(to_json(document).decode()))
-        return 0
-    from asyncrl.top.drawing.text import ASCII, UNICODE
-    from asyncrl.top.panes import page
+        import msgspec
 
-    unicode = _knows_unicode()
+        print(json_in_ascii(msgspec.json.encode(history.newest).decode()))
+        return 0
+    from asyncrl.top.draw import to_ascii
+    from asyncrl.top.panes import page
+    from asyncrl.top.view import View
+
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
-    glyphs, whole = UNICODE if unicode else ASCII, not sys.stdout.isatty()
-    text = page(document, max(80, columns), glyphs, whole=whole)
-    say(text.removesuffix("\n"), sys.stdout)
+    text = page(View(history), max(80, columns), whole=not sys.stdout.isatty()).removesuffix("\n")
+    say(text if _knows_unicode() else "\n".join(map(to_ascii, text.split("\n"))), sys.stdout)
     return 0
 
 
 def _heed_colourless_terminals() -> None:
-    """A terminal that knows no colours is treated as one where none are wanted."""
+    """Use no colours on a terminal without colours."""
     import curses
 
     try:

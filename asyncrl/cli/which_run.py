@@ -86,7 +86,7 @@ def living_run(run: str | None) -> str:
 def must_be_reachable(address: str) -> None:
     """Require that somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
     from asyncrl.errors import ActorFailed
-    from asyncrl.top.source.reach import why_unreachable
+    from asyncrl.top.client import why_unreachable
 
     if why := why_unreachable(address):
         hint = "that run has ended, or it is at another address, which RUN/private/controller.json on its head tells"

@@ -116,7 +116,7 @@ def _last_figures(folder: RunFolder) -> dict[str, float]:
     except OSError:
         return {}
     learner = [actor for actor in recorded.actors if actor.name == LEARNER] if recorded is not None else []
-    return learner[0].figures if learner else {}
+    return learner[0].metrics if learner else {}
 
 
 def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:

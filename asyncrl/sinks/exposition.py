@@ -122,7 +122,7 @@ def _add_actor(found: _Families, actor: ActorView) -> None:
     found.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
     for field_name, (name, text) in GAUGES.items():
         found.add(f"actor/{name}", getattr(actor, field_name), text, **who)
-    for name, value in actor.figures.items():
+    for name, value in actor.metrics.items():
         metric = catalogue.find(name)
         kind = "counter" if metric is not None and "counter" in metric.kinds else "gauge"
         family, labels = _labelled(name)

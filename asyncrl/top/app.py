@@ -1,8 +1,7 @@
 """The terminal of asyncrl-top: panes around the pipeline, live or from a recording. Read-only.
 
-It keeps a history of snapshots, builds a Document of it and draws that; nothing here decides anything about a run. It
-takes in each snapshot that comes, and draws the newest at most every DRAW_S. A feed that fails is shown as such, and
-what was last seen stays.
+It takes each snapshot that comes into a history and draws a View of that at most every DRAW_S. If the feed fails, the
+foot says so, and the last view stays.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from textual.geometry import Size
 from textual.widgets import Input
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.top.drawing.layout import LEVELS, Choice, PaneName
-from asyncrl.top.drawing.text import ASCII, UNICODE, fit, rich_text
-from asyncrl.top.figures.document import Document
-from asyncrl.top.model import build
+from asyncrl.text.printable import printable
+from asyncrl.top.client import Away, Waiting
+from asyncrl.top.draw import LEVELS, Choice, PaneName, fit, rich_text, to_ascii
 from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
+from asyncrl.top.replay import Feed, Replay, Source
 from asyncrl.top.samples_screen import SamplesScreen
-from asyncrl.top.source.client import Away
-from asyncrl.top.source.replay import Feed, Replay, Source
+from asyncrl.top.view import View
 from asyncrl.top.widgets import Block, DetailScreen, HelpScreen, PaneView
 
 WIDE = (150, 40)
@@ -131,14 +129,14 @@ class Top(App[int]):
         # Then Textual leaves colours out altogether, and does not make greys of them.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.source = source
-        self.document: Document | None = None
+        self.view: View | None = None
         self.failure: AsyncRLError | None = None
         """Reason that there is nothing to see."""
-        self.glyphs = ASCII if ascii_only else UNICODE
+        self.ascii_only = ascii_only
         self._history = source.history
         self._choice = Choice()
         self._frozen = False
-        self._away: Away | None = None
+        self._away: Away | Waiting | None = None
         self._over = ""
         """Reason that nothing more comes; empty while more may."""
         self._drawn_at = 0.0
@@ -187,7 +185,7 @@ class Top(App[int]):
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
         said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.show([rich_text([(line, "")], self.glyphs) for line in said.splitlines()])
+        self._small.show([rich_text([(line, "")]) for line in said.splitlines()])
         for each in base.query("#body *"):
             each.set_class(each is seen or each in seen.ancestors, "seen")
         if self.screen is base:
@@ -200,7 +198,7 @@ class Top(App[int]):
     async def _follow(self, feed: Feed) -> None:
         try:
             async for seen in feed():
-                if isinstance(seen, Away):
+                if isinstance(seen, Away | Waiting):
                     self._away = seen
                 else:
                     self._away = None
@@ -209,7 +207,7 @@ class Top(App[int]):
                     self._stale = True
             self._over = "the run has ended"
         except AsyncRLError as error:
-            if self.document is None and self._history.newest is None:
+            if self.view is None and self._history.newest is None:
                 self.failure = error
                 self.exit(return_code=1)
             self._over = str(error)
@@ -251,38 +249,36 @@ class Top(App[int]):
         if self.source.replay is not None:
             self._history = self.source.replay.history()
         if not self._frozen and self._history.newest is not None:
-            self.document = build(self._history)
+            self.view = View(self._history)
         self._draw_foot()
-        if self.document is None:
-            self._header.show(
-                [rich_text([(each, "dim")], self.glyphs) for each in ("asyncrl-top", "waiting for the run")]
-            )
+        if self.view is None:
+            self._header.show([rich_text([(each, "dim")]) for each in ("asyncrl-top", "waiting for the run")])
             return
-        document, glyphs, choice = self.document, self.glyphs, self._choice
+        shown, choice = self.view, self._choice
         wide = self._header.size.width
         if not wide:
             return
-        self._header.show(header(document, wide, glyphs))
-        self._pipeline.show(pipeline(document, wide, glyphs))
-        self._tab_line.show([rich_text(tabs(panes_of(document), self._seen, wide), glyphs)])
+        self._header.show(header(shown, wide))
+        self._pipeline.show(pipeline(shown, wide))
+        self._tab_line.show([rich_text(tabs(panes_of(shown), self._seen, wide))])
         if self.source.replay is not None:
-            self._time.show([fit(time_bar(self.source.replay, wide, glyphs), wide, glyphs)])
-        self.panes["episodes"].set_class(document.episodes is None, "absent")
-        for number, (name, view) in enumerate(self.panes.items(), 1):
-            if view.is_on_screen and view.room > 0:
+            self._time.show([fit(time_bar(self.source.replay, wide), wide)])
+        self.panes["episodes"].set_class(not shown.of("episodes"), "absent")
+        for number, (name, widget) in enumerate(self.panes.items(), 1):
+            if widget.is_on_screen and widget.room > 0:
                 own = self._wide and name in OWN_HEIGHT
-                view.show(pane(name, document, choice, view.room, glyphs), glyphs, tall=not own)
-                view.border_title = f"{number} {title(name, document, choice)}"
+                widget.show(pane(name, shown, choice, widget.room), tall=not own)
+                widget.border_title = f"{number} {title(name, shown, choice)}"
         if self.focused is None and self.screen is self.screen_stack[0]:
             self.panes[self._seen].focus_entries()
         if isinstance(self.screen, DetailScreen):
             self.screen.draw()
 
     def _draw_foot(self) -> None:
-        replay, width, attached = self.source.replay, self._foot.size.width, self.document is not None
+        replay, width, attached = self.source.replay, self._foot.size.width, self.view is not None
         seen = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
         line = foot(seen, self._choice, width, replay=replay is not None)
-        self._foot.show([fit(line, width, self.glyphs)])
+        self._foot.show([fit(line, width)])
 
     # --- keys ---
 
@@ -291,13 +287,13 @@ class Top(App[int]):
 
     def action_pane(self, number: int) -> None:
         """Show or focus a pane, if this run has it."""
-        panes = panes_of(self.document)
+        panes = panes_of(self.view)
         if number <= len(panes):
             self._seen = panes[number - 1]
             self._arrange()
 
     def action_next(self, by: int) -> None:
-        panes = panes_of(self.document)
+        panes = panes_of(self.view)
         at = panes.index(self._seen) if self._seen in panes else 0
         self.action_pane((at + by) % len(panes) + 1)
 
@@ -361,20 +357,20 @@ class Top(App[int]):
 
     def action_help(self) -> None:
         if not isinstance(self.screen, HelpScreen):
-            self.push_screen(HelpScreen(self.glyphs))
+            self.push_screen(HelpScreen())
 
     def action_samples(self) -> None:
         """Show the groups of RUN/samples; in a replay those up to the step that is seen."""
         if self.screen is self.screen_stack[0]:
-            self.push_screen(SamplesScreen(self.source.run_dir, self.glyphs, until=self._last_step))
+            self.push_screen(SamplesScreen(self.source.run_dir, until=self._last_step))
 
     def _last_step(self) -> int | None:
-        past = self.source.replay is not None and self.document is not None
-        return self.document.run.step if past and self.document is not None else None
+        past = self.source.replay is not None and self.view is not None
+        return self.view.run.step if past and self.view is not None else None
 
     def _show_actor(self, name: str) -> None:
         past = self.source.replay is not None
-        self.push_screen(DetailScreen(name, lambda: self.document, self.source.run_dir, self.glyphs, past=past))
+        self.push_screen(DetailScreen(name, lambda: self.view, self.source.run_dir, past=past))
 
     @work(exclusive=True, group="trace")
     async def action_trace(self) -> None:
@@ -390,4 +386,4 @@ class Top(App[int]):
     def _say(self, note: str, seconds: float = NOTE_S) -> None:
         """Show a note for a while, in the place of the one before."""
         self.clear_notifications()
-        self.notify(self.glyphs.seen(note), timeout=seconds, markup=False)
+        self.notify(to_ascii(printable(note)) if self.ascii_only else printable(note), timeout=seconds, markup=False)

@@ -1,4 +1,4 @@
-"""Everything that is known of one actor, and what the keys do, for screens of their own. Pure."""
+"""The screens of one actor and of the keys, as lines. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from rich.text import Text
 from asyncrl.snapshot import ActorView, Resource
 from asyncrl.text.json_text import from_json
 from asyncrl.text.numbers import ABSENT, count, duration, fixed, percent, size
-from asyncrl.top.drawing.columns import LEVEL_STYLES, said_state
-from asyncrl.top.drawing.text import Glyphs, Line, Style, columns, fit, joined, length, said, state_bar, warned, wrapped
-from asyncrl.top.figures.bottleneck import by_kind, kind_of
-from asyncrl.top.figures.document import Document
-from asyncrl.top.panes import CONTROLLER
-from asyncrl.top.source.history import GONE
+from asyncrl.top.bottleneck import by_kind, kind_of
+from asyncrl.top.draw import (
+    BARS,
+    Line,
+    Style,
+    columns,
+    fit,
+    joined,
+    length,
+    said,
+    said_state,
+    state_bar,
+    warned,
+    wrapped,
+)
+from asyncrl.top.panes import LEVEL_STYLES
+from asyncrl.top.view import CONTROLLER, View, is_gone
 
 EVENTS_SHOWN = 20
 RESOURCES_SHOWN = 16
@@ -28,14 +39,14 @@ LEAD = 20
 """Columns before the text of an event."""
 
 
-def detail(document: Document, name: str, log: Sequence[str] | None, width: int, glyphs: Glyphs) -> list[Text]:
-    """Lines on an actor. ``log``: the last lines of its log file, oldest first; None where that cannot be read."""
-    actor = next((each for each in document.actors if each.name == name), None)
+def detail(view: View, name: str, log: Sequence[str] | None, width: int) -> list[Text]:
+    """Lines on an actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
+    actor = next((each for each in view.actors if each.name == name), None)
     if actor is None:
-        return [fit([(f"{name} is not part of this run", "bad")], width, glyphs)]
+        return [fit([(f"{name} is not part of this run", "bad")], width)]
     parts: list[tuple[str, Sequence[Line | Text]]] = [("", _facts(actor))]
     if actor.resources:
-        bars = [line for each in actor.resources[:RESOURCES_SHOWN] for line in _resource(each, width, glyphs)]
+        bars = [line for each in actor.resources[:RESOURCES_SHOWN] for line in _resource(each, width)]
         if (more := len(actor.resources) - RESOURCES_SHOWN) > 0:
             bars.append([(f"and {more} more", "dim")])
         parts.append(("TIME, since its start", bars))
@@ -46,33 +57,33 @@ def detail(document: Document, name: str, log: Sequence[str] | None, width: int,
         ]
         for wait in actor.waits
     ]
-    parts.append(("OPEN AWAITS, the oldest first", waits or [[("none", "dim")]]))
+    parts.append(("OPEN WAITS, the oldest first", waits or [[("none", "dim")]]))
     if log is not None:
-        told = [line for text in log for line in _log_lines(text, width, glyphs)]
-        parts.append(("LOG, its last lines", told or [[("none up to here", "dim")]]))
+        shown = [line for text in log for line in _log_lines(text, width)]
+        parts.append(("LOG, its last lines", shown or [[("none up to here", "dim")]]))
     events: list[Text] = []
-    for event in [event for event in document.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]:
+    for event in [event for event in view.events if (event.actor or CONTROLLER) == name][: -EVENTS_SHOWN - 1 : -1]:
         lead = f"{time.strftime('%H:%M:%S', time.localtime(event.wall))}  {event.level}"
-        events += _entry(lead, event.text, event.level, width, EVENT_LINES, glyphs)
+        events += _entry(lead, event.text, event.level, width, EVENT_LINES)
     parts.append(("EVENTS, the newest first", events or [[("none", "dim")]]))
-    if actor.figures:
-        figures: list[tuple[str, str, Style]] = [
-            (figure, _figure(figure, value), "") for figure, value in sorted(actor.figures.items())
+    if actor.metrics:
+        metrics: list[tuple[str, str, Style]] = [
+            (metric, _number(metric, value), "") for metric, value in sorted(actor.metrics.items())
         ]
-        parts.append(("FIGURES", columns(figures, width, right=True)))
+        parts.append(("METRICS", columns(metrics, width, right=True)))
     found: list[Text] = []
     for title, lines in parts:
         if title:
-            found += [Text(), fit([(title, "bold")], width, glyphs)]
-        found += [line if isinstance(line, Text) else fit(line, width, glyphs) for line in lines]
+            found += [Text(), fit([(title, "bold")], width)]
+        found += [line if isinstance(line, Text) else fit(line, width) for line in lines]
     return found
 
 
 def _facts(actor: ActorView) -> list[Line]:
     condition = said_state(actor.condition, actor.state, actor.awaiting)
-    # Without a heartbeat nothing is known of it, and of what it takes of its host nothing once it is gone.
+    # Unknown: everything without a heartbeat, and the use of its host once the actor is gone.
     told, known = bool(actor.state), actor.condition != "absent"
-    there = told and actor.condition not in GONE
+    there = told and not is_gone(actor)
     busy, late = (actor.loop_busy, actor.loop_lag_s) if there else (None, None)
     gpus = [
         said(
@@ -103,19 +114,19 @@ def _facts(actor: ActorView) -> list[Line]:
                 said("processors", fixed(actor.cpu if there else None)),
                 said("memory", size(actor.rss_bytes or None if there else None)),
                 said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),
-                said("most late", duration(late), warned((late or 0.0) > 0.5)),
+                said("loop lag", duration(late), warned((late or 0.0) > 0.5)),
             ]
         ),
         *gpus,
     ]
 
 
-def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
+def _resource(resource: Resource, width: int) -> list[Line]:
     """The bar of a resource and beside it its states, on as many lines as they need."""
     spent = resource.spent
     whole = sum(spent.values())
     shares = {state: seconds / whole for state, seconds in spent.items()} if whole > 0 else {}
-    bar = state_bar(by_kind(shares), min(30, width // 3), glyphs)
+    bar = state_bar(by_kind(shares), min(30, width // 3))
     lines: list[Line] = [[(f"{resource.name:<{LABEL}}", "dim"), *bar]]
     beside = length(lines[0])
     for state, share in sorted(shares.items(), key=lambda item: -item[1]):
@@ -128,7 +139,7 @@ def _resource(resource: Resource, width: int, glyphs: Glyphs) -> list[Line]:
     return lines
 
 
-def _figure(name: str, value: float) -> str:
+def _number(name: str, value: float) -> str:
     if name.endswith("_s"):
         return duration(value)
     if name.endswith("_bytes") or name.endswith("/bytes"):
@@ -136,47 +147,44 @@ def _figure(name: str, value: float) -> str:
     return count(value) if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
 
 
-def _log_lines(text: str, width: int, glyphs: Glyphs) -> list[Text]:
+def _log_lines(text: str, width: int) -> list[Text]:
     """A line of a log: JSON as the actors write it, or other text that was printed."""
     try:
         entry = from_json(text)
     except ValueError:
         entry = None
     if not isinstance(entry, dict) or "event" not in entry:
-        return wrapped([(text, "")], width, len(text), glyphs)
+        return wrapped([(text, "")], width, len(text))
     level, at, event = (str(entry.pop(key, "")) for key in ("level", "timestamp", "event"))
     entry.pop("actor", None)
     rest = " ".join(f"{key}={value}" for key, value in entry.items())
     most = LOG_LINES if LEVEL_STYLES.get(level) in ("warn", "bad") else 1
-    return _entry(f"{at[11:19]}  {level}", f"{event}  {rest}", level, width, most, glyphs)
+    return _entry(f"{at[11:19]}  {level}", f"{event}  {rest}", level, width, most)
 
 
-def _entry(lead: str, text: str, level: str, width: int, most: int, glyphs: Glyphs) -> list[Text]:
+def _entry(lead: str, text: str, level: str, width: int, most: int) -> list[Text]:
     """A text beside its time and level, on at most so many lines."""
-    said = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most, glyphs)
+    said = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most)
     leads = [lead, *[""] * (len(said) - 1)]
-    return [
-        Text("", end="").join([fit([(each, "dim")], LEAD, glyphs), part])
-        for each, part in zip(leads, said, strict=True)
-    ]
+    return [Text("", end="").join([fit([(each, "dim")], LEAD), part]) for each, part in zip(leads, said, strict=True)]
 
 
 # --- keys ---
 
 HELP = (
     "The stage marked with a diamond sets the pace; the line below the pipeline says why. "
-    "Bars split all time by what it was spent on:"
+    "Bars split all time by kinds of states:"
 )
 KEYS = (
     ("1 … 8, tab", "panes"),
-    ("space", "freeze, go on"),
+    ("space", "freeze, continue"),
     ("s", "sort by next column"),
     ("/", "filter, esc: show all"),
-    ("q", "quit: the run goes on"),
+    ("q", "quit only asyncrl-top"),
     ("↑ ↓ enter", "an actor; n p: others"),
     ("c", "samples, as text"),
     ("l", "level of events"),
-    ("r", "the other way round"),
+    ("r", "reverse the order"),
     ("t", "write a trace"),
 )
 REPLAY_KEYS = (
@@ -186,29 +194,27 @@ REPLAY_KEYS = (
     ("- +", "slower, faster"),
 )
 WORDS = (
-    ("flight", "trajectories in it"),
+    ("flight", "trajectories in flight"),
     ("wait", "of these not in the engine"),
-    ("v, lag", "weights, versions behind"),
-    ("rst", "restarts of both"),
+    ("v, lag", "version, versions behind"),
+    ("rst", "process, engine restarts"),
     ("oldest", "age of a trajectory"),
 )
 
 
-def help_page(width: int, glyphs: Glyphs) -> list[Text]:
-    """Lines on the keys, and on the words that a table has for a rollouter and its engine."""
+def help_page(width: int) -> list[Text]:
+    """Lines on the keys, and on the titles of the rollouters' columns."""
     names = ("work", "weights", "checkpoints", "starting", "waiting")
-    kinds: list[Line] = [
-        [(f"{mark} {name}", kind)] for (kind, mark), name in zip(glyphs.kinds.items(), names, strict=True)
-    ]
+    kinds: list[Line] = [[(f"{mark} {name}", kind)] for (kind, mark), name in zip(BARS.items(), names, strict=True)]
 
     def part(title: str, entries: Sequence[tuple[str, str]]) -> list[Text]:
         lines: list[Line] = [[(title, "bold")], *columns([(*entry, "") for entry in entries], width, most=2)]
-        return [fit(line, width, glyphs) for line in lines]
+        return [fit(line, width) for line in lines]
 
     return [
-        fit([("who waits on whom", "bold")], width, glyphs),
-        *wrapped([(HELP, "")], width, len(HELP), glyphs),
-        *wrapped(joined(kinds), width, len(HELP), glyphs),
+        fit([("who waits for whom", "bold")], width),
+        *wrapped([(HELP, "")], width, len(HELP)),
+        *wrapped(joined(kinds), width, len(HELP)),
         Text(),
         *part("keys", KEYS),
         *part("in a replay", REPLAY_KEYS),

@@ -2,165 +2,298 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
-from typing import Any
 
 from rich.text import Text
 
-from asyncrl.telemetry.metrics_line import HIGH_TRUNCATION
+from asyncrl.snapshot import ActorView
+from asyncrl.telemetry.catalogue import edges_of, quantile
+from asyncrl.telemetry.metrics_line import (
+    HIGH_TRUNCATION,
+    component_numbers,
+    eval_names,
+    eval_numbers,
+    number_in,
+    pass_at_numbers,
+)
+from asyncrl.telemetry.metrics_line import Line as MetricsLine
 from asyncrl.telemetry.snapshots.rates import total
 from asyncrl.text.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
-from asyncrl.top.drawing.columns import DATE, EVENTS, RANKS, ROLLOUTERS, SHORT, UPDATES, is_amiss, is_there
-from asyncrl.top.drawing.layout import LEVELS, Cell, Choice, Pane, PaneName, Row, Table, row, row_of, table_of
-from asyncrl.top.drawing.text import (
-    Glyphs,
+from asyncrl.top.bottleneck import by_kind
+from asyncrl.top.draw import (
+    LEVELS,
+    Cell,
+    Choice,
+    Column,
     Line,
+    Pane,
+    PaneName,
+    Row,
+    Span,
     Style,
+    Table,
     columns,
     fitting,
+    is_amiss,
+    is_there,
     joined,
     length,
     level_bar,
+    number,
+    row,
     said,
+    said_state,
     state_bar,
+    table_of,
     warned,
 )
-from asyncrl.top.episode_pane import episodes
-from asyncrl.top.figures.bottleneck import by_kind
-from asyncrl.top.figures.document import Document, RollouterRow
-from asyncrl.top.pipeline import header, pipeline
+from asyncrl.top.episodes import Entry, bar_of, episodes, gauge, name_of, there
+from asyncrl.top.pipeline import header, pipeline, staleness_limit
+from asyncrl.top.view import CONTROLLER, View, now, numbers, version_of
 
-CONTROLLER = "controller/0"
-"""Actor that tells what happened to the run as a whole."""
+LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 
 
-def _there(rows: Sequence[Any]) -> str:
-    return f"{sum(is_there(each.condition) for each in rows)}/{len(rows)}"
+def _state(entry: Entry) -> Span:
+    view, actor = entry
+    return said_state(*view.state(actor))
 
 
 # --- rollouters ---
 
-WORDS = ("name", "host", "state")
+
+def _metric(entry: Entry, name: str, otherwise: float | None = None) -> float | None:
+    """A metric that stays when the rollouter is gone."""
+    return entry[1].metrics.get(name, otherwise)
+
+
+def _restarts(entry: Entry) -> float:
+    """Restarts of the process and of its engine."""
+    return entry[1].restarts + (_metric(entry, "rollout/engine_restarts") or 0.0)
+
+
+def _oldest(entry: Entry) -> float | None:
+    return now(entry[1], "rollout/oldest_s") if now(entry[1], "rollout/in_flight") else None
+
+
+def _kv_style(entry: Entry) -> Style:
+    return warned((now(entry[1], "rollout/kv_use") or 0.0) > 0.95)
+
+
+def _lag(entry: Entry) -> int | None:
+    return entry[0].lag(entry[1])
+
+
+def _tokens_per_s(entry: Entry) -> float | None:
+    return entry[0].rate_of(entry[1], "rollout/sampled_tokens")
+
+
+def _drift_style(entry: Entry, otherwise: Style = "") -> Style:
+    """An update with a drift of drift.warn or more stands out."""
+    return warned(_metric(entry, "rollout/drift_warnings"), otherwise)
+
+
+def _three_digits(value: float | None) -> str:
+    return fixed(value, 3)
+
+
+ROLLOUTERS = (
+    Column(title="rollouter", cell=partial(name_of, role="rollouter"), value=lambda entry: _index(entry[1]), width=9),
+    Column(title="host", cell=lambda entry: (entry[1].host, "dim"), value=lambda entry: entry[1].host, drop=7, most=16),
+    Column(title="state", cell=_state, value=lambda entry: entry[0].state(entry[1])[1], width=10, most=15),
+    Column(title="time", cell=bar_of, width=8, drop=3),
+    number("flight", gauge("rollout/in_flight"), width=6, summed=True),
+    number("wait", gauge("rollout/waiting"), width=4, drop=5, summed=True),
+    number("most", gauge("rollout/concurrency"), style=lambda entry: "dim", width=4, drop=7, summed=True),
+    number("tok/s", _tokens_per_s, width=5, summed=True),
+    number("KV", gauge("rollout/kv_use"), percent, _kv_style, width=4, drop=4),
+    number("v", lambda entry: version_of(entry[1]), width=3),
+    number("lag", _lag, style=lambda entry: warned((_lag(entry) or 0) > 1), width=3),
+    number("stall", gauge("weights/stall_s"), duration, width=6, drop=6, spare=True),
+    number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6, drop=5, spare=True),
+    number(
+        "worst",
+        partial(_metric, name="rollout/drift_largest"),
+        _three_digits,
+        partial(_drift_style, otherwise="dim"),
+        width=6,
+        drop=8,
+        spare=True,
+    ),
+    number("rst", _restarts, style=lambda entry: warned(_restarts(entry), "dim"), width=3, drop=2),
+    number("oldest", _oldest, duration, width=6, drop=1),
+)
+SORTS = {column.title: column.value for column in ROLLOUTERS if column.value is not None}
+WORDS = ("rollouter", "host", "state")
 """Columns that are sorted upwards at first; numbers downwards."""
-SORTS = tuple(column.key for column in ROLLOUTERS if column.key)
-SUMMED = {"flight": "in_flight", "wait": "waiting", "most": "concurrency", "tok/s": "tokens_per_s"}
-"""Columns that a host has the sums of."""
 
 
-def rollouters(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+def _index(actor: ActorView) -> int:
+    return int(actor.name.partition("/")[2])
+
+
+def rollouters(view: View, choice: Choice, width: int) -> Pane:
     """A row for each rollouter, by host where there are several."""
+    found = [(view, actor) for actor in view.of("rollouter")]
     chosen = [
-        row
-        for row in document.rollouters
-        if choice.matches(row.name, row.name.replace(SHORT, "r/"), row.host, row.condition, row.state)
+        (view, actor)
+        for _, actor in found
+        if choice.matches(
+            actor.name, actor.name.replace("rollouter/", "r/"), actor.host, view.condition(actor), view.state(actor)[1]
+        )
     ]
-    by_host = choice.sort == "host" and len({row.host for row in chosen}) > 1
+    by_host = choice.sort == "host" and len({actor.host for _, actor in chosen}) > 1
     rows: list[Row] = []
-    for host, found in groupby(_in_order(chosen, choice), key=lambda row: row.host if by_host else ""):
-        group = list(found)
-        if by_host:
-            rows.append(_host_row(host, group))
-        rows += [row_of(ROLLOUTERS, each, each.name, glyphs) for each in group]
-    words = f"no rollouter matches {choice.needle}" if document.rollouters else "no rollouter is known so far"
+    for host, entries in groupby(_in_order(chosen, choice), key=lambda entry: entry[1].host if by_host else ""):
+        table = table_of(ROLLOUTERS, group := list(entries), lambda entry: entry[1].name)
+        rows += [*([_host_row(host, group)] if by_host else []), *table.rows]
+    words = f"no rollouter matches {choice.needle}" if found else "no rollouter is known so far"
     return Pane([] if rows else [[(words, "dim")]], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
 
 
 def sorted_next(choice: Choice) -> Choice:
-    """The choice, sorted by the next column: words from the first on, numbers from the largest."""
-    sort = SORTS[(SORTS.index(choice.sort) + 1) % len(SORTS)]
+    """The choice, sorted by the next column: words upwards, numbers downwards."""
+    titles = list(SORTS)
+    sort = titles[(titles.index(choice.sort) + 1) % len(titles)]
     return replace(choice, sort=sort, descending=sort not in WORDS)
 
 
-def _in_order(rows: Iterable[RollouterRow], choice: Choice) -> list[RollouterRow]:
+def _in_order(entries: Sequence[Entry], choice: Choice) -> list[Entry]:
     """In the order chosen; those of which nothing is known come last."""
-    known = sorted(rows, key=lambda row: int(row.name.partition("/")[2]))
-    if choice.sort == "name":
-        return known[::-1] if choice.descending else known
-    there = [row for row in known if getattr(row, choice.sort) is not None]
-    there.sort(key=lambda row: getattr(row, choice.sort), reverse=choice.descending)
-    return [*there, *(row for row in known if getattr(row, choice.sort) is None)]
+    value = SORTS[choice.sort]
+    known = sorted(entries, key=lambda entry: _index(entry[1]))
+    valued = [(value(entry), entry) for entry in known]
+    there = sorted(
+        (each for each in valued if each[0] is not None), key=lambda each: each[0], reverse=choice.descending
+    )
+    return [entry for _, entry in there] + [entry for found, entry in valued if found is None]
 
 
-def _host_row(host: str, rows: Sequence[RollouterRow]) -> Row:
-    there = f"{sum(is_there(each.condition) for each in rows)} of {len(rows)}"
+def _host_row(host: str, entries: Sequence[Entry]) -> Row:
+    conditions = [view.condition(actor) for view, actor in entries]
+    state = f"{sum(map(is_there, conditions))} of {len(entries)}"
     cells: dict[str, Cell] = {
         "rollouter": (host or "host unknown", "bold"),
-        "state": (there, "bad" if any(is_amiss(each.condition) for each in rows) else "dim"),
+        "state": (state, "bad" if any(map(is_amiss, conditions)) else "dim"),
     }
-    for title, name in SUMMED.items():
-        cells[title] = count(total(getattr(each, name) for each in rows)), "bold"
-    return row(rows[0].name, (cells.get(column.title, "") for column in ROLLOUTERS), heading=True)
+    for column in ROLLOUTERS:
+        if column.summed and column.value is not None:
+            cells[column.title] = count(total(map(column.value, entries))), "bold"
+    return row(entries[0][1].name, (cells.get(column.title, "") for column in ROLLOUTERS), heading=True)
 
 
 # --- learner ---
 
 
-def learner(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Phases of a step, figures of the newest one, and a row for each rank."""
-    ranks = [row for row in document.ranks if choice.matches(row.name, row.host, row.state)]
-    head = [_step(document), _learning(document, width), _speed(document), *_evaluations(document, width)]
-    return Pane(head, table_of(RANKS, ranks, glyphs), "learner/0")
+def _gpu_memory(entry: Entry) -> str:
+    gpus = entry[1].gpus if is_there(entry[0].condition(entry[1])) else []
+    if not gpus:
+        return ABSENT
+    return f"{size(sum(gpu.memory_bytes for gpu in gpus))}/{size(sum(gpu.memory_total_bytes for gpu in gpus))}"
 
 
-def _step(document: Document) -> Line:
+RANKS = (
+    Column(title="rank", cell=partial(name_of, role=""), width=9),
+    Column(title="host", cell=lambda entry: (entry[1].host, "dim"), drop=4, most=16),
+    Column(title="state", cell=_state, width=14, most=24),
+    Column(title="time", cell=bar_of, width=8),
+    number("memory", lambda entry: there(entry[1].rss_bytes or None, entry), size, width=7),
+    Column(title="GPU memory", cell=_gpu_memory, width=10, drop=2, right=True, spare=True),
+)
+COMPONENTS = 12
+"""Most components of the reward that the pane shows."""
+
+
+def learner(view: View, choice: Choice, width: int) -> Pane:
+    """Phases of a step, numbers of the newest step, and a row for each rank."""
+    ranks = [
+        (view, actor) for actor in view.of("learner") if choice.matches(actor.name, actor.host, view.state(actor)[1])
+    ]
+    head = [_step(view), _learning(view, width), _speed(view), *_components(view, width), *_evaluations(view, width)]
+    return Pane(head, table_of(RANKS, ranks, lambda entry: entry[1].name), "learner/0")
+
+
+def _step(view: View) -> Line:
     """Duration of a step, and of each of its phases."""
-    seconds = {phase.name: phase.seconds for phase in document.phases}
-    if not seconds:
-        return [("only a first step is trained so far" if document.run.step else "no step is trained so far", "dim")]
-    whole = seconds.pop("step", None)
+    whole = view.step_mean("time/step_s")
+    seconds = {name: view.step_mean(f"time/{name}_s") for name in ("wait_for_groups", "train", "publish")}
+    if whole is None and not any(each is not None for each in seconds.values()):
+        return [("only a first step is trained so far" if view.run.step else "no step is trained so far", "dim")]
     phases: list[Line] = [
-        [*said(name, duration(each)), (f" {percent(each / whole)}" if whole else "", "dim")]
+        [*said(name.partition("_")[0], duration(each)), (f" {percent(each / whole)}" if whole else "", "dim")]
         for name, each in seconds.items()
+        if each is not None
     ]
     return joined([said("step", duration(whole), "bold"), *phases])
 
 
-def _learning(document: Document, width: int) -> Line:
-    """Figures of the newest step. A gradient or a learning rate of 0 stands out: nothing is learnt from it."""
-    found = document.learning
-    figures = {
-        "loss": found.loss,
-        "grad norm": found.grad_norm,
-        "entropy": found.entropy,
-        "KL": found.kl,
-        "lr": found.lr,
+def _learning(view: View, width: int) -> Line:
+    """Numbers of the newest step. A gradient or a learning rate of 0 stands out: the policy learns nothing."""
+    found = {
+        "loss": view.number("loss/policy"),
+        "grad norm": view.number("policy/grad_norm"),
+        "entropy": view.number("policy/entropy"),
+        "KL": view.number("policy/behaviour_kl"),
+        "lr": view.number("learner/lr"),
     }
-    stand_out = {name for name in ("grad norm", "lr") if figures[name] == 0}
-    parts = [said(name, fixed(value, 3), "bad" if name in stand_out else "") for name, value in figures.items()]
+    parts = [
+        said(name, fixed(value, 3), "bad" if name in ("grad norm", "lr") and value == 0 else "")
+        for name, value in found.items()
+    ]
     return fitting(parts, width)
 
 
-def _speed(document: Document) -> Line:
-    """Speed and reward. A step is of all ranks, and so are its tokens and its share of the peak."""
-    first, found = next(iter(document.ranks), None), document.learning
-    parts = [said("trained tokens/s", count(first.tokens_per_s if first is not None else None))]
-    if first is not None and first.mfu is not None:
-        parts.append(said("MFU", percent(first.mfu)))
-    if found.reward is not None:
-        spread = f" ± {fixed(found.reward_std, 3)}" if found.reward_std is not None else ""
-        parts.append([*said("reward", fixed(found.reward, 3)), (spread, "dim")])
-    if found.truncated is not None:
-        parts.append(said("cut", percent(found.truncated), "bad" if found.truncated >= HIGH_TRUNCATION else ""))
-    if found.engine_kl is not None:
-        # A step without tokens of equal weights has none.
-        parts.append(said("engine KL", fixed(found.engine_kl, 3)))
-    return joined(parts)
+def _speed(view: View) -> Line:
+    """Speed and reward. All ranks train a step together: its tokens and its MFU are of all of them."""
+    first = next(iter(view.of("learner")), None)
+    tokens = view.rate_of(first, "learner/tokens") if first is not None else None
+    mfu = there(view.number("perf/mfu"), (view, first)) if first is not None else None
+    mean, deviation = view.number("reward/mean"), view.number("reward/std")
+    spread = f" ± {fixed(deviation, 3)}" if deviation is not None else ""
+    engine_kl = view.number("policy/engine_kl")
+    return joined(
+        [
+            said("trained tokens/s", count(tokens)),
+            said("MFU", percent(mfu)) if mfu is not None else [],
+            [*said("reward", fixed(mean, 3)), (spread, "dim")] if mean is not None else [],
+            _cut(view.number("rollout/truncated_fraction")),
+            # A step without tokens of equal weights has none.
+            said("engine KL", fixed(engine_kl, 3)) if engine_kl is not None else [],
+        ]
+    )
 
 
-def _evaluations(document: Document, width: int) -> list[Line]:
+def _cut(share: float | None) -> Line:
+    """Share of the responses that a limit cut; a high share stands out."""
+    return said("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else []
+
+
+def _components(view: View, width: int) -> list[Line]:
+    """Means of the reward's components in the newest step."""
+    found = sorted(numbers(view.last, "reward/component/").items())
+    parts = [said(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
+    if (more := len(found) - COMPONENTS) > 0:
+        parts.append([(f"and {more} more", "dim")])
+    return [fitting([[("components", "dim")], *parts], width)] if parts else []
+
+
+def _evaluations(view: View, width: int) -> list[Line]:
     """A line for each evaluation that has more to show than the mean in the header."""
+    found: dict[str, MetricsLine] = {name: line for line in view.snapshot.evals for name in eval_names(line)}
     lines = []
-    for name, found in sorted(document.run.eval_rows.items()):
-        parts = [said(f"pass@{k}", fixed(value, 3)) for k, value in found.pass_at.items()]
-        if found.length_mean is not None:
-            parts.append(said("length", count(found.length_mean)))
-        if found.truncated is not None:
-            parts.append(said("cut", percent(found.truncated), "bad" if found.truncated >= HIGH_TRUNCATION else ""))
-        parts += [said(component, fixed(value, 3)) for component, value in sorted(found.components.items())]
-        if parts:
+    for name, line in sorted(found.items()):
+        values = eval_numbers(line, name)
+        parts = [said(f"pass@{k}", fixed(value, 3)) for k, value in pass_at_numbers(values).items()]
+        if (tokens := values.get("length_mean")) is not None:
+            parts.append(said("length", count(tokens)))
+        parts += [_cut(values.get("truncated_fraction"))]
+        parts += [said(component, fixed(value, 3)) for component, value in sorted(component_numbers(values).items())]
+        if any(parts):
             lines.append(fitting([[(f"eval {name}", "dim")], *parts], width))
     return lines
 
@@ -168,82 +301,113 @@ def _evaluations(document: Document, width: int) -> list[Line]:
 # --- weights ---
 
 
-def weights(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """The newest publication, and the newest updates of replicas."""
-    view, about = document.weights, "parameter_server/0"
+def _seconds(title: str, key: str) -> Column:
+    return number(title, lambda line: number_in(line, key), duration, width=6)
+
+
+UPDATES = (
+    number("v", lambda line: line.get("weights/version"), width=4),
+    Column(title="replica", cell=lambda line: str(line.get("replica", "")), width=9, most=14),
+    Column(title="by", cell=lambda line: (str(line.get("weights/transport", "")), "dim"), width=6, drop=3),
+    _seconds("stage", "weights/stage_s"),
+    _seconds("pause", "weights/pause_s"),
+    _seconds("load", "weights/load_s"),
+    _seconds("stall", "weights/stall_s"),
+    number("bytes", lambda line: number_in(line, "weights/bytes"), size, width=7),
+    number("read", lambda line: number_in(line, "weights/encoded_bytes"), size, width=7, drop=2),
+)
+
+
+def weights(view: View, choice: Choice, width: int) -> Pane:
+    """The newest version, and the newest updates of replicas."""
+    # A step that publishes nothing has 0.
+    idle = [seconds for line in view.snapshot.train if (seconds := number_in(line, "time/publish_s"))]
+    again, updates = view.number("rollout/reprefill_tokens"), view.number("weights/updates")
+    failures = view.counted("parameter_server", "weights/updates_failed")
     head = [
         joined(
             [
-                said("learner idle", duration(view.idle_s)),
-                said("gather", duration(view.gather_s)),
-                said("published", size(view.publish_bytes)),
+                said("learner idle", duration(idle[-1] if idle else None)),
+                said("gather", duration(view.number("weights/gather_s"))),
+                said("published", size(view.number("weights/publish_bytes"))),
             ]
         ),
         joined(
             [
-                said("behind", count(view.behind)),
-                said("paused", count(view.paused)),
-                said("failures", count(view.failures), "bad" if view.failures else ""),
-                [*said("prefilled again", count(view.reprefill_tokens)), (" an update", "dim")],
+                said("behind", count(view.behind[0] if view.behind else None)),
+                said("paused", count(view.level("parameter_server", "weights/replicas_paused"))),
+                said("failures", count(failures), "bad" if failures else ""),
+                [
+                    *said("prefilled again", count(again / updates if again is not None and updates else None)),
+                    (" an update", "dim"),
+                ],
             ]
         ),
     ]
-    rows = [
-        row_of(UPDATES, update, update.replica, glyphs)
-        for update in view.updates
-        if choice.matches(update.replica, update.transport)
+    found = view.snapshot.updates
+    shown = [
+        line
+        for line in reversed(found)
+        if choice.matches(str(line.get("replica", "")), str(line.get("weights/transport", "")))
     ]
-    if not rows:
-        words = f"no update matches {choice.needle}" if view.updates else "no update is reported so far"
+    about = "parameter_server/0"
+    if not shown:
+        words = f"no update matches {choice.needle}" if found else "no update is reported so far"
         return Pane([*head, [(words, "dim")]], about=about)
-    return Pane(head, Table(UPDATES, rows, newest_first=True), about)
+    return Pane(head, table_of(UPDATES, shown, lambda line: str(line.get("replica", "")), newest_first=True), about)
 
 
 # --- staleness ---
 
 LABEL = 10
-FIGURES = LABEL + 2 + 2 * 12
+BESIDE_BARS = LABEL + 2 + 2 * 12
 """Columns that are no bars."""
+LATE = {"late_trained": "trained", "late_masked": "masked"}
+"""Words for late groups, by their counters."""
 
 
-def staleness(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+def staleness(view: View, choice: Choice, width: int) -> Pane:
     """The working limit, the newest step, and a histogram since the learner started."""
-    view = document.staleness
-    late = f"{count(view.late_groups)} of {document.ledger.groups_per_step} groups"
-    became = ((view.late_trained, "trained"), (view.late_masked, "masked"))
-    so_far = ", ".join(f"{count(groups)} {word}" for groups, word in became if groups)
+    most, late = view.run.staleness_max, view.number("staleness/late_groups")
+    so_far = [(view.counted("learner", f"staleness/{name}_groups"), words) for name, words in LATE.items()]
+    words = ", ".join(f"{count(groups)} {word}" for groups, word in so_far if groups)
     head = joined(
         [
-            said("limit", f"{fixed(view.limit, 0)} of {view.max}"),
-            said(f"step {document.run.step}: mean", fixed(view.token_mean)),
-            said("most", fixed(view.token_max, 0)),
-            said("late", late, warned(view.late_groups)),
-            said("so far", so_far) if so_far else [],
+            said("limit", f"{fixed(staleness_limit(view), 0)} of {most}"),
+            said(f"step {view.run.step}: mean", fixed(view.number("staleness/token_mean"))),
+            said("most", fixed(view.number("staleness/token_max"), 0)),
+            said("late", f"{count(late)} of {view.run.groups_per_step} groups", warned(late)),
+            said("so far", words) if words else [],
         ]
     )
-    if not (view.tokens or view.groups):
+    histograms = next((actor.histograms for actor in view.of("learner")), {})
+    both = [
+        found.counts if (found := histograms.get(f"staleness/{what}")) is not None else []
+        for what in ("tokens", "groups")
+    ]
+    if not any(both):
         return Pane([head], about="learner/0")
-    wide = max(6, min(32, (width - FIGURES) // 2))
+    wide = max(6, min(32, (width - BESIDE_BARS) // 2))
     titles: Line = [(f"{'versions':>{LABEL}}  {'tokens':<{wide + 12}}{'groups':<{wide + 10}}", "dim")]
     # Up to the last bucket that holds something, and up to that of staleness.max.
-    held = max((i for counts in (view.tokens, view.groups) for i, n in enumerate(counts) if n), default=0)
-    shown = range(max(held, bisect_left(view.edges, view.max)) + 1)
-    return Pane([head, titles, *(_bucket_line(document, i, wide, glyphs) for i in shown)], about="learner/0")
+    held = max((i for counts in both for i, n in enumerate(counts) if n), default=0)
+    shown = range(max(held, bisect_left(edges_of("staleness/tokens"), most)) + 1)
+    return Pane([head, titles, *(_bucket_line(both, i, most, wide) for i in shown)], about="learner/0")
 
 
-def _bucket_line(document: Document, index: int, wide: int, glyphs: Glyphs) -> Line:
-    view = document.staleness
+def _bucket_line(both: Sequence[Sequence[int]], index: int, most: int, wide: int) -> Line:
+    edges = edges_of("staleness/tokens")
     # The whole versions in a bucket, whose upper edges are inside.
-    low = int(view.edges[index - 1]) + 1 if index else 0
-    high = int(view.edges[index]) if index < len(view.edges) else None
+    low = int(edges[index - 1]) + 1 if index else 0
+    high = int(edges[index]) if index < len(edges) else None
     label = f"{low}+" if high is None else f"{low}" if high <= low else f"{low}–{high}"
-    # Beyond the limit is beyond what the gate can hold: stragglers, which staleness.late is for.
-    late = low > view.max
+    # The gate holds only the limit of all groups together: these are stragglers, and staleness.late says what happens.
+    late = low > most
     line: Line = [(f"{f'late {label}' if late else label:>{LABEL}}  ", "warn" if late else "dim")]
-    for counts in (view.tokens, view.groups):
+    for counts in both:
         value, whole = counts[index] if index < len(counts) else 0, sum(counts)
         line += [
-            *level_bar(value, max(counts, default=0) or None, wide, glyphs, "warn" if late else "level"),
+            *level_bar(value, max(counts, default=0) or None, wide, "warn" if late else "level"),
             (f" {count(value):>5}", ""),
             (f"{percent(value / whole) if whole else '':>5} ", "dim"),
         ]
@@ -256,23 +420,30 @@ ROOMY = 40
 """Width from which on there is room for units."""
 
 
-def reward(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Tasks of the pool: its rate, those at hand, and those that went wrong."""
-    view = document.reward
-    kinds = by_kind(view.states)
+def reward(view: View, choice: Choice, width: int) -> Pane:
+    """Tasks of the reward pools: the rate, tasks at hand, and tasks that failed."""
+    pools = view.of("reward")
+    shares, edges = view.shares(pools), edges_of("reward/run_s")
+    kinds, workers = by_kind(shares), sum(len(pool.resources) for pool in view.living("reward"))
+    spent = [each.counts for pool in pools if (each := pool.histograms.get("reward/run_s")) is not None]
+    # A pool of another release may have other buckets.
+    counts = [sum(bucket) for bucket in zip(*(one for one in spent if len(one) == len(edges) + 1), strict=True)]
+    timeouts, killed, failed = (
+        view.counted("reward", f"reward/{name}") for name in ("timed_out", "workers_killed", "failed")
+    )
     facts: list[tuple[str, str, Style]] = [
-        ("tasks/s", rate(view.rate), ""),
-        ("workers", f"{view.workers or ABSENT}", ""),
+        ("tasks/s", rate(view.rate("reward", "reward/scored")), ""),
+        ("workers", f"{workers or ABSENT}", ""),
         ("at work", percent(kinds.get("work")), ""),
-        ("running", count(view.running), ""),
-        ("queued", count(view.queued), ""),
-        ("time p50", _at_most(view.p50_s), ""),
-        ("time p99", _at_most(view.p99_s), ""),
-        ("timeouts", count(view.timeouts), warned(view.timeouts)),
-        ("killed", count(view.killed), warned(view.killed)),
-        ("failed", count(view.failed), "bad" if view.failed else ""),
+        ("running", count(view.level("reward", "reward/running")), ""),
+        ("queued", count(view.level("reward", "reward/queued")), ""),
+        ("time p50", _at_most(quantile(counts, edges, 0.5)), ""),
+        ("time p99", _at_most(quantile(counts, edges, 0.99)), ""),
+        ("timeouts", count(timeouts), warned(timeouts)),
+        ("killed", count(killed), warned(killed)),
+        ("failed", count(failed), "bad" if failed else ""),
     ]
-    bars = [state_bar(kinds, min(40, width), glyphs)] if view.states else []
+    bars = [state_bar(kinds, min(40, width))] if shares else []
     return Pane([*bars, *columns(facts, width, most=3)], about="reward/0")
 
 
@@ -280,54 +451,69 @@ def _at_most(seconds: float | None) -> str:
     return ABSENT if seconds is None else f"≤ {duration(seconds)}" if seconds < float("inf") else "long"
 
 
-def ledger(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """Prompt groups by what became of them, and those under way against the gate."""
-    view = document.ledger
+def ledger(view: View, choice: Choice, width: int) -> Pane:
+    """Prompt groups by outcome, and outstanding groups against the gate."""
+    outstanding, gate = (view.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
+    quarantined, left_out = view.of_learner("ledger/quarantined"), view.of_learner("ledger/left_out")
     bars: list[Line] = []
     facts: list[tuple[str, str, Style]] = [
-        ("trained", exact(view.trained), ""),
-        ("filtered", exact(view.filtered), ""),
-        ("quarantined", exact(view.quarantined), "bad" if view.quarantined else ""),
+        ("trained", exact(view.of_learner("ledger/trained")), ""),
+        ("filtered", exact(view.of_learner("ledger/filtered")), ""),
+        ("quarantined", exact(quarantined), "bad" if quarantined else ""),
         ("in the buffer", count(view.buffered), ""),
-        ("a step takes", f"{view.groups_per_step} groups", ""),
+        ("a step takes", f"{view.run.groups_per_step} groups", ""),
     ]
-    if view.left_out:
-        facts.insert(3, ("left out", exact(view.left_out), ""))
-    if view.outstanding is not None and view.gate:
-        full = view.outstanding >= view.gate
-        bar = level_bar(view.outstanding, view.gate, max(4, min(40, width - 36)), glyphs, "warn" if full else "level")
-        figures = f"  {count(view.outstanding)} of {count(view.gate)}{' groups' if width >= ROOMY else ''}"
-        bars = [[("outstanding  ", "dim"), *bar, (figures, "")]]
+    if left_out:
+        facts.insert(3, ("left out", exact(left_out), ""))
+    if outstanding is not None and gate:
+        bar = level_bar(outstanding, gate, max(4, min(40, width - 36)), "warn" if outstanding >= gate else "level")
+        words = f"  {count(outstanding)} of {count(gate)}{' groups' if width >= ROOMY else ''}"
+        bars = [[("outstanding  ", "dim"), *bar, (words, "")]]
     else:
-        facts.insert(3, ("outstanding", count(view.outstanding), ""))
+        facts.insert(3, ("outstanding", count(outstanding), ""))
     return Pane([*bars, *columns(facts, width, most=3)], about="dataloader/0")
 
 
 # --- events ---
 
 SAME_DAY_S = 43_200.0
-"""Age (s) of the oldest event above which the date is told too."""
+"""Age (s) of the oldest event from which on the date is shown too."""
 
 
-def events(document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
-    """The pane of events of the chosen level and above, the newest first."""
+def _event_columns(clock: str) -> tuple[Column, ...]:
+    return (
+        Column(title="time", cell=lambda event: (time.strftime(clock, time.localtime(event.wall)), "dim"), width=8),
+        Column(title="level", cell=lambda event: (event.level, LEVEL_STYLES.get(event.level, "")), width=7, drop=1),
+        Column(title="actor", cell=lambda event: event.actor or "run", width=9, most=18),
+        Column(
+            title="event",
+            cell=lambda event: (
+                " ".join(event.text.split()),
+                "" if event.level == "info" else LEVEL_STYLES.get(event.level, ""),
+            ),
+            width=20,
+            most=20,
+        ),
+    )
+
+
+def events(view: View, choice: Choice, width: int) -> Pane:
+    """Events of the chosen level and above, the newest first."""
     wanted = LEVELS[LEVELS.index(choice.level) :]
     shown = [
         event
-        for event in reversed(document.events)
+        for event in reversed(view.events)
         if (event.level in wanted or event.level not in LEVELS) and choice.matches(event.actor, event.text, event.level)
     ]
     if not shown:
-        return Pane([[("nothing to tell", "dim")]], about=CONTROLLER)
-    first = DATE if document.wall - shown[-1].wall > SAME_DAY_S else EVENTS[0]
-    columns = (first, *EVENTS[1:])
-    rows = [row_of(columns, event, event.actor or CONTROLLER, glyphs) for event in shown]
-    return Pane([], Table(columns, rows, newest_first=True))
+        return Pane([[("no events", "dim")]], about=CONTROLLER)
+    found = _event_columns("%m-%d %H:%M:%S" if view.wall - shown[-1].wall > SAME_DAY_S else "%H:%M:%S")
+    return Pane([], table_of(found, shown, lambda event: event.actor or CONTROLLER, newest_first=True))
 
 
 # --- all of them ---
 
-_DRAWN: dict[PaneName, Callable[[Document, Choice, int, Glyphs], Pane]] = {
+_DRAWN: dict[PaneName, Callable[[View, Choice, int], Pane]] = {
     "rollouters": rollouters,
     "learner": learner,
     "weights": weights,
@@ -339,38 +525,36 @@ _DRAWN: dict[PaneName, Callable[[Document, Choice, int, Glyphs], Pane]] = {
 }
 PANES: tuple[PaneName, ...] = tuple(_DRAWN)
 MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
-"""Entries, in a page, of panes that may have many."""
+"""Most rows in a page."""
 
 
-def panes_of(document: Document | None) -> tuple[PaneName, ...]:
+def panes_of(view: View | None) -> tuple[PaneName, ...]:
     """Panes that this run has something for."""
-    return PANES if document is not None and document.episodes is not None else PANES[: PANES.index("episodes")]
+    return PANES if view is not None and view.of("episodes") else PANES[: PANES.index("episodes")]
 
 
-def pane(name: PaneName, document: Document, choice: Choice, width: int, glyphs: Glyphs) -> Pane:
+def pane(name: PaneName, view: View, choice: Choice, width: int) -> Pane:
     """The pane of this name, ``width`` cells wide."""
-    return _DRAWN[name](document, choice, width, glyphs)
+    return _DRAWN[name](view, choice, width)
 
 
-def title(name: PaneName, document: Document, choice: Choice) -> str:
+def title(name: PaneName, view: View, choice: Choice) -> str:
     """The title of a pane, with what is filtered."""
     if name == "events" and choice.level != "info":
         return f"events: {choice.level}s" if choice.level == "error" else "events: warnings, errors"
-    if name == "rollouters":
-        return f"rollouters {_there(document.rollouters)}"
-    if name == "episodes" and document.episodes is not None:
-        return f"episodes {_there(document.episodes.hosts)}"
-    return name
+    role = {"rollouters": "rollouter", "episodes": "episodes"}.get(name)
+    if role is None or (not (actors := view.of(role)) and role == "episodes"):
+        return name
+    return f"{name} {sum(is_there(view.condition(each)) for each in actors)}/{len(actors)}"
 
 
-def page(document: Document, width: int, glyphs: Glyphs, *, whole: bool = False) -> str:
-    """All panes, one below the other: the newest of events and updates, and events as a ``whole`` if that is asked for,
-    however wide they are."""
+def page(view: View, width: int, *, whole: bool = False) -> str:
+    """All panes, one below the other, with the newest events and updates; ``whole`` cuts no event."""
     choice = Choice()
-    lines = [*header(document, width, glyphs), Text(), *pipeline(document, width, glyphs)]
-    longest = max((length([(event.text, "")]) for event in document.events), default=0) if whole else 0
-    for name in panes_of(document):
+    lines = [*header(view, width), Text(), *pipeline(view, width)]
+    longest = max((length([(event.text, "")]) for event in view.events), default=0) if whole else 0
+    for name in panes_of(view):
         wide = width + longest if name == "events" else width
-        drawn = pane(name, document, choice, wide, glyphs).lines(wide, glyphs, MOST_SHOWN.get(name))
-        lines += [Text(), Text(title(name, document, choice).upper()), *drawn]
+        drawn = pane(name, view, choice, wide).lines(wide, MOST_SHOWN.get(name))
+        lines += [Text(), Text(title(name, view, choice).upper()), *drawn]
     return "".join(f"{line.plain.rstrip()}\n" for line in lines)

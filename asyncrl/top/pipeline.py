@@ -1,18 +1,26 @@
-"""Lines around the panes: the header, the pipeline with who waits on whom, tabs, time bar and foot. Pure."""
+"""Lines around the panes: the header, the pipeline with who waits for whom, tabs, time bar and foot. Pure."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rich.text import Text
 
+from asyncrl.snapshot import OVER
+from asyncrl.telemetry.metrics_line import is_eval_mean, number_in, served_versions
+from asyncrl.telemetry.snapshots.rates import total
 from asyncrl.text.numbers import count, duration, fixed, percent, rate
 from asyncrl.text.phase import phase_and_reason, phase_word
-from asyncrl.top.drawing.layout import LEVELS, NARROW, Choice, PaneName
-from asyncrl.top.drawing.text import (
-    Glyphs,
+from asyncrl.top.bottleneck import Stage, by_kind, kind_of
+from asyncrl.top.client import Away, Waiting
+from asyncrl.top.draw import (
+    LEVELS,
+    NARROW,
+    Choice,
     Line,
+    PaneName,
     Style,
     fit,
     fitting,
@@ -24,10 +32,8 @@ from asyncrl.top.drawing.text import (
     state_bar,
     wrapped,
 )
-from asyncrl.top.figures.bottleneck import Stage, kind_of
-from asyncrl.top.figures.document import Document, StageRow
-from asyncrl.top.source.client import Away
-from asyncrl.top.source.replay import Replay
+from asyncrl.top.replay import Replay
+from asyncrl.top.view import View, is_gone
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -40,74 +46,155 @@ PHASE_STYLES: dict[str, Style] = {
     "preempted": "warn",
     "stalled": "bad",
 }
+REWARDS = 40
+"""Steps whose rewards the header shows."""
 NAMES_SHOWN = 3
 SHORT = {"rollouters": "roll.", "dataloader": "data."}
-"""Short names, for stages where the number of actors takes the room of the name."""
+"""Short names of stages, if the number of actors takes the room of the name."""
 ROOMY = 16
 """Width from which on a stage has room for blanks."""
 
 
-def header(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
+def header(view: View, width: int) -> list[Text]:
     """Two lines: the state of the run, and its rates."""
-    run = document.run
-    stalled = run.phase == "running" and run.stalled
-    phase = "stalled" if stalled else phase_word(run.phase, run.exit_code)
+    run = view.run
+    phase = "stalled" if run.phase == "running" and run.stalled else phase_word(run.phase, run.exit_code)
     first: list[Line] = [
         [(run.name, "bold")],
         [(phase, PHASE_STYLES.get(phase, ""))],
         said("step", f"{run.step}/{run.steps}"),
         said("version", count(run.version if run.version >= 0 else None)),
         said("up", duration(run.age_s)),
-        said("ETA", duration(run.eta_s)),
+        said("ETA", duration(view.eta_s)),
         said("attempt", f"{run.attempt}") if run.attempt > 1 else [],
     ]
-    spark = sparkline(run.rewards, max(8, min(40, width - 72)), glyphs)
+    told = [number_in(line, "reward/mean") for line in view.snapshot.train[-REWARDS:]]
+    rewards = [value for value in told if value is not None]
+    spark = sparkline(rewards, max(8, min(40, width - 72)))
     second: list[Line] = [
-        [*said("reward", fixed(run.reward)), (f" {spark}" if spark else "", "level")],
-        said("tokens/s", count(run.tokens_per_s)),
-        said("samples/s", rate(run.samples_per_s)),
-        said("step", duration(run.step_s)),
+        [*said("reward", fixed(rewards[-1] if rewards else None)), (f" {spark}" if spark else "", "level")],
+        said("tokens/s", count(view.tokens_per_s)),
+        said("samples/s", rate(view.rate("rollouter", "rollout/trajectories"))),
+        said("step", duration(view.step_mean("time/step_s"))),
+        *_evaluations(view),
     ]
-    for name, mean in sorted(run.evals.items()):
-        versions = "–".join(map(str, dict.fromkeys(run.eval_versions.get(name, ()))))
-        second.append([*said(name, fixed(mean, 3)), (f" v{versions}" if versions else "", "dim")])
-    return [fit(fitting(parts, width), width, glyphs) for parts in (first, second)]
+    return [fit(fitting(parts, width), width) for parts in (first, second)]
 
 
-def pipeline(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
+def _evaluations(view: View) -> list[Line]:
+    """The newest mean of each evaluation, with the versions that sampled it."""
+    means = {key: line for line in view.snapshot.evals for key in filter(is_eval_mean, line)}
+    found = []
+    for key, line in sorted(means.items()):
+        if (value := number_in(line, key)) is not None:
+            versions = "–".join(map(str, dict.fromkeys(served_versions(line) or ())))
+            name = key.removeprefix("eval/").removesuffix("/mean")
+            found.append([*said(name, fixed(value, 3)), (f" v{versions}" if versions else "", "dim")])
+    return found
+
+
+# --- stages ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBox:
+    """A stage of the pipeline."""
+
+    stage: Stage
+    alive: int
+    actors: int
+    rate: float | None
+    """Work per second, in ``unit``."""
+    unit: str
+    depth: float | None
+    """Work that is in the stage or waits for it."""
+    limit: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the time of its resources by state."""
+    marked: bool = False
+
+
+def stages(view: View) -> list[StageBox]:
+    """The pipeline in the order of its flow."""
+    found = view.bottleneck.stage or ""
+    marked = {"gate": "dataloader", "episodes": "rollouters"}.get(found, found)
+
+    def box(
+        stage: Stage,
+        role: str,
+        rate: float | None,
+        unit: str,
+        depth: float | None,
+        limit: float | None = None,
+        shares: Mapping[str, float] | None = None,
+    ) -> StageBox:
+        actors = view.of(role)
+        return StageBox(
+            stage=stage,
+            alive=sum(not is_gone(actor) for actor in actors),
+            actors=len(actors),
+            rate=rate,
+            unit=unit,
+            depth=depth,
+            limit=limit,
+            shares=shares or {},
+            marked=stage == marked,
+        )
+
+    def level(role: str, name: str) -> float | None:
+        return view.level(role, name)
+
+    step_s, groups = view.step_mean("time/step_s"), view.run.groups_per_step
+    trained = groups / step_s if step_s and groups and view.run.phase not in OVER else None
+    at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
+    outstanding, gate = level("dataloader", "tickets/outstanding"), level("dataloader", "tickets/gate")
+    leased = view.rate("dataloader", "tickets/granted")
+    updates = view.rate("parameter_server", "weights/updates_committed")
+    behind, serving = view.behind or (None, None)
+    in_flight, engines = level("rollouter", "rollout/in_flight"), view.shares(view.of("rollouter"))
+    scored, pools = view.rate("reward", "reward/scored"), view.shares(view.of("reward"))
+    return [
+        box("dataloader", "dataloader", leased, "groups", outstanding, gate),
+        box("rollouters", "rollouter", view.tokens_per_s, "tokens", in_flight, shares=engines),
+        box("reward", "reward", scored, "tasks", at_reward, shares=pools),
+        box("learner", "learner", trained, "groups", view.buffered, groups or None, view.learner_shares),
+        box("weights", "parameter_server", updates, "updates", behind, serving),
+    ]
+
+
+def pipeline(view: View, width: int) -> list[Text]:
     """Each stage with its rate, depth, time and main state, and below them the verdict: seven lines."""
-    between = f"{glyphs.arrow} " if width < NARROW else f" {glyphs.arrow} "
-    stages = document.stages
-    wide = min(34, (width - len(between) * (len(stages) - 1)) // len(stages))
-    boxes = [[fit(line, wide, glyphs) for line in _stage(stage, document, wide, glyphs)] for stage in stages]
+    between = "→ " if width < NARROW else " → "
+    boxes = stages(view)
+    wide = min(34, (width - len(between) * (len(boxes) - 1)) // len(boxes))
+    drawn = [[fit(line, wide) for line in _stage(box, view, wide)] for box in boxes]
     # The arrows stand between the rates.
-    gaps = [fit([(between if number == 1 else "", "dim")], len(between), glyphs) for number in range(len(boxes[0]))]
-    lines = [gap.join(parts) for gap, parts in zip(gaps, zip(*boxes, strict=True), strict=True)]
-    return [*lines, *verdict(document, width, glyphs)]
+    gaps = [fit([(between if number == 1 else "", "dim")], len(between)) for number in range(len(drawn[0]))]
+    lines = [gap.join(parts) for gap, parts in zip(gaps, zip(*drawn, strict=True), strict=True)]
+    return [*lines, *verdict(view, width)]
 
 
-def _stage(stage: StageRow, document: Document, wide: int, glyphs: Glyphs) -> list[Line]:
-    mark = glyphs.mark if wide < ROOMY else f"{glyphs.mark} "
-    name = f"{mark}{stage.stage}" if stage.bottleneck else stage.stage
-    rule = glyphs.strong_rule if stage.bottleneck else glyphs.rule
-    there = f"{stage.actors}/{stage.expected}" if stage.actors < stage.expected else ""
-    if not there and stage.expected > 1:
-        there = f"{stage.expected}"
-    style: Style = "mark" if stage.bottleneck else "bold"
+def _stage(box: StageBox, view: View, wide: int) -> list[Line]:
+    mark = "◆" if wide < ROOMY else "◆ "
+    name, rule = (f"{mark}{box.stage}", "━") if box.marked else (box.stage, "─")
+    there = f"{box.alive}/{box.actors}" if box.alive < box.actors else f"{box.actors}" if box.actors > 1 else ""
+    style: Style = "mark" if box.marked else "bold"
     room = wide - len(there) - bool(there)
     if len(name) > room:
-        name = name.replace(stage.stage, SHORT.get(stage.stage, stage.stage))[:room]
+        name = name.replace(box.stage, SHORT.get(box.stage, box.stage))[:room]
     fill = wide - len(name) - len(there) - bool(there)
-    top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if stage.bottleneck else "dim")]
+    top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if box.marked else "dim")]
     if there:
-        over = document.run.phase in ("draining", "done", "failed")
-        top.append((f" {there}", "bad" if stage.actors < stage.expected and not over else "dim"))
+        over = view.run.phase in ("draining", "done", "failed")
+        top.append((f" {there}", "bad" if box.alive < box.actors and not over else "dim"))
+    words = f"{rate(box.rate)} {box.unit}/s"
     return [
         top,
-        [(_rate(stage, wide), "")],
-        [(DEPTHS[stage.stage].format(depth=count(stage.depth), limit=count(stage.depth_limit)), "")],
-        _bar(stage, wide, glyphs),
-        _state(stage, document),
+        # A blank stands before the arrow.
+        [(words if len(words) < wide else words.replace("tokens/s", "tok/s"), "")],
+        [(DEPTHS[box.stage].format(depth=count(box.depth), limit=count(box.limit)), "")],
+        _bar(box, wide),
+        _state(box, view),
     ]
 
 
@@ -120,37 +207,36 @@ DEPTHS: dict[Stage, str] = {
 }
 
 
-def _rate(stage: StageRow, wide: int) -> str:
-    """Rate of a stage, with a blank before the arrow."""
-    words = f"{rate(stage.rate)} {stage.unit}/s"
-    return words if len(words) < wide else words.replace("tokens/s", "tok/s")
+def _bar(box: StageBox, wide: int) -> Line:
+    if box.stage == "dataloader":
+        return level_bar(box.depth, box.limit, wide)
+    if box.stage == "weights":
+        return level_bar(None if box.depth is None or box.limit is None else box.limit - box.depth, box.limit, wide)
+    return state_bar(by_kind(box.shares), wide)
 
 
-def _bar(stage: StageRow, wide: int, glyphs: Glyphs) -> Line:
-    if stage.stage == "dataloader":
-        return level_bar(stage.depth, stage.depth_limit, wide, glyphs)
-    if stage.stage == "weights":
-        current = None if stage.depth is None or stage.depth_limit is None else stage.depth_limit - stage.depth
-        return level_bar(current, stage.depth_limit, wide, glyphs)
-    return state_bar(stage.kinds, wide, glyphs)
-
-
-def _state(stage: StageRow, document: Document) -> Line:
-    """The state in which most of the time was spent; for stages without one, what there is to say."""
-    if stage.stage == "dataloader":
-        limit = document.staleness.limit
-        return [(f"limit {fixed(limit, 0)} of {document.staleness.max}" if limit is not None else "", "dim")]
-    if stage.stage == "weights":
-        return [(f"version {document.run.version}" if document.run.version >= 0 else "none so far", "dim")]
-    if not stage.states:
+def _state(box: StageBox, view: View) -> Line:
+    """The state that took most of the time; of the other stages the gate's limit and the version."""
+    if box.stage == "dataloader":
+        limit = staleness_limit(view)
+        return [(f"limit {fixed(limit, 0)} of {view.run.staleness_max}" if limit is not None else "", "dim")]
+    if box.stage == "weights":
+        return [(f"version {view.run.version}" if view.run.version >= 0 else "none so far", "dim")]
+    if not box.shares:
         return []
-    state, share = max(stage.states.items(), key=lambda item: item[1])
+    state, share = max(box.shares.items(), key=lambda item: item[1])
     return [(f"{percent(share)} {state}", "dim" if kind_of(state) == "wait" else "")]
 
 
-def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
-    """Two lines: who is down, and who sets the pace, or what keeps the run."""
-    run, found = document.run, document.bottleneck
+def staleness_limit(view: View) -> float | None:
+    """The working limit of the gate."""
+    limit = view.level("dataloader", "staleness/limit")
+    return view.number("staleness/limit") if limit is None else limit
+
+
+def verdict(view: View, width: int) -> list[Text]:
+    """Two lines: the actors that are down, and the stage that sets the pace or the reason that nothing runs."""
+    run, found = view.run, view.bottleneck
     word: str
     style: Style
     if run.phase in ("done", "failed", "draining", "preempting"):
@@ -165,14 +251,13 @@ def verdict(document: Document, width: int, glyphs: Glyphs) -> list[Text]:
     elif found.stage is None:
         word, why, style = "bottleneck", found.why or "unknown", "dim"
     else:
-        word, why, style = f"{glyphs.mark} {found.stage}", found.why, "mark"
+        word, why, style = f"◆ {found.stage}", found.why, "mark"
     aside = [f"{name} ({why})" for name, why in run.aside.items()]
-    amiss = {"lost hosts: ": run.lost_hosts, "set aside: ": aside, "down: ": run.down}
-    missing: list[Line] = [[(title, "bad"), (_some(names), "")] for title, names in amiss.items() if names]
-    # All that wait, wait for these.
-    first = [fit(joined(missing), width, glyphs)] if missing else []
+    problems = {"lost hosts: ": run.lost_hosts, "set aside: ": aside, "down: ": view.down}
+    missing: list[Line] = [[(title, "bad"), (_some(names), "")] for title, names in problems.items() if names]
+    first = [fit(joined(missing), width)] if missing else []
     head: Line = [(word + (":" if why else ""), style), (f" {why}", "")]
-    return [*first, *wrapped(head, width, 2 - len(first), glyphs), Text()][:2]
+    return [*first, *wrapped(head, width, 2 - len(first)), Text()][:2]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -187,7 +272,7 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 
 
 def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
-    """The panes of the run, of which one is seen; where there is no room for all of their names, that one's."""
+    """The panes of the run, with the one that is seen; without room for all names only its name."""
 
     def line(*, whole: bool) -> Line:
         parts: list[Line] = []
@@ -200,35 +285,37 @@ def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
     return found if length(found) <= width else line(whole=False)
 
 
-def time_bar(replay: Replay, width: int, glyphs: Glyphs) -> Line:
+def time_bar(replay: Replay, width: int) -> Line:
     """Place of the viewer in a recording, as a bar."""
     past, whole = replay.position - replay.begin, replay.end - replay.begin
     left = f"{time.strftime('%H:%M:%S', time.localtime(replay.position))}  {duration(past)} of {duration(whole)}  "
     right = f"  ×{replay.speed:g} {'playing' if replay.playing else 'paused'}"
-    bar = level_bar(past, whole, max(4, width - len(left) - len(right)), glyphs)
+    bar = level_bar(past, whole, max(4, width - len(left) - len(right)))
     return [(left, ""), *bar, (right, "dim")]
 
 
-def status(over: str, away: Away | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
-    """Status of the picture that is seen: frozen, a replay, over, away, live or attaching."""
+def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
+    """Status: frozen, a replay, over, away, live or attaching."""
     if frozen:
-        return [("frozen, space goes on", "warn")]
+        return [("frozen, space continues", "warn")]
     said: Line
     if replay is not None:
         said = [("replay", "level")]
         if replay.at_end and replay.lives:
-            said.append(("  up to here; the run goes on", "warn"))
+            said.append(("  end of the recording; the run continues", "warn"))
         return said
     if over:
         return [(over, "warn")]
+    if isinstance(away, Waiting):
+        return [(away.reason, "warn")]
     if away is not None:
-        said = [(f"no answer for {duration(away.seconds)}", "bad"), (", asked on", "dim")]
+        said = [(f"no answer for {duration(away.seconds)}", "bad"), (", still asking", "dim")]
         return [*said, (f": {away.reason}", "dim")] if away.reason else said
     return [("live", "good")] if attached else [("attaching", "start")]
 
 
 def foot(status: Line, choice: Choice, width: int, *, replay: bool) -> Line:
-    """The status, what is filtered, and the keys where there is room for them."""
+    """The status, what is filtered, and the keys that fit."""
     chosen = [f"filter: {choice.needle}"] if choice.needle else []
     if choice.level != LEVELS[0]:
         chosen.append(f"events: {choice.level}")

@@ -20,7 +20,7 @@ from textual.screen import Screen
 
 from asyncrl.telemetry.sample_text import SampleStyle, sample_lines
 from asyncrl.telemetry.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
-from asyncrl.top.drawing.text import Glyphs, Style, fit, wrapped
+from asyncrl.top.draw import Style, fit, wrapped
 from asyncrl.top.widgets import SIDES, Block, Lines
 
 LOOK_S = 2.0
@@ -46,10 +46,10 @@ class SamplesScreen(Screen[None]):
         Binding("f", "kind", show=False),
     ]
 
-    def __init__(self, run_dir: Path | None, glyphs: Glyphs, *, until: Callable[[], int | None]) -> None:
+    def __init__(self, run_dir: Path | None, *, until: Callable[[], int | None]) -> None:
         """``until`` returns the last step whose groups are shown; None for all."""
         super().__init__()
-        self._run_dir, self._glyphs, self._until = run_dir, glyphs, until
+        self._run_dir, self._until = run_dir, until
         self._choice, self._count = SampleChoice(), READ_AT_ONCE
         self._groups: list[SampleGroup] = []
         self._at = 0
@@ -95,7 +95,7 @@ class SamplesScreen(Screen[None]):
             kind = f"{choice.kind} " if choice.kind else ""
             self._show_title(kind.strip() or "all kinds")
             text = problem or f"no {kind}group in {folder} so far"
-            self._show(wrapped([(text, "dim")], self._room, len(text), self._glyphs))
+            self._show(wrapped([(text, "dim")], self._room, len(text)))
         elif shown is None or not _same(found[self._at], shown):
             self._draw()
         else:
@@ -117,11 +117,11 @@ class SamplesScreen(Screen[None]):
         self._show_title(f"{self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
 
     def _show_title(self, where: str) -> None:
-        self._title.show([fit([(f"samples {where}", "bold"), (KEYS, "dim")], self._room, self._glyphs)])
+        self._title.show([fit([(f"samples {where}", "bold"), (KEYS, "dim")], self._room)])
 
     @work(thread=True, exclusive=True, group="lay out")
     def _lay_out(self, group: SampleGroup, room: int) -> None:
-        lines = laid_out(group, room, self._glyphs)
+        lines = laid_out(group, room)
         self.app.call_from_thread(self._show_group, group, lines)
 
     def _show_group(self, group: SampleGroup, lines: Sequence[Text]) -> None:
@@ -158,11 +158,11 @@ def _same(one: SampleGroup, other: SampleGroup) -> bool:
     return (one.kind, one.step, one.uid, one.start) == (other.kind, other.step, other.uid, other.start)
 
 
-def laid_out(group: SampleGroup, width: int, glyphs: Glyphs) -> list[Text]:
+def laid_out(group: SampleGroup, width: int) -> list[Text]:
     """The lines of a group, wrapped at this width."""
     found: list[Text] = []
     for text, style, indent in sample_lines(group):
         margin = min(indent, width // 4)
-        lines = wrapped([(text, STYLES[style])], width - margin, len(text) + 1, glyphs)
+        lines = wrapped([(text, STYLES[style])], width - margin, len(text) + 1)
         found += [Text(" " * margin, end="").append_text(line) for line in lines]
     return found

@@ -1,5 +1,4 @@
-"""The widgets and the screens of asyncrl-top: blocks of lines, panes with a table that a cursor goes through, an actor
-in detail, and the keys."""
+"""The widgets and screens of asyncrl-top: blocks of lines, panes with a table and its cursor, an actor, the keys."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
 from textual.screen import ModalScreen, Screen
+from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
 from asyncrl.top.detail import detail, help_page
-from asyncrl.top.drawing.layout import Pane, Row, Table, TableLayout
-from asyncrl.top.drawing.text import Glyphs, fit
-from asyncrl.top.figures.document import Document
-from asyncrl.top.source.log_tail import last_lines
+from asyncrl.top.draw import Pane, Row, Table, TableLayout, fit, in_ascii
+from asyncrl.top.log_tail import last_lines
+from asyncrl.top.view import View
 
 LOG_S = 2.0
 """Time between two reads of the end of a log (s)."""
@@ -29,16 +28,23 @@ SIDES = 3
 
 
 class Block(Static):
-    """Lines as they are given; they are drawn again only when they change."""
+    """Lines, which are drawn again only when they change."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id, markup=False)
         self._lines: list[Text] = []
 
     def show(self, lines: list[Text]) -> None:
+        if is_ascii_only(self):
+            lines = [in_ascii(line) for line in lines]
         if lines != self._lines:
             self.update(Text("\n").join(lines), layout=len(lines) != len(self._lines))
             self._lines = lines
+
+
+def is_ascii_only(widget: Widget) -> bool:
+    """Whether the terminal knows only ASCII."""
+    return bool(getattr(widget.app, "ascii_only", False))
 
 
 class Lines(VerticalScroll):
@@ -80,22 +86,23 @@ class Rows(DataTable[Text]):
         # A key may have moved the cursor to -1 while there was no row.
         return self._shown[self.cursor_row].key if 0 <= self.cursor_row < len(self._shown) else ""
 
-    def show(self, table: Table, width: int, glyphs: Glyphs) -> None:
-        chosen, layout = self.chosen, table.laid(width)
+    def show(self, table: Table, width: int) -> None:
+        chosen, layout, seen = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
         if layout != self._layout_shown:
             self.clear(columns=True)
-            for (_, wide), title in zip(layout.widths, table.heads(layout, glyphs), strict=True):
-                self.add_column(title, width=wide)
+            for (_, wide), title in zip(layout.widths, table.heads(layout), strict=True):
+                self.add_column(seen(title), width=wide)
             self._layout_shown, self._shown = layout, []
         old, places = self._shown, range(len(layout.widths))
         for number, row in enumerate(table.rows):
             if number >= len(old):
-                self.add_row(*(table.cell(row, at, layout, glyphs) for at in places))
+                self.add_row(*(seen(table.cell(row, at, layout)) for at in places))
             elif row != old[number]:
                 for at in places:
                     index = layout.widths[at][0]
                     if row.cells[index] != old[number].cells[index]:
-                        self.update_cell_at((number, at), table.cell(row, at, layout, glyphs))  # type: ignore[arg-type]
+                        cell = seen(table.cell(row, at, layout))
+                        self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
         for _ in range(len(old) - len(table.rows)):
             self.remove_row(self.ordered_rows[-1].key)
         self._shown = list(table.rows)
@@ -126,16 +133,16 @@ class PaneView(Vertical):
         """Width of a line, beside the scrollbar."""
         return self.size.width - 1
 
-    def show(self, pane: Pane, glyphs: Glyphs, *, tall: bool) -> None:
-        """Draw the pane; it takes the rows that it needs, if it is not as ``tall`` as there is room."""
+    def show(self, pane: Pane, *, tall: bool) -> None:
+        """Draw the pane; if it is not as ``tall`` as there is room, it takes the rows that it needs."""
         self._about = pane.about
         table = pane.table if pane.table is not None and pane.table.rows else None
-        self._lines.show([fit(line, self.room, glyphs) for line in pane.head])
+        self._lines.show([fit(line, self.room) for line in pane.head])
         self._lines.display = bool(pane.head)
         self._rows.display = table is not None
         self.set_class(table is None, "alone")
         if table is not None:
-            self._rows.show(table, self.room, glyphs)
+            self._rows.show(table, self.room)
         below = len(table.rows) + 1 if table is not None else 0
         self.styles.height = None if tall else 2 + len(pane.head) + below
 
@@ -169,20 +176,20 @@ class HelpScreen(ModalScreen[None]):
         Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
     ]
 
-    def __init__(self, glyphs: Glyphs) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._glyphs, self._lines = glyphs, Lines(id="help", classes="lines")
+        self._lines = Lines(id="help", classes="lines")
 
     def compose(self) -> ComposeResult:
         yield self._lines
 
     def on_resize(self, event: Resize) -> None:
         room = min(76, event.size.width) - 2 - SIDES
-        self.call_after_refresh(self._lines.show, help_page(room, self._glyphs))
+        self.call_after_refresh(self._lines.show, help_page(room))
 
 
 class DetailScreen(Screen[None]):
-    """An actor of the document that is seen, as long as it is looked at."""
+    """One actor in detail."""
 
     CSS = """
     #name { height: 1; background: #252b37; padding: 0 1; }
@@ -194,12 +201,10 @@ class DetailScreen(Screen[None]):
         Binding("p", "other(-1)", show=False),
     ]
 
-    def __init__(
-        self, actor: str, document: Callable[[], Document | None], run_dir: Path | None, glyphs: Glyphs, *, past: bool
-    ) -> None:
-        """``past``: the document is of a moment that is over, as in a replay, and so the log is to be."""
+    def __init__(self, actor: str, view: Callable[[], View | None], run_dir: Path | None, *, past: bool) -> None:
+        """``past``: the view shows an earlier moment, as in a replay; so does the log then."""
         super().__init__()
-        self._actor, self._document, self._run_dir, self._glyphs = actor, document, run_dir, glyphs
+        self._actor, self._view, self._run_dir = actor, view, run_dir
         self._past = past
         self._log: Sequence[str] | None = None
         self._log_until: float | None = None
@@ -219,10 +224,10 @@ class DetailScreen(Screen[None]):
 
     @work(thread=True, exclusive=True)
     def _read_log(self) -> None:
-        document, actor = self._document(), self._actor
-        if document is not None and self._run_dir is not None:
-            self._log_until = document.wall if self._past else None
-            log = last_lines(self._run_dir, document.run.attempt, actor, self._log_until)
+        view, actor = self._view(), self._actor
+        if view is not None and self._run_dir is not None:
+            self._log_until = view.wall if self._past else None
+            log = last_lines(self._run_dir, view.run.attempt, actor, self._log_until)
             self.app.call_from_thread(self._take_log, actor, log)
 
     def _take_log(self, actor: str, log: list[str] | None) -> None:
@@ -234,17 +239,17 @@ class DetailScreen(Screen[None]):
     def draw(self) -> None:
         room = max(1, self.size.width - SIDES)
         keys = "   esc back   n p another actor   ↑ ↓ scroll"
-        self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room, self._glyphs)])
-        document = self._document()
-        if document is not None and self._past and document.wall != self._log_until:
-            self._log_until = document.wall
+        self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room)])
+        view = self._view()
+        if view is not None and self._past and view.wall != self._log_until:
+            self._log_until = view.wall
             self._read_log()
-        if document is not None:
-            self._lines.show(detail(document, self._actor, self._log, room, self._glyphs))
+        if view is not None:
+            self._lines.show(detail(view, self._actor, self._log, room))
 
     def action_other(self, by: int) -> None:
-        document = self._document()
-        names = [actor.name for actor in document.actors] if document is not None else []
+        view = self._view()
+        names = [actor.name for actor in view.actors] if view is not None else []
         if self._actor in names:
             self._actor, self._log = names[(names.index(self._actor) + by) % len(names)], None
             self._lines.scroll_home(animate=False)

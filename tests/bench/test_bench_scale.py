@@ -27,7 +27,7 @@ def actor(name, *, condition="ready", late=0, early=0, **figures):
     counts = [0] * (len(edges_of(LAG)) + 1)
     counts[at], counts[at + 1] = early, late
     histograms = {LAG: Histogram(counts, 0.0)} if early + late else {}
-    return ActorView(name=name, host="h", condition=condition, incarnation=1, figures=figures, histograms=histograms)
+    return ActorView(name=name, host="h", condition=condition, incarnation=1, metrics=figures, histograms=histograms)
 
 
 def snapshot(wall, *, tickets=TICKETS, learner=None, faults=None, late=0, early=0, weights=None, run=None):

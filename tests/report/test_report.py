@@ -17,11 +17,10 @@ from asyncrl.report.utilisation import evenly, spans
 from asyncrl.snapshot import Event, Resource
 from asyncrl.telemetry.metrics_line import read_metrics
 from asyncrl.telemetry.states import STATES
-from asyncrl.top.drawing.text import UNICODE
-from asyncrl.top.model import build
+from asyncrl.top.history import History
 from asyncrl.top.panes import page
-from asyncrl.top.source.history import History
-from asyncrl.top.source.replay import open_replay
+from asyncrl.top.replay import open_replay
+from asyncrl.top.view import View
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(2)>"
 
@@ -158,7 +157,7 @@ def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path
     assert said in " ".join(written(run_dir, tmp_path).text)
     history = History()
     history.add(last)
-    assert said.removesuffix(" · ") in page(build(history), 80, UNICODE)
+    assert said.removesuffix(" · ") in page(View(history), 80)
 
 
 def test_whatever_comes_from_the_run_is_text(tmp_path):

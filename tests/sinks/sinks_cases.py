@@ -42,7 +42,7 @@ def snapshot(step=7, wall=100.0, **run):
                 host="node1",
                 condition="ready",
                 restarts=2,
-                figures={"rollout/in_flight": 3.0, "rollout/sampled_tokens": 900.0},
+                metrics={"rollout/in_flight": 3.0, "rollout/sampled_tokens": 900.0},
                 histograms={"rollout/response_tokens": Histogram([0, 3, 1] + [0] * 12 + [2], 5e5)},
                 resources=[
                     Resource(name="engine", state="generating", seconds={"generating": wall - 10, "waiting": 10.0})

@@ -65,7 +65,7 @@ def test_members_of_an_evaluation_are_labels():
 def test_stages_of_episodes_are_labels():
     made = snapshot()
     figures = {"rollout/episodes_at/tool search": 3.0, "rollout/episodes_ended/stop": 7.0}
-    actors = [replace(made.actors[0], figures=figures)]
+    actors = [replace(made.actors[0], metrics=figures)]
     found = families_of([train(7, rollout__episode_share__engine=0.5)], replace(made, actors=actors))
     stages, ended = found["asyncrl_actor_rollout_episodes_at"], found["asyncrl_actor_rollout_episodes_ended"]
     who = (("actor", "rollouter/0"), ("host", "node1"))
@@ -84,7 +84,7 @@ def everything():
     heard = {kind: [metric for metric in catalogue.every() if kind in metric.kinds] for kind in HEARD}
     actor = replace(
         actor,
-        figures={metric.name: 1.0 for kind in ("counter", "gauge") for metric in heard[kind]},
+        metrics={metric.name: 1.0 for kind in ("counter", "gauge") for metric in heard[kind]},
         histograms={metric.name: Histogram([1] * (len(metric.edges) + 1), 1.0) for metric in heard["histogram"]},
     )
     return lines, replace(snapshot(), actors=[actor])
@@ -99,7 +99,7 @@ def test_whatever_is_measured_reaches_prometheus_as_what_it_is_and_under_a_name_
             assert len(family.histograms if kind == "histogram" else family.values) == 1
     assert found["asyncrl_actor_learner_step"].text == catalogue.find("learner/step").text
     (actor,) = everything()[1].actors
-    names = ["up", "restarts", *(name for name, _ in GAUGES.values()), *actor.figures, *actor.histograms]
+    names = ["up", "restarts", *(name for name, _ in GAUGES.values()), *actor.metrics, *actor.histograms]
     assert len({prometheus_name(f"actor/{name}") for name in names}) == len(names)
     # As they are exposed, where counters and the parts of a histogram get an ending.
     endings = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}

@@ -18,8 +18,8 @@ from asyncrl.snapshot import Event
 from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.text.printable import json_in_ascii, printable, say
 from asyncrl.top.detail import detail
-from asyncrl.top.drawing.text import ASCII, UNICODE, fit
-from asyncrl.top.model import build
+from asyncrl.top.draw import fit, in_ascii
+from asyncrl.top.view import View
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
 WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u202e\u2069\t\n\ud800…─"), max_size=40)
@@ -61,10 +61,11 @@ def test_a_character_that_an_encoding_lacks_is_replaced():
 
 @given(WRITTEN, st.integers(0, 30))
 def test_a_line_takes_exactly_the_cells_it_is_given(text, width):
-    for glyphs in (UNICODE, ASCII):
-        line = fit([(text, "dim"), ("tail", "")], width, glyphs)
-        assert line.cell_len == cell_len(line.plain) == width
-        assert not controls(line.plain, keep="") and (line.plain.isascii() or glyphs is UNICODE)
+    line = fit([(text, "dim"), ("tail", "")], width)
+    assert line.cell_len == cell_len(line.plain) == width
+    assert not controls(line.plain, keep="")
+    converted = in_ascii(line)
+    assert converted.cell_len == width and converted.plain.isascii()
 
 
 @pytest.fixture
@@ -111,14 +112,13 @@ def test_nothing_that_is_complained_of_is_obeyed(words, capsys, tmp_path, monkey
     assert "PWNED" in err and not controls(err)
 
 
-@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
-def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir, glyphs):
-    from asyncrl.top.source.replay import open_replay
+def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir):
+    from asyncrl.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=False)
-    document = build(replay.history())
+    view = View(replay.history())
     log = (run_dir / "logs" / "attempt_1" / "reward-0.log").read_text().split("\n")
-    for line in detail(document, "reward/0", log, 100, glyphs):
+    for line in detail(view, "reward/0", log, 100):
         assert not controls(line.plain, keep="") and line.cell_len <= 100
 
 

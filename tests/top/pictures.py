@@ -60,7 +60,7 @@ class Run:
                 "dataloader/0",
                 t,
                 state="ready",
-                figures={
+                metrics={
                     "tickets/granted": 32.0 * t,
                     "tickets/outstanding": self.outstanding,
                     "tickets/gate": (self.limit + 1) * 64,
@@ -73,7 +73,7 @@ class Run:
                 "parameter_server/0",
                 t,
                 state="ready",
-                figures={
+                metrics={
                     "weights/updates_committed": 2.0 * t,
                     "weights/replicas_behind": 1.0,
                     "weights/replicas_paused": 0.0,
@@ -166,7 +166,7 @@ class Run:
             t,
             state="ready",
             version=max(0, step - self.lag),
-            figures={
+            metrics={
                 "rollout/in_flight": 16.0 - index % 3,
                 "rollout/waiting": float(index % 3),
                 "rollout/concurrency": 64.0,
@@ -215,7 +215,7 @@ class Run:
             f"episodes/{index}",
             t,
             state="ready",
-            figures={
+            metrics={
                 "episodes/open": sum(self.episodes.values()) - self.episodes.get("judge", 0.0),
                 "episodes/waiting": 0.0,
                 "episodes/played": 4.0 * t,
@@ -248,7 +248,7 @@ class Run:
             f"learner/{index}",
             t,
             state="training",
-            figures=figures,
+            metrics=figures,
             histograms=histograms,
             resources=[_resource("rank", self.rank, t)],
             gpus=gpus if self.gpus else [],
@@ -259,7 +259,7 @@ class Run:
             "reward/0",
             t,
             state="ready",
-            figures={
+            metrics={
                 "reward/scored": 255.0 * t,
                 "reward/queued": self.queued,
                 "reward/running": 1.0,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.telemetry.states import STATES
-from asyncrl.top.figures.bottleneck import KIND_OF, SATURATED, Flow, Stage, by_kind, find_bottleneck
+from asyncrl.top.bottleneck import KIND_OF, SATURATED, Flow, Stage, by_kind, find_bottleneck
 
 IDLE_ENGINE, BUSY_ENGINE = {"generating": 0.3, "waiting": 0.7}, {"generating": 0.95, "waiting": 0.05}
 IDLE_RANK, BUSY_RANK = {"training": 0.3, "waiting": 0.7}, {"training": 0.9, "publishing": 0.05, "waiting": 0.05}

@@ -13,11 +13,11 @@ from top.pictures import WALL, Run
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Event
 from asyncrl.top import app as terminal
-from asyncrl.top.model import build
-from asyncrl.top.source import replay as sources
-from asyncrl.top.source.client import Away, WatchedRun
-from asyncrl.top.source.history import SHORTEST_S
-from asyncrl.top.source.replay import Replay, Source, ending, open_replay, recent_history
+from asyncrl.top import replay as sources
+from asyncrl.top.client import Away, WatchedRun
+from asyncrl.top.history import SHORTEST_S
+from asyncrl.top.replay import Replay, Source, ending, open_replay, recent_history
+from asyncrl.top.view import View
 from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -73,13 +73,13 @@ async def test_on_a_small_terminal_the_help_scrolls_and_where_there_is_no_room_i
         await pilot.press("7")
         await until(pilot, "7 events")
         await pilot.press("question_mark")
-        await until(pilot, "who waits on whom")
+        await until(pilot, "who waits for whom")
         seen = text_of(app)
         assert "age of a trajectory" not in seen
         assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
         await pilot.press("end")
         await until(pilot, "age of a trajectory")
-        assert "who waits on whom" not in text_of(app)
+        assert "who waits for whom" not in text_of(app)
 
 
 async def test_sort_filter_and_level_keys():
@@ -147,7 +147,7 @@ async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
         await pilot.press("space")
         await until(pilot, "step 100/1000")
         await gate.put(Away("no answer", 12.0))
-        await until(pilot, "no answer for 12 s, asked on")
+        await until(pilot, "no answer for 12 s, still asking")
         assert "step 100/1000" in text_of(app) and "? help  q quit  s sort" in text_of(app).splitlines()[-1]
         await gate.put(ActorFailed("controller/0", "the keys are of another run"))
         await until(pilot, "of another run")
@@ -167,9 +167,9 @@ def drawn_at(monkeypatch):
     def slow(history):
         began.append(time.monotonic())
         time.sleep(terminal.DRAW_S / 2)
-        return build(history)
+        return View(history)
 
-    monkeypatch.setattr(terminal, "build", slow)
+    monkeypatch.setattr(terminal, "View", slow)
     return began
 
 
@@ -188,7 +188,7 @@ async def test_it_asks_on_before_it_draws_so_that_the_last_answer_finds_a_questi
         await until(pilot, "the run has ended")
         assert drawn_when_asked == [0]
         await until(pilot, "done")
-        assert app.document.run.phase == "done"
+        assert app.view.run.phase == "done"
 
 
 async def test_it_draws_at_a_pace_whatever_it_reads_and_what_a_picture_takes_is_part_of_it(drawn_at):
@@ -271,11 +271,11 @@ async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monke
     replay.advance(0.0)
 
     async with shown(Source(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
-        await until(pilot, "up to here; the run goes on")
+        await until(pilot, "end of the recording; the run continues")
         found.append(Replay(entries))
         # It stays where it was.
         await until(pilot, "9.0 s of 19 s")
-        assert "running" in text_of(app) and "the run goes on" not in text_of(app)
+        assert "running" in text_of(app) and "the run continues" not in text_of(app)
         await pilot.press(*["right"] * 10)
         await until(pilot, "failed: nothing is known after this")
 
@@ -322,7 +322,8 @@ def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
     record(tmp_path, *(run.at(float(second)) for second in range(0, 1800, 10)))
     whole = open_replay(tmp_path, lives=True)
     whole.jump(whole.end)
-    assert build(recent_history(tmp_path)) == build(whole.history())
+    (recent, known) = (View(history) for history in (recent_history(tmp_path), whole.history()))
+    assert (recent.snapshot, recent.window_s, recent.bottleneck) == (known.snapshot, known.window_s, known.bottleneck)
     assert recent_history(tmp_path / "nowhere").newest is None
 
 
@@ -335,7 +336,7 @@ async def test_cells_that_changed_are_drawn_again_and_no_others():
         await pilot.press(*DRAW_AGAIN)
         assert drawn == []
         actors = [
-            replace(actor, figures=actor.figures | {"rollout/in_flight": 999.0})
+            replace(actor, metrics=actor.metrics | {"rollout/in_flight": 999.0})
             if actor.name == "rollouter/7"
             else actor
             for actor in history.newest.actors

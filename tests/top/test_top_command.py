@@ -1,7 +1,6 @@
 """The command asyncrl-top over recordings: printed, in a real terminal, and with nothing to see."""
 
 import fcntl
-import json
 import os
 import re
 import shlex
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 
-import jsonschema
 import msgspec
 import pytest
 from recordings import record
@@ -18,7 +16,7 @@ from terminals import Terminal
 from top.pictures import WALL, Run, starting
 
 from asyncrl.cli import top as command
-from asyncrl.top.figures.document import json_schema
+from asyncrl.snapshot import Snapshot
 from asyncrl.wire.keys import VIEWER, create_credentials
 
 TOP = (sys.executable, "-m", "asyncrl.cli.top")
@@ -63,10 +61,8 @@ def test_a_recording_is_printed_as_text_and_as_json(ended, tmp_path, monkeypatch
     assert "step 50/100" in shown and "done: all steps are trained" in shown
     assert "r/63" in shown and "\x1b" not in shown, "without a terminal it prints"
     assert command.main([str(ended), "--replay", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(json_schema()).validate(document)
-    assert document["run"]["phase"] == "done" and len(document["rollouters"]) == 64
-    assert document["wall"] == WALL + 100
+    shown = msgspec.json.decode(capsys.readouterr().out, type=Snapshot)
+    assert shown == Run(phase="done", **WIDE).at(100), "--json prints the newest snapshot"
     ascii_alone = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*TOP, "trial", *REPLAY], env=ascii_alone, capture_output=True, timeout=120, check=True)
     assert b"step 50/100" in done.stdout and done.stdout.isascii()
@@ -92,12 +88,10 @@ def test_what_it_says_when_there_is_nothing_to_see(ended, tmp_path, complains):
     torn = sorted((ended / "monitor").glob("snapshots-*"))
     for segment in torn:
         segment.write_bytes(b"\xc1")
-    told = f"nothing is recorded there that can be read; damaged: {', '.join(segment.name for segment in torn)}"
+    told = f"nothing readable is recorded there; damaged: {', '.join(segment.name for segment in torn)}"
     complains(("trial", "--replay"), tmp_path, 2, told)
     shutil.rmtree(ended / "monitor")
-    complains(
-        ("trial", "--replay"), tmp_path, 2, "nothing is recorded there that can be read; monitor.record_bytes was 0"
-    )
+    complains(("trial", "--replay"), tmp_path, 2, "nothing readable is recorded there; monitor.record_bytes was 0")
 
 
 @pytest.fixture
@@ -135,13 +129,13 @@ def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, 
             (
                 (nobody, "--keys", keys),
                 1,
-                f"{nobody}: nobody listens there (Connection refused); that run has ended, or",
+                f"{nobody}: nothing listens there (Connection refused); that run has ended, or",
             ),
             ((nobody, "--keys", keys), 1, where),
-            (("no-such-host.invalid:80", "--keys", keys), 1, "the host no-such-host.invalid is not known here"),
-            (("localhost:99999", "--keys", keys), 2, "neither the folder of a run nor HOST:PORT"),
-            ((nobody, "--keys", tmp_path), 2, "no keys of a viewer there"),
-            ((nobody, "--keys", tmp_path), 2, "a copy of RUN/private on the head has them"),
+            (("no-such-host.invalid:80", "--keys", keys), 1, "the host no-such-host.invalid is unknown here"),
+            (("localhost:99999", "--keys", keys), 2, "neither a run folder nor HOST:PORT"),
+            ((nobody, "--keys", tmp_path), 2, "no viewer's keys there"),
+            ((nobody, "--keys", tmp_path), 2, "copy RUN/private from the head"),
         ]
         for words, code, text in cases:
             complains((*words, "--once"), "/", code, text)
@@ -155,9 +149,9 @@ def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read(ended, complains,
         assert command.main([str(ended), *REPLAY]) == 0
         assert "step " in capsys.readouterr().out
     path.write_bytes(b"\xc1" * 400)
-    complains((ended, "--replay"), "/", 2, "nothing is recorded there that can be read")
+    complains((ended, "--replay"), "/", 2, "nothing readable is recorded there")
     path.write_bytes(msgspec.msgpack.encode([WALL, b"no snapshot"]))
-    complains((ended, "--replay"), "/", 2, "no snapshot there can be read, damaged or of another version of asyncrl")
+    complains((ended, "--replay"), "/", 2, "the snapshots there are damaged, or of another version of asyncrl")
 
 
 @pytest.mark.parametrize(
@@ -172,7 +166,7 @@ def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read(ended, complains,
             "preempted: with a checkpoint of version 40",
         ),
         ({"phase": "failed", "exit_code": 1, "reason": "learner/0: out of memory"}, "failed: learner/0: out of memory"),
-        ({}, "failed: nothing is known after this, when it was running: it was killed, or told to end"),
+        ({}, "failed: nothing is known after this, when it was running: it was killed, stopped at once"),
     ],
 )
 def test_the_end_of_a_replay_says_how_the_run_ended_if_it_has(tmp_path, facts, said, capsys):
@@ -209,7 +203,7 @@ def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch
 
     monkeypatch.setattr(command, "living_run", refuse)
     assert command.main(["trial"]) == 1
-    assert "permission denied; a run is watched by the user who started it" in capsys.readouterr().err
+    assert "permission denied; only the user who started a run may watch it" in capsys.readouterr().err
 
 
 needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is missing")

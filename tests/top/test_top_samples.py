@@ -17,7 +17,7 @@ from top.pictures import Run
 from asyncrl.cli import top as command
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.top import samples_screen
-from asyncrl.top.source.replay import Replay, Source
+from asyncrl.top.replay import Replay, Source
 
 until = partial(driven.until, within=60.0)
 pytestmark = pytest.mark.usefixtures("utc")

@@ -13,7 +13,7 @@ import pytest
 from driven import known, recording, settled, shown, text_of, until
 from top.pictures import STATES, WALL, Run
 
-from asyncrl.top.source.replay import Replay, Source
+from asyncrl.top.replay import Replay, Source
 
 pytestmark = pytest.mark.usefixtures("utc")
 SCREENS = Path(__file__).parent / "screens"

@@ -21,7 +21,7 @@ from asyncrl.errors import ActorFailed
 from asyncrl.runtime.vitals import PROBE_S
 from asyncrl.snapshot import Snapshot
 from asyncrl.telemetry.snapshots.rates import Interval
-from asyncrl.top.source.client import Viewer, find_target
+from asyncrl.top.client import Viewer, find_target
 from tools.bench.paired import LEVEL, RESAMPLES
 from tools.bench.report import Report, Target
 from tools.bench.scale_report import LAG_TARGET_S, report_lag
@@ -100,7 +100,7 @@ def measure_open(report: Report, *, episodes: int) -> None:
     host = actors["episodes/0"]
     figures = report.figures["open"] = {
         "measured_s": round(last.wall - first.wall, 1),
-        "episodes_open": host.figures["episodes/open"],
+        "episodes_open": host.metrics["episodes/open"],
         "episodes_per_s": meanwhile.rate(host, "episodes/played"),
         "calls_per_s": meanwhile.rate(actors["rollouter/0"], "rollout/calls"),
         "tokens_per_s": meanwhile.rate(actors["rollouter/0"], "rollout/sampled_tokens"),

@@ -26,7 +26,7 @@ import psutil
 
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Snapshot
-from asyncrl.top.source.client import Viewer, WatchedRun
+from asyncrl.top.client import Viewer, WatchedRun
 from tools.bench.report import Report, Target
 from tools.bench.scale_run import READY_S, Processes, config, running
 

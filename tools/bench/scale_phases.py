@@ -84,4 +84,4 @@ def _of_weights(snapshot: Snapshot, what: str) -> float:
 
 
 def _figure(snapshot: Snapshot, name: str) -> float:
-    return next((a.figures.get(name, 0.0) for a in snapshot.actors if a.name == "parameter_server/0"), 0.0)
+    return next((a.metrics.get(name, 0.0) for a in snapshot.actors if a.name == "parameter_server/0"), 0.0)

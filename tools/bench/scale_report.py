@@ -52,7 +52,7 @@ def lost(first: Snapshot, snapshot: Snapshot, *, of_the_dead: bool = False) -> d
     faults = [name for name in FAULTS if not (of_the_dead and name in OF_THE_DEAD)]
     # An actor that was started again counts anew.
     found = {name: count for name in faults if (count := max(0.0, total(snapshot, name) - total(first, name)))}
-    leases = _of(snapshot, "dataloader/0").figures
+    leases = _of(snapshot, "dataloader/0").metrics
     kinds = ("trained", "filtered", "quarantined", "returned", "recovered")
     over = sum(leases.get(f"tickets/{kind}", 0.0) for kind in kinds)
     missing = leases["tickets/granted"] - over - leases["tickets/outstanding"]
@@ -109,8 +109,8 @@ def report_traffic(report: Report, seen: Seen, recorded: int) -> None:
     seconds, meanwhile = last.wall - first.wall, Interval(first, last)
     sent = {side: total(s, "heartbeats/sent_bytes") for side, s in (("first", first), ("last", last))}
     beats = total(last, "heartbeats/sent") - total(first, "heartbeats/sent")
-    largest = max(actor.figures.get("heartbeats/largest_bytes", 0.0) for actor in last.actors)
-    controller = _of(last, "controller/0").figures
+    largest = max(actor.metrics.get("heartbeats/largest_bytes", 0.0) for actor in last.actors)
+    controller = _of(last, "controller/0").metrics
     figures["metrics_traffic"] = {
         "bytes_per_s": (sent["last"] - sent["first"]) / seconds,
         "heartbeats_per_s": beats / seconds,

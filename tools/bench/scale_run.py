@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
-from asyncrl.top.source.client import WatchedRun, find_target
+from asyncrl.top.client import WatchedRun, find_target
 
 SAMPLES = 8
 PROCESSES_PER_CPU = 4

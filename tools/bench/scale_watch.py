@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Snapshot
-from asyncrl.top.source.client import Viewer, WatchedRun
+from asyncrl.top.client import Viewer, WatchedRun
 from tools.bench.scale_idle import Mark
 from tools.bench.scale_phases import Phase
 from tools.bench.scale_run import END_S, READY_S, Processes
@@ -171,7 +171,7 @@ async def _snapshots(viewer: Viewer, processes: Processes) -> AsyncIterator[Snap
 
 def total(snapshot: Snapshot, figure: str) -> float:
     """Sum of a figure over all actors."""
-    return sum(actor.figures.get(figure, 0.0) for actor in snapshot.actors)
+    return sum(actor.metrics.get(figure, 0.0) for actor in snapshot.actors)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -199,9 +199,9 @@ def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
     """Steps trained: by the newest line, or by what the learner says, where that is of a later one or the line is of
     another learner: one that was started again goes on from its checkpoint."""
     learner = next((actor for actor in actors if actor.name == "learner/0"), None)
-    if learner is None or "learner/step" not in learner.figures:
+    if learner is None or "learner/step" not in learner.metrics:
         return lines.step
-    said = int(learner.figures["learner/step"])
+    said = int(learner.metrics["learner/step"])
     return max(lines.step, said) if lines.learner == learner.incarnation else said
 
 
@@ -221,7 +221,7 @@ def _view(
         "restarts": record.attempt,
         "version": entry.version,
         "heard_s": max(0.0, now - entry.heard),
-        "figures": dict(entry.figures),
+        "metrics": dict(entry.figures),
         "histograms": dict(entry.histograms),
     }
     if beat is None:

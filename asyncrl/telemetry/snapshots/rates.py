@@ -32,13 +32,13 @@ class Interval:
         found = self._older.get(actor.name)
         return found if found is not None and found.incarnation == actor.incarnation else None
 
-    def rate(self, actor: ActorView, figure: str) -> float | None:
+    def rate(self, actor: ActorView, name: str) -> float | None:
         """Increase of a counter a second, between the heartbeats that the two snapshots know of."""
-        value, before = actor.figures.get(figure), self.before(actor)
+        value, before = actor.metrics.get(name), self.before(actor)
         if value is None or before is None:
             return None
         seconds = self.seconds - actor.heard_s + before.heard_s
-        return max(0.0, value - before.figures.get(figure, 0.0)) / seconds if seconds > 0.1 else None
+        return max(0.0, value - before.metrics.get(name, 0.0)) / seconds if seconds > 0.1 else None
 
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
         """Seconds that a resource spent in each state meanwhile; since its start, if that was later.

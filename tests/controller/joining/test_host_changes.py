@@ -18,7 +18,7 @@ from asyncrl.messages.actors import ActorEnded, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
-from asyncrl.top.source.client import decode_snapshot
+from asyncrl.top.client import decode_snapshot
 from asyncrl.wire.keys import VIEWER
 
 ASK = "a" * 16

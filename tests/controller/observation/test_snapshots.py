@@ -27,7 +27,7 @@ from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchS
 from asyncrl.runtime import actor as runtime_actor
 from asyncrl.snapshot import UPDATE_LINES
 from asyncrl.telemetry.snapshots.recording import Recorder
-from asyncrl.top.source.client import decode_snapshot
+from asyncrl.top.client import decode_snapshot
 from asyncrl.wire.keys import VIEWER
 
 

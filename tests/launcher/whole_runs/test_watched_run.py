@@ -15,7 +15,7 @@ from recordings import read_recording
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.snapshot import Snapshot
 from asyncrl.telemetry.snapshots.recording import last_recorded
-from asyncrl.top.source.client import find_target, watch
+from asyncrl.top.client import find_target, watch
 
 
 def stop(run_dir):
@@ -73,7 +73,7 @@ def at_work(watched):
     return [
         snapshot
         for snapshot in running
-        if all("heartbeats/largest_bytes" in actor.figures or actor.name == "controller/0" for actor in snapshot.actors)
+        if all("heartbeats/largest_bytes" in actor.metrics or actor.name == "controller/0" for actor in snapshot.actors)
     ][-1]
 
 
@@ -151,11 +151,11 @@ def test_each_actor_tells_of_itself_in_a_few_bytes(watched):
         assert sum(actor.histograms["loop/lag_s"].counts) > 0
         assert 0.0 < actor.loop_busy <= 1.0 and actor.cpu >= 0.0
         if actor.name != "controller/0":
-            assert actor.figures["heartbeats/largest_bytes"] < 16_384 and actor.figures["facts/late"] == 0, actor.name
+            assert actor.metrics["heartbeats/largest_bytes"] < 16_384 and actor.metrics["facts/late"] == 0, actor.name
     assert actors["rollouter/1"].restarts == 1
     for name, wanted in FIGURES.items():
-        assert not set(wanted.split()) - actors[name].figures.keys(), name
+        assert not set(wanted.split()) - actors[name].metrics.keys(), name
     for name, wanted in HISTOGRAMS.items():
         assert not set(wanted.split()) - actors[name].histograms.keys(), name
-    gate = actors["dataloader/0"].figures
+    gate = actors["dataloader/0"].metrics
     assert 0 <= gate["tickets/outstanding"] <= gate["tickets/gate"] + end.run.groups_per_step

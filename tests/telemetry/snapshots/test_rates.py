@@ -21,7 +21,7 @@ def actor(tokens=None, *, incarnation=1, heard_s=0.0, seconds=None, name="rollou
         condition="ready",
         incarnation=incarnation,
         heard_s=heard_s,
-        figures={} if tokens is None else {"rollout/sampled_tokens": tokens},
+        metrics={} if tokens is None else {"rollout/sampled_tokens": tokens},
         resources=[] if seconds is None else [Resource(name="engine", state="waiting", seconds=seconds)],
     )
 

@@ -12,7 +12,7 @@ from recordings import read_recording
 from asyncrl.snapshot import SCHEMA, ActorView, RunView, Snapshot
 from asyncrl.telemetry.snapshots import recording
 from asyncrl.telemetry.snapshots.recording import Recorder, decode, read_bodies, read_latest, segments
-from asyncrl.top.source.replay import recent_history
+from asyncrl.top.replay import recent_history
 
 
 def picture(number, size=0, set_back=0.0):

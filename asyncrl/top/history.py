@@ -56,7 +56,7 @@ def stages_of(rollouters: Iterable[ActorView]) -> dict[str, float]:
     """Open episodes by stage."""
     found: dict[str, float] = {}
     for actor in rollouters:
-        for name, value in actor.figures.items():
+        for name, value in actor.metrics.items():
             if name.startswith(AT):
                 stage = name.removeprefix(AT)
                 found[stage] = found.get(stage, 0.0) + value
@@ -70,12 +70,12 @@ def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
 
 def level_of(actors: list[ActorView], figure: str) -> float | None:
     """A gauge, added up over the actors."""
-    return total(actor.figures.get(figure) for actor in actors)
+    return total(actor.metrics.get(figure) for actor in actors)
 
 
 def served_version(actor: ActorView) -> int | None:
     """Version of the weights that a rollouter's engine serves; None before the first."""
-    version = int(actor.figures.get("rollout/served_version", actor.version))
+    version = int(actor.metrics.get("rollout/served_version", actor.version))
     return version if version >= 0 else None
 
 

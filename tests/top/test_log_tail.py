@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from asyncrl.top.source import log_tail
-from asyncrl.top.source.log_tail import last_lines
+from asyncrl.top import log_tail
+from asyncrl.top.log_tail import last_lines
 
 BEGAN = 1_790_000_000.0
 

@@ -1,13 +1,14 @@
-"""The snapshots that the terminal shows: of a run that lives, or of a recording that is gone through at will.
+"""The sources of snapshots for the terminal: a live run, or a recording with a position.
 
-Recorded snapshots stay as they lie on disk until they are shown. Invariant: the last snapshot of a run that has ended
-is one of its end; of a run that was killed as a whole it is made of what was recorded or seen last. Fails with
-UsageError when nothing is recorded, or nothing of it can be read.
+Recorded snapshots stay encoded until they are shown. Invariant: the last snapshot of an ended run shows its end; for a
+run that was killed as a whole it is made from the last snapshot that was recorded or seen. Raises UsageError if nothing
+is recorded, or nothing can be read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -20,31 +21,28 @@ from msgspec.structs import replace
 from asyncrl.errors import UsageError
 from asyncrl.snapshot import OVER, Snapshot
 from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_latest, segments
-from asyncrl.top.source.client import Away, WatchedRun, watch
-from asyncrl.top.source.history import LONGEST_S, RATES_S, History
+from asyncrl.top.client import AGAIN_S, Away, NotStarted, Waiting, WatchedRun, find_target, watch
+from asyncrl.top.history import LONGEST_S, RATES_S, History
 
 LEAST_S = 0.001
-"""Least time between two places of a recording, as where the clock was set back between them."""
+"""Smallest time between two snapshots of a recording, for example where the clock was set back."""
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-ELSE = "What the run measured and logged is shown by --report and --explain"
+ELSE = "--report and --explain show what the run measured and logged"
 FRAMES = 24
-"""Snapshots from which shares are taken after a jump."""
+"""Snapshots that shares are taken from after a jump."""
 
 
 class Replay:
     """Place of the viewer in a recording; ``position`` is Unix time, s."""
 
     def __init__(self, entries: Sequence[tuple[float, bytes]], *, lives: bool = False) -> None:
-        """``entries`` are (wall, snapshot as recorded), in the order of the recording; there is at least one. Those
-        behind the newest that can be read are left out.
-
-        ``lives``: more may come.
-        """
+        """``entries`` are (wall, recorded snapshot), at least one, in the order of the recording; unreadable ones at
+        the end are left out. ``lives``: more may come."""
         self.lives = lives
         count = len(entries)
         while count > 1 and decode(entries[count - 1][1]) is None:
             count -= 1
-        # Each place is after the one before: where the clock was set back, later ones are shifted by as much.
+        # Positions ascend: where the clock was set back, later ones are shifted.
         walls = [wall for wall, _ in entries[:count]]
         passed = (max(LEAST_S, later - earlier) for earlier, later in pairwise(walls))
         self._walls: list[float] = list(accumulate(passed, initial=walls[0]))
@@ -56,9 +54,9 @@ class Replay:
         self._history = History()
 
     def take(self, whole: Replay) -> None:
-        """Go on in ``whole``, a later look at the same recording, from the present position."""
+        """Continue at the present position in ``whole``, a later read of the same recording."""
         self.lives, self._walls, self._bodies = whole.lives, whole._walls, whole._bodies
-        # Drawn anew: whether the run lives, and which snapshot is the last, changes the picture of its end.
+        # The last snapshot, and whether the run is alive, change how the end is shown.
         self._shown = -1
 
     @property
@@ -80,7 +78,7 @@ class Replay:
             self.playing = not self.at_end
 
     def play_or_stop(self) -> None:
-        """Play if it is stopped, and stop if it plays; at the end play from the beginning."""
+        """Play or stop; at the end play from the beginning."""
         if self.at_end and not self.playing:
             self.jump(self.begin)
         self.playing = not self.playing
@@ -89,23 +87,23 @@ class Replay:
         self.position = max(self.begin, min(self.end, position))
 
     def seek(self, share: float) -> None:
-        """Go by a share of the recording."""
+        """Move by a share of the recording."""
         self.jump(self.position + share * (self.end - self.begin))
 
     def step(self, by: int) -> None:
-        """Go by so many snapshots, and stay."""
+        """Move by so many snapshots, and stop."""
         self.playing = False
         self.position = self._walls[max(0, min(len(self._walls) - 1, self._index() + by))]
 
     def faster(self, by: int) -> None:
-        """Take the next speed, or the one before."""
+        """Take the next speed, or the previous one."""
         self.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, SPEEDS.index(self.speed) + by))]
 
     def history(self) -> History:
-        """The snapshots up to the position, the newest of them that of the position."""
+        """The snapshots up to the position."""
         index = self._index()
         if index != self._shown:
-            # Backwards, or so far ahead that some of the snapshots in between will do.
+            # Backwards, or so far ahead that some of the snapshots between are enough.
             if not self._shown < index <= self._shown + FRAMES:
                 self._history = History()
                 numbers = self._before(index)
@@ -121,7 +119,7 @@ class Replay:
         return max(0, bisect_right(self._walls, self.position) - 1)
 
     def _before(self, index: int) -> list[int]:
-        """The snapshot at ``index``, and those before it that lie within its window: some, and all of the latest."""
+        """The snapshot at ``index``, all of the seconds before it, and some of its window."""
         last = self._decoded(index)
         window = LONGEST_S if last is None else History.window_s(last)
         first, latest = (
@@ -138,11 +136,11 @@ class Replay:
 
 
 def ended(last: Snapshot, *, lives: bool) -> Snapshot:
-    """The last picture of a run: one that does not live and of which no end is recorded has failed."""
+    """The last snapshot of a run; a run that is not alive and has no recorded end has failed."""
     run, actors = last.run, last.actors
     if lives or run.phase in OVER:
         return last
-    why = "it was killed, or told to end at once, or its host went down"
+    why = "it was killed, stopped at once, or its host went down"
     why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
     return replace(
         last,
@@ -152,7 +150,7 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
 
 
 def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """End of a run that does not live, as far as it is recorded, readably, or was ``seen``; None if neither. Blocks."""
+    """The end of a run that is not alive, from the recording or from ``seen``; None without either. Blocks."""
     last = seen
     try:
         entries = read_latest(run_dir, 0.0)
@@ -160,7 +158,7 @@ def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
         entries = []
     for _, body in reversed(entries):
         if (found := decode(body)) is not None:
-            # An end comes after all that was seen, whatever the clock says.
+            # An end is newer than any other snapshot, even if the clock was set back.
             newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
             if newer and (seen is None or found.run.run_id == seen.run.run_id):
                 last = found
@@ -169,21 +167,23 @@ def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
 
 
 def open_replay(run_dir: Path, *, lives: bool) -> Replay:
-    """The recording of a run, which may live. Raises UsageError."""
+    """The recording of a run, which may be alive. Raises UsageError."""
     folder, entries = run_dir / FOLDER, read_latest(run_dir, math.inf)
     if not entries:
         damaged = [segment.path.name for segment in segments(run_dir) if segment.path.stat().st_size]
-        why = "monitor.record_bytes was 0, or the run ended before it had begun"
+        why = "monitor.record_bytes was 0, or the run ended before its first snapshot"
         if damaged:
             why = f"damaged: {', '.join(damaged)}"
-        raise UsageError(f"{folder}: nothing is recorded there that can be read; {why}. {ELSE}")
+        raise UsageError(f"{folder}: nothing readable is recorded there; {why}. {ELSE}")
     if all(decode(body) is None for _, body in entries):
-        raise UsageError(f"{folder}: no snapshot there can be read, damaged or of another version of asyncrl. {ELSE}")
+        raise UsageError(
+            f"{folder}: the snapshots there are damaged, or of another version of asyncrl. {ELSE}"
+        )
     return Replay(entries, lives=lives)
 
 
 def recent_history(run_dir: Path) -> History:
-    """Recorded snapshots of the last minutes, so that a viewer that has just come knows shares at once."""
+    """Recorded snapshots of the last minutes, so that a new viewer has rates at once."""
     try:
         entries = read_latest(run_dir, LONGEST_S)
     except OSError:
@@ -196,7 +196,7 @@ def recent_history(run_dir: Path) -> History:
 
 
 async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
-    """Snapshots of ``watch``, and then one of the end. Raises UsageError as ``watch`` does."""
+    """Snapshots of one attempt, the last of them of its end. Raises as ``watch`` does."""
     last: Snapshot | None = None
     async for seen in watch(target):
         yield seen
@@ -208,7 +208,28 @@ async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
             yield end
 
 
-Feed = Callable[[], AsyncIterator[Snapshot | Away]]
+async def follow_folder(
+    run_dir: Path, keys: Path | None, lives: Callable[[Path], bool]
+) -> AsyncIterator[Snapshot | Away | Waiting]:
+    """Snapshots of the run in a folder: waits for its start, and follows each attempt that resumes it."""
+    while True:
+        try:
+            target = await asyncio.to_thread(find_target, str(run_dir), keys)
+        except NotStarted:
+            yield Waiting("the run has not started; waiting for its controller")
+            await asyncio.sleep(AGAIN_S)
+            continue
+        target = dataclasses.replace(target, lives=lives)
+        async for seen in follow(target):
+            yield seen
+            if isinstance(seen, Away) and await asyncio.to_thread(target.has_restarted):
+                break
+        while not await asyncio.to_thread(target.has_restarted):
+            yield Waiting("the run has ended; a resumed run is shown here")
+            await asyncio.sleep(AGAIN_S)
+
+
+Feed = Callable[[], AsyncIterator[Snapshot | Away | Waiting]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,10 +239,10 @@ class Source:
     feed: Feed | None = None
     replay: Replay | None = None
     history: History = field(default_factory=History)
-    """Snapshots that are known before the first one comes."""
+    """Snapshots that are known before the feed brings one."""
     whole: Callable[[], Replay | None] | None = None
-    """The recording once more, as a whole, when the run has ended; None before. Blocks; raises UsageError, OSError."""
+    """Reads the whole recording once the run has ended; None before. Blocks; raises UsageError, OSError."""
     run_dir: Path | None = None
-    """Run folder that holds the logs, if they can be read."""
+    """Run folder with the logs and samples, if it is on this host."""
     trace: Callable[[], Awaitable[str]] | None = None
-    """Function that has a trace written; says what came of it."""
+    """Has a trace written, and returns the outcome in words."""

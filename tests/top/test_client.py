@@ -27,8 +27,7 @@ from asyncrl.runtime.actor import CONTROLLER, ActorContext
 from asyncrl.runtime.calls import server
 from asyncrl.runtime.calls.handlers import Caller
 from asyncrl.snapshot import Snapshot
-from asyncrl.top.source.client import Away, Viewer, WatchedRun, find_target, watch
-from asyncrl.top.source.reach import why_unreachable
+from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, watch, why_unreachable
 from asyncrl.wire.keys import VIEWER, load_credentials, write_credentials
 from asyncrl.wire.zeromq import ZmqServer, ZmqTransport
 
@@ -167,7 +166,7 @@ async def test_viewers_do_not_fence_one_another_and_none_can_claim_a_larger_inca
             for _ in range(2):
                 taken = await asyncio.gather(*(each.controller.call(WatchSnapshot()) for each in (one, other)))
                 assert all(each.snapshot for each in taken)
-            monkeypatch.setattr("asyncrl.top.source.client.VIEWER_INCARNATION", 2)
+            monkeypatch.setattr("asyncrl.top.client.VIEWER_INCARNATION", 2)
             with Viewer(target) as greedy, pytest.raises(Refused):
                 await greedy.controller.call(WatchSnapshot())
             await one.controller.call(WatchSnapshot())
@@ -182,7 +181,7 @@ async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path,
                 await viewer.controller.call(WatchSnapshot())
             with pytest.raises(Refused, match="at most 2 at once"):
                 await third.controller.call(WatchSnapshot())
-            with pytest.raises(ActorFailed, match="at most 2 at once, and as many do: detach one"):
+            with pytest.raises(ActorFailed, match="viewers at most 2 at once: close one"):
                 await anext(watch(target))
             # They have not lost their places.
             for viewer in (one, other):
@@ -193,7 +192,7 @@ async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path,
 
 
 async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 2.0)
+    monkeypatch.setattr("asyncrl.top.client.ANSWER_S", 2.0)
     config = config_with(True)
     seen = []
     async with controller(tmp_path, config):
@@ -213,7 +212,7 @@ async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
 
 async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_full_speed(tmp_path, monkeypatch):
     pause_s = 0.3
-    monkeypatch.setattr("asyncrl.top.source.client.AGAIN_S", pause_s)
+    monkeypatch.setattr("asyncrl.top.client.AGAIN_S", pause_s)
 
     async def fail(self, request, caller):
         raise ValueError("no snapshot")
@@ -231,7 +230,7 @@ async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_
 @pytest.mark.parametrize("what", ["its folder is gone", "all of it was killed"])
 async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
     """A run that was killed leaves its folder behind, and nobody holds its lock."""
-    monkeypatch.setattr("asyncrl.top.source.client.ANSWER_S", 1.5)
+    monkeypatch.setattr("asyncrl.top.client.ANSWER_S", 1.5)
     private = tmp_path / "private"
     async with asyncio.timeout(20):
         async with controller(tmp_path, config_with(False)):
@@ -256,10 +255,10 @@ def test_a_run_whose_lock_cannot_be_looked_at_is_not_taken_to_have_ended(tmp_pat
 def test_what_there_is_nothing_to_attach_to(tmp_path):
     private = tmp_path / "private"
     private.mkdir()
-    with pytest.raises(UsageError, match="has not come up"):
+    with pytest.raises(UsageError, match="has not started"):
         find_target(str(tmp_path))
     (private / "controller.json").write_text(json.dumps({"address": "tcp://127.0.0.1:9"}))
-    with pytest.raises(UsageError, match="no keys of a viewer"):
+    with pytest.raises(UsageError, match="no viewer's keys there"):
         find_target(str(tmp_path))
     assert why_unreachable("a..b:80") and why_unreachable("\udc9b:80"), "what can be the name of no host is said"
 

@@ -1,14 +1,16 @@
-"""Watching a run from outside: its snapshots, one after the other, for as long as it lives.
+"""Watches a run from outside: asks its controller for snapshots until the run ends.
 
-A run is found by its folder, on the host where its controller is, or by HOST:PORT and a folder with the keys of a
-viewer. Every question has a deadline; a controller that does not answer is said to be away and asked on, under the
-same address, where its successor comes up. Fails with UsageError where there is nothing to attach to, with ActorFailed
-where too many watch, and with Refused where the controller wants none of us.
+The run folder leads to the controller on its host; from other hosts HOST:PORT and a copy of the viewer's keys do. Every
+question has a deadline. A controller that does not answer is asked again at the same address, where a restarted
+controller serves. Raises UsageError if there is nothing to attach to, ActorFailed if too many viewers watch, and
+Refused if the controller does not accept the keys.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -28,15 +30,14 @@ from asyncrl.runtime.lifecycle.roster import CONTROLLER
 from asyncrl.snapshot import OVER, Snapshot
 from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 from asyncrl.text.json_text import read_json_object
-from asyncrl.top.source.reach import split_address
 from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
 from asyncrl.wire.zeromq import ZmqTransport
 
 PRIVATE = "private"
 ANSWER_S = 8.0
-"""Deadline of one question; a parked one is answered before half of it."""
+"""Deadline of one question; the controller answers within half of it."""
 AGAIN_S = 1.0
-"""Pause after an answer that is none (s)."""
+"""Pause after an error, and between two looks for a run that has not started (s)."""
 LARGEST_BYTES = 1 << 28
 
 
@@ -47,13 +48,19 @@ class WatchedRun:
     address: str
     credentials: Credentials = field(repr=False)
     run_dir: Path | None = None
-    """The run's folder, where the run was found by it."""
+    """The run folder, if the run was found by it."""
     lives: Callable[[Path], bool] = lambda _run_dir: True
-    """Whether a run lives in its folder, as the folder's lock tells. Blocks; raises OSError."""
+    """Whether a run is alive in a folder, by the folder's lock. Blocks; raises OSError."""
+    start: object = None
+    """Differs for each start of a run in the folder."""
+
+    def has_restarted(self) -> bool:
+        """Whether a later attempt has started in the run folder. Blocks."""
+        return self.run_dir is not None and _start_of(self.run_dir) not in (None, self.start)
 
     @property
     def is_over(self) -> bool:
-        """Whether its folder says that nobody answers any more, as after all of it was killed. Blocks."""
+        """Whether the run folder shows that the run has ended, for example killed as a whole. Blocks."""
         if self.run_dir is None:
             return False
         try:
@@ -64,22 +71,42 @@ class WatchedRun:
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """The controller does not answer. The snapshot that was last seen is all there is."""
+    """The controller does not answer; the last snapshot stays on the screen."""
 
     reason: str
-    """Its answer instead of a snapshot; empty where it says nothing at all."""
+    """The error that it answered; empty if it did not answer at all."""
     seconds: float
-    """Seconds since it was last heard of, or since the watch began."""
+    """Seconds since its last answer, or since the watch began."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """There is no controller to ask: the run has not started, or has ended and may be resumed."""
+
+    reason: str
+
+
+class NotStarted(UsageError):
+    """The controller of the run has not started."""
+
+
+def _start_of(run_dir: Path) -> object:
+    """A value that differs for each start of a controller in the folder; None without one."""
+    try:
+        found = (run_dir / PRIVATE / ADDRESS_FILE).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def find_target(run: str, keys: Path | None = None) -> WatchedRun:
-    """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError."""
+    """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError, and NotStarted."""
     if (run_dir := Path(run)).is_dir():
         return _from_folder(run_dir, keys)
     try:
         split_address(run)
     except ValueError:
-        raise UsageError(f"{run}: neither the folder of a run nor HOST:PORT") from None
+        raise UsageError(f"{run}: neither a run folder nor HOST:PORT") from None
     if keys is None:
         raise UsageError(
             f"{run}: to attach by address, name the folder that holds the keys (a copy of RUN/{PRIVATE} will do)"
@@ -90,16 +117,17 @@ def find_target(run: str, keys: Path | None = None) -> WatchedRun:
 def _from_folder(run_dir: Path, keys: Path | None) -> WatchedRun:
     private = run_dir / PRIVATE
     if not private.exists():
-        raise UsageError(f"{run_dir}: no run lives in this folder; what it recorded can be replayed")
+        raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
+    start = _start_of(run_dir)
     try:
         address = str(read_json_object(private / ADDRESS_FILE).get("address"))
         split_address(address)
     except FileNotFoundError:
-        raise UsageError(f"{run_dir}: the run has not come up so far, or its head is another host") from None
+        raise NotStarted(f"{run_dir}: the controller has not started, or it is on another host") from None
     except ValueError as error:
-        why = f"{private / ADDRESS_FILE} does not tell where the controller is: {error}"
-        raise UsageError(f"{run_dir}: the run cannot be attached to, {why}") from None
-    return WatchedRun(address=address, credentials=_credentials(keys or private), run_dir=run_dir)
+        why = f"{private / ADDRESS_FILE} does not hold the controller's address: {error}"
+        raise UsageError(f"{run_dir}: cannot attach to the run, {why}") from None
+    return WatchedRun(address=address, credentials=_credentials(keys or private), run_dir=run_dir, start=start)
 
 
 def _credentials(folder: Path) -> Credentials:
@@ -111,7 +139,7 @@ def _credentials(folder: Path) -> Credentials:
         why = f"{error.filename}: {error.strerror}"
     except ValueError as error:
         why = f"{error}"
-    raise UsageError(f"{folder}: no keys of a viewer there ({why}); a copy of RUN/{PRIVATE} on the head has them")
+    raise UsageError(f"{folder}: no viewer's keys there ({why}); copy RUN/{PRIVATE} from the head")
 
 
 class Viewer:
@@ -145,9 +173,9 @@ class Viewer:
         self._transport.close()
 
     async def snapshots(self) -> AsyncIterator[Snapshot | Away]:
-        """Each snapshot that there is time for; while the controller is away, an Away about once in ANSWER_S.
+        """The newest snapshot, again and again; an Away about every ANSWER_S while the controller does not answer.
 
-        Ends after the snapshot of a run that is over, or once its folder says so. Raises Refused.
+        Ends after the last snapshot of a run, or when the run folder shows that the run has ended. Raises Refused.
         """
         seen, heard = -1, time.monotonic()
         while True:
@@ -160,7 +188,7 @@ class Viewer:
                 silent = isinstance(error, DeadlineExceeded)
                 yield Away("" if silent else str(error), time.monotonic() - heard)
                 if not silent:
-                    # It has answered at once, and would again.
+                    # The next error would come at once.
                     await asyncio.sleep(AGAIN_S)
                 continue
             seen, heard = taken.number, time.monotonic()
@@ -171,8 +199,8 @@ class Viewer:
 
 
 async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
-    """``Viewer.snapshots`` on a connection of its own. Raises UsageError where the run refuses it, ActorFailed where as
-    many watch as may."""
+    """``Viewer.snapshots`` on its own connection. Raises UsageError if the run refuses the keys, and ActorFailed if too
+    many viewers watch."""
     try:
         with Viewer(target) as viewer:
             async for seen in viewer.snapshots():
@@ -180,17 +208,48 @@ async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
     except Refused as error:
         if error.code == CROWDED:
             raise ActorFailed(
-                CONTROLLER, f"{target.address}: the run lets watch {error.theirs}, and as many do: detach one, or wait"
+                CONTROLLER,
+                f"{target.address}: the run accepts viewers {error.theirs}: close one, or wait",
             ) from None
         raise UsageError(
-            f"{target.address}: these keys are not those of the run there ({error.code}: ours {error.ours}, theirs "
-            f"{error.theirs}); each start of a run makes new ones: copy its RUN/{PRIVATE} again"
+            f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
+            f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
         ) from error
 
 
 async def _nobody(_name: str, _above: int) -> None:
-    raise AssertionError("a viewer knows one address")
+    raise AssertionError("a viewer has one address")
 
 
 def _no_task(work: Awaitable[Any]) -> Any:
     raise AssertionError("a viewer needs no task")
+
+
+# --- addresses ---
+
+CONNECT_S = 4.0
+"""Longest wait for a connection."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT or HOST:PORT. Raises ValueError."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def why_unreachable(address: str) -> str:
+    """Reason that an address cannot be connected to; empty if it can. Blocks for at most about CONNECT_S."""
+    host, port = split_address(address)
+    try:
+        with socket.create_connection((host, port), timeout=CONNECT_S):
+            return ""
+    except socket.gaierror as error:
+        return f"the host {host} is unknown here ({error.strerror})"
+    except UnicodeError:
+        return f"{host} is not a valid host name"
+    except TimeoutError:
+        return f"no connection within {CONNECT_S:g} s: the host is down, or a firewall blocks the port"
+    except OSError as error:
+        return f"nothing listens there ({error.strerror})"

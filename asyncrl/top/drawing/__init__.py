@@ -1,1 +1,0 @@
-"""Styled text, bars and tables. Pure."""

@@ -1,1 +1,0 @@
-"""Numbers that asyncrl-top shows, and the stage that sets the pace. Pure."""
