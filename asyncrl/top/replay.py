@@ -176,9 +176,7 @@ def open_replay(run_dir: Path, *, lives: bool) -> Replay:
             why = f"damaged: {', '.join(damaged)}"
         raise UsageError(f"{folder}: nothing readable is recorded there; {why}. {ELSE}")
     if all(decode(body) is None for _, body in entries):
-        raise UsageError(
-            f"{folder}: the snapshots there are damaged, or of another version of asyncrl. {ELSE}"
-        )
+        raise UsageError(f"{folder}: the snapshots there are damaged, or of another version of asyncrl. {ELSE}")
     return Replay(entries, lives=lives)
 
 
