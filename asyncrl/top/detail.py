@@ -212,7 +212,7 @@ def help_page(width: int) -> list[Text]:
         return [fit(line, width) for line in lines]
 
     return [
-        fit([("who waits for whom", "bold")], width),
+        fit([("the bottleneck", "bold")], width),
         *wrapped([(HELP, "")], width, len(HELP)),
         *wrapped(joined(kinds), width, len(HELP)),
         Text(),

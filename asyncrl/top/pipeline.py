@@ -1,4 +1,4 @@
-"""Lines around the panes: the header, the pipeline with who waits for whom, tabs, time bar and foot. Pure."""
+"""Lines around the panes: the header, the pipeline with its bottleneck, tabs, time bar and foot. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A snapshot with those before it: rates, shares of time, and the verdict on who waits for whom. Pure.
+"""A snapshot with those before it: rates, shares of time, and the verdict on the bottleneck. Pure.
 
 Panes draw from a View. Invariant: an unknown value is None and never 0. Nothing is said of what an actor does that is
 gone or silent, but its counters stay.
@@ -172,7 +172,7 @@ class View:
 
     @cached_property
     def bottleneck(self) -> Verdict:
-        """The verdict on who waits for whom. It uses means over the window, because levels swing with each step."""
+        """The verdict on the bottleneck. It uses means over the window, because levels swing with each step."""
         run, outstanding = self.run, self.level("dataloader", "tickets/outstanding") or 0.0
         return find_bottleneck(
             Flow(

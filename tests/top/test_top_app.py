@@ -73,13 +73,13 @@ async def test_on_a_small_terminal_the_help_scrolls_and_where_there_is_no_room_i
         await pilot.press("7")
         await until(pilot, "7 events")
         await pilot.press("question_mark")
-        await until(pilot, "who waits for whom")
+        await until(pilot, "the bottleneck")
         seen = text_of(app)
         assert "age of a trajectory" not in seen
         assert not any(line.rstrip(" │").endswith("…") for line in seen.splitlines())
         await pilot.press("end")
         await until(pilot, "age of a trajectory")
-        assert "who waits for whom" not in text_of(app)
+        assert "the bottleneck" not in text_of(app)
 
 
 async def test_sort_filter_and_level_keys():

@@ -231,9 +231,9 @@ def test_a_replay_in_a_real_terminal_that_changes_its_size(tmp_path):
         terminal.press_at_once("/", "r", "/", "6", "3", "Enter")
         assert "r/62" not in terminal.until("filter: r/63")
         terminal.press("?")
-        terminal.until("who waits on whom")
+        terminal.until("the bottleneck")
         terminal.press("Escape")
-        terminal.until_gone("who waits on whom")
+        terminal.until_gone("the bottleneck")
         terminal.press("q")
         terminal.ended()
 
