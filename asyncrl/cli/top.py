@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 TRACE_S = 30.0
 """Longest wait for a trace; the controller waits less than half of it for the last parts."""
-DESCRIPTION = (
-    "See what a run does, and which stage the others wait for. It does not change the run."
-)
+DESCRIPTION = "See what a run does, and which stage the others wait for. It does not change the run."
 EPILOG = """\
 RUN is a run folder (or its name under runs/) on the controller's host, or HOST:PORT of the controller with --keys.
 Without RUN it is the newest live run under runs/.
