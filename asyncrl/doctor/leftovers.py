@@ -25,8 +25,7 @@ from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
 from asyncrl.files import lock_is_free, try_lock
-from asyncrl.launcher.run_folder.begun import CONFIG, PART
-from asyncrl.launcher.run_folder.private import LOCK, PRIVATE
+from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE
 from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"

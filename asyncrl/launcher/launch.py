@@ -47,7 +47,6 @@ from asyncrl.launcher.fleet.start import LocalStart, StartCommand, shown
 from asyncrl.launcher.follow import Follower
 from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
 from asyncrl.launcher.plan import plan_rows
-from asyncrl.launcher.run_folder.begun import leave_name
 from asyncrl.launcher.run_folder.folders import (
     RunFolder,
     create_run_folder,
@@ -331,12 +330,9 @@ class Launch:
         for member in members:
             if member.contact is None:
                 await member.process.wait()
-        elsewhere = bool(self.reached.contacts)
         await self.reached.close()
-        if self.resumption is None and folder.attempt == 1 and elsewhere:
+        if self.resumption is None:
             shutil.rmtree(folder.path, ignore_errors=True)
-        elif self.resumption is None:
-            leave_name(folder.path, Path.cwd())
 
     def _files(self, keyring: Keyring, index: int) -> dict[str, Any]:
         """The credentials of a host: those of its own actors and agent."""

@@ -39,7 +39,7 @@ def begin(
     Returns the number that the incarnations of this attempt are above.
     """
     if resumption is None:
-        progress.say(folder.describe())
+        progress.say(f"run folder: {folder.path}")
     else:
         _resume(folder, resumption, config, progress)
     # Before anything of the attempt loads these files.

@@ -21,8 +21,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, HostFailed, UsageError
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import SlurmStart
-from asyncrl.launcher.run_folder.choice import find_candidates
-from asyncrl.launcher.run_folder.folders import named_in_utf8
+from asyncrl.launcher.run_folder.folders import named_in_utf8, runs_of_name
 from asyncrl.launcher.run_folder.resume import AUTO
 from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts
 from asyncrl.roles import role_of
@@ -74,13 +73,11 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """The run that a job resumes: the one that the user names, or else itself, if it is there.
+    """What a job resumes: the run that the user names, else the newest of its name; None if there is none.
 
-    Starts that ended before their first step hold no name. Raises CheckpointError or OSError.
+    Raises OSError.
     """
-    if given is not None:
-        return given
-    return AUTO if any(not candidate.unbegun for candidate in find_candidates(config)) else None
+    return given or (AUTO if runs_of_name(config) else None)
 
 
 def batch_script(config: Config, argv: Sequence[str], *, nodes: int, options: str = "") -> str:

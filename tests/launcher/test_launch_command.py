@@ -161,7 +161,8 @@ def test_a_folder_that_actors_cannot_be_told_of_is_refused(config, tmp_path, by,
         "a job": ["--run.dir", str(folder), "--slurm", "--nodes", "1", "--dry-run"],
     }
     assert launch.main([config, *flags[by]]) == 2
-    assert f"{key}: the name of {tmp_path}/caf\\udce9" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{key}: {tmp_path}/caf\\udce9" in said and "is not UTF-8" in said
     assert [path.name for path in folder.rglob("*")] == ["run", "config.json"]
 
 
@@ -246,7 +247,7 @@ def test_a_finished_run_with_nothing_left_to_do_says_so(config, left, tmp_path, 
     """It needs nothing any more, so nothing is checked, here or on other hosts."""
     (tmp_path / "hosts.txt").write_text("localhost\n")
     argv = [config, "--resume", "auto", "--learner.steps", "2", "--data.source=jsonl", "--data.path=/nowhere.jsonl"]
-    said = f"{left} is finished: step 3 of 2; raise learner.steps to go on\n"
+    said = f"{left} is finished: step 3 of 2; raise learner.steps to train more\n"
     for more in ([], ["--hosts", str(tmp_path / "hosts.txt")]):
         assert launch.main([*argv, *more]) == 0
         assert capsys.readouterr() == (said, "")

@@ -1,7 +1,6 @@
 """Starting a run's parts under SLURM: the steps, the hosts of a job, the batch script. No SLURM is needed."""
 
 import asyncio
-import json
 import os
 import shlex
 import shutil
@@ -140,13 +139,6 @@ def test_a_run_in_a_job_is_resumed_if_it_is_there(config):
     assert resume_of(config, None) is None
     (run / "config.json").write_text("{}")
     assert (resume_of(config, None), resume_of(config, "/else/where")) == ("auto", "/else/where")
-    # A start that ended before its first step holds no name: what comes begins there.
-    (run / "ended_before_first_step").touch()
-    assert resume_of(config, None) is None
-    other = run.with_name(f"{config.run.name}-2")
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({"run": {"name": config.run.name}}))
-    assert resume_of(config, None) == "auto"
 
 
 # --- the script ---

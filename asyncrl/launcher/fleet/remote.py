@@ -29,8 +29,15 @@ import msgspec
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
-from asyncrl.launcher.run_folder.begun import CONFIG, PART
-from asyncrl.launcher.run_folder.private import RUN_ID, hold_private, is_living, remove_abandoned, remove_part
+from asyncrl.launcher.run_folder.private import (
+    CONFIG,
+    PART,
+    RUN_ID,
+    hold_private,
+    is_living,
+    remove_abandoned,
+    remove_part,
+)
 from asyncrl.launcher.terms.spec import (
     EndOrder,
     HostEnded,

@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
-from asyncrl.launcher.run_folder.begun import CONFIG
-from asyncrl.launcher.run_folder.folders import RunFolder, next_attempt
-from asyncrl.launcher.run_folder.private import LOCK, is_living
+from asyncrl.launcher.run_folder.folders import RunFolder, last_attempt
+from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_living
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.hosts import Members, WatchMembers
@@ -63,7 +62,7 @@ def find_living(place: str) -> LivingRun:
         text = _read(path / CONFIG)
         if text is None:
             raise UsageError(f"{place} holds no run: name a run folder, on the machine of the run's head")
-        last = next_attempt(path).attempt - 1
+        last = last_attempt(path)
         if not is_living(path):
             raise UsageError(
                 f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"

@@ -23,8 +23,7 @@ import msgspec
 from asyncrl.config.load import config_from_json
 from asyncrl.launcher.node.beats import Beats
 from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
-from asyncrl.launcher.run_folder.begun import CONFIG, PART
-from asyncrl.launcher.run_folder.private import remove_part
+from asyncrl.launcher.run_folder.private import CONFIG, PART, remove_part
 from asyncrl.launcher.terms.spec import AgentSpec
 from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
 from asyncrl.telemetry.logging import configure_logging, write_text

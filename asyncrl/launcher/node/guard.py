@@ -1,21 +1,16 @@
-"""The guard: outlives the node agent and ends every process that the agent leaves behind.
+"""The guard: the parent of a host's node agent. It ends every process that the agent leaves behind.
 
     python -m asyncrl.launcher.node.guard PRIVATE_FOLDER LOCK_FD
 
-It is the agent's parent and a subreaper, and that makes it airtight without any bookkeeping: when the agent
-dies, even by SIGKILL and even in the middle of starting an actor, every descendant it had becomes a
-descendant of this process, so there is no list that could miss one. It kills its children until the kernel
-says that there are none, gives the run's name back if nothing came of it (begun.py), removes the run's private folder,
-and exits with the agent's exit code, or 128 + the signal that killed the agent.
+The guard is a subreaper. When the agent dies, even by SIGKILL and even while it starts an actor, the kernel makes
+every descendant of the agent a child of the guard, so no bookkeeping can miss one. The guard then kills its children
+until none is left, removes the run's private folder, and exits with the agent's exit code, or with 128 + the signal
+that killed the agent. It kills a frozen agent (beats.py), which restarts no actor and obeys no command.
 
-Standard input and output are the agent's; as the guard holds them open, their end means that all is gone.
-The lock is held as long as this process or the agent lives: a private folder whose lock is free belongs to no living
-run. Signals meant for the run go to the agent; this process ignores them, for it ends when the agent does.
-Should it be killed itself, the agent is told by SIGTERM: the run makes way, and ends as failed.
-
-A frozen agent (beats.py) is killed: it restarts no actor, obeys no command, and would hold the run for ever. Then the
-guard ends what is left, as after any death of an agent. It writes to standard error only at its end: an output that
-takes nothing, as a terminal after Ctrl-S, would hold up the kill.
+Standard input and output are the agent's. The guard holds them open, so their end means that no process is left. The
+guard and the agent hold the lock of the private folder. The guard ignores signals for the run, which the agent handles.
+If the guard is killed, the agent gets SIGTERM: the run is preempted, and ends as failed. The guard writes to standard
+error only at its end, because a blocked terminal would delay the kill.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ import sys
 from pathlib import Path
 
 from asyncrl.launcher.node.beats import Watch
-from asyncrl.launcher.run_folder.begun import leave_name
 from asyncrl.launcher.terms.signals import STOPPING
 from asyncrl.runtime.linux import become_subreaper, end_children
 
@@ -63,14 +57,10 @@ def main() -> int:
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])
     finally:
         stuck = end_children(END_S)
-        folder = Path(private)
-        if folder.name == "private" and not stuck:
-            # The head's. Its lock is held here, and nothing else of the run is left.
-            leave_name(folder.parent, Path.cwd())
         shutil.rmtree(private, ignore_errors=True)
         with contextlib.suppress(OSError):
             # The folder of a host that has only a part of the run: the agent has emptied it.
-            folder.parent.rmdir()
+            Path(private).parent.rmdir()
     if silent_s:
         _report(f"the agent did not beat for {silent_s:g} s (supervision.silence_s) and was killed")
     if stuck:

@@ -34,9 +34,8 @@ from asyncrl.launcher.node.instructions import (
 )
 from asyncrl.launcher.node.shipping import LogShipper
 from asyncrl.launcher.node.stuck import StuckActors
-from asyncrl.launcher.run_folder.begun import PART
 from asyncrl.launcher.run_folder.ended import write_ended
-from asyncrl.launcher.run_folder.private import remove_part
+from asyncrl.launcher.run_folder.private import PART, remove_part
 from asyncrl.launcher.terms.link import ControllerLink, make_link
 from asyncrl.launcher.terms.signals import STOPPING, cause_of
 from asyncrl.launcher.terms.spec import (

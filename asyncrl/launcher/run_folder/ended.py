@@ -19,8 +19,8 @@ from asyncrl.checkpoint.retention import Found
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
 from asyncrl.files import replace_file
-from asyncrl.launcher.run_folder.begun import CONFIG
 from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.run_folder.private import CONFIG
 from asyncrl.launcher.terms.spec import EndedEvent
 from asyncrl.telemetry.metrics_line import read_metrics
 

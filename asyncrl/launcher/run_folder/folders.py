@@ -1,16 +1,18 @@
-"""The run folder: its name, and what is in it.
+"""The run folder: its name and its layout.
 
-Invariant: nothing that is there is ever overwritten; a taken name makes way for NAME-2, NAME-3 and so on, and a run
-that is resumed has a new folder of logs and keeps the configuration of the attempt before. So has a start in the folder
-of one that ended before its first step, which holds no name (begun.py). Two runs never share a folder: each has its
-private folder there while it lives (private.py).
+A run takes the first free name of NAME, NAME-2, NAME-3 and so on, by an atomic ``mkdir``, so nothing that exists is
+overwritten and two starts never share a folder. A resumed run keeps its folder: each attempt has a folder of logs, and
+the configuration of the attempt before is kept. Only one attempt runs at a time, because each holds the private folder
+(private.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,18 +26,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.errors import UsageError
 from asyncrl.files import replace_file
-from asyncrl.launcher.run_folder.begun import (
-    CONFIG,
-    UNBEGUN,
-    claim,
-    has_begun,
-    holds_checkpoints,
-    last_attempt,
-    leave_name,
-    logs_of,
-    read_tree,
-)
-from asyncrl.launcher.run_folder.private import PRIVATE, hold_private, is_living
+from asyncrl.launcher.run_folder.private import CONFIG, PRIVATE, hold_private
 from asyncrl.launcher.terms.spec import agent_name
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring, make_keyring
@@ -51,94 +42,120 @@ class RunFolder:
     path: Path
     run_id: str
     attempt: int = 1
-    """Counts the times that the run was begun or resumed."""
+    """Number of starts and resumes in this folder, this one included."""
 
     @property
     def private(self) -> Path:
-        """Folder of the credentials; removed at the end of the run."""
+        """Folder of the credentials; it exists only while the run is live."""
         return self.path / PRIVATE
 
     @property
     def logs(self) -> Path:
         """Folder of the log files of this attempt."""
-        return logs_of(self.path, self.attempt)
-
-    def describe(self) -> str:
-        """The beginning of a run, in one line for people."""
-        if self.attempt == 1:
-            return f"run folder: {self.path}"
-        return (
-            f"run folder: {self.path}, attempt {self.attempt}: the one before ended before its first step, and its "
-            f"logs stay in {self.logs.with_name(f'attempt_{self.attempt - 1}')}"
-        )
+        return self.path / "logs" / f"attempt_{self.attempt}"
 
 
 def with_date(config: Config, resumed: Path | None) -> Config:
-    """The configuration with chat.date: the user's, else that of the run folder that is resumed, else today's.
+    """The configuration with chat.date: the user's, else that of the resumed run folder, else today's.
 
-    Templates are told it, so prompts are the same ever after.
+    Chat templates receive the date, so a resume must keep it for the prompts to stay the same.
     """
     if config.chat.date is not None:
         return config
     date = None
     if resumed is not None:
-        # Runs of earlier releases have none.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            date = read_tree(resumed / CONFIG)["chat"]["date"]
+            date = json.loads((resumed / CONFIG).read_bytes())["chat"]["date"]
     tree = config.model_dump(mode="json")
     tree["chat"]["date"] = date or datetime.date.today().isoformat()
     return validate_config(tree)
 
 
 def named_in_utf8(path: Path, key: str) -> Path:
-    """The path, named by ``key``, if the processes of a run can tell each other of it. Raises UsageError."""
+    """The path that ``key`` names. Raises UsageError if it is not UTF-8, because messages cannot carry it then."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{key}: the name of {path} is not UTF-8, as that of a run folder has to be") from None
+        raise UsageError(f"{key}: {path} is not UTF-8; choose a run folder with a UTF-8 name") from None
     return path
 
 
 def create_run_folder(config: Config) -> RunFolder:
-    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError.
-
-    A folder that was left by a start which ended before its first step is free: the run is its next attempt.
-    """
-    parent = Path(config.run.dir).absolute()
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = next_attempt(_next_free(parent, config))
-    is_new = not (folder.path / CONFIG).exists()
+    """Make the next free folder for ``run.name``, with config.json and an empty log folder. Raises OSError."""
+    Path(config.run.dir).absolute().mkdir(parents=True, exist_ok=True)
+    for path in _free(config):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir()
+            break
+    folder = RunFolder(path=path, run_id=secrets.token_hex(8))
     try:
-        if is_new:
-            (folder.path / CONFIG).write_text(config_to_json(config))
-            folder.logs.mkdir(parents=True)
-        else:
-            begin_attempt(folder, config)
+        (path / CONFIG).write_text(config_to_json(config))
+        folder.logs.mkdir(parents=True)
     except OSError:
-        # As on a full disk: the name is free again.
-        if is_new:
-            shutil.rmtree(folder.path, ignore_errors=True)
-        else:
-            leave_name(folder.path, Path.cwd())
+        # The disk may be full: the name stays free.
+        shutil.rmtree(path, ignore_errors=True)
         raise
     return folder
 
 
+def free_run_folder(config: Config) -> Path:
+    """The folder that a start of ``run.name`` would take now; nothing is changed. Raises OSError."""
+    return next(_free(config))
+
+
+def _free(config: Config) -> Iterator[Path]:
+    parent = Path(config.run.dir).absolute()
+    for number in count(1):
+        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+        # With checkpoint.dir set, another run of this name may have left its checkpoints there.
+        if not path.exists() and not checkpoint_dir(config, path).exists():
+            yield path
+
+
+def runs_of_name(config: Config) -> list[Path]:
+    """The run folders of ``run.name`` by number: NAME, NAME-2 and so on.
+
+    A run that its user called NAME-2 is not among them.
+    """
+    parent, name = Path(config.run.dir).absolute(), config.run.name
+    numbered = re.compile(rf"{re.escape(name)}(?:-([1-9]\d*))?")
+    found = []
+    for path in (file.parent for file in parent.glob(f"*/{CONFIG}")):
+        match = numbered.fullmatch(path.name)
+        if match is not None and (path.name == name or _started_as(path, name)):
+            found.append((int(match[1] or 1), path))
+    return [path for _, path in sorted(found)]
+
+
+def _started_as(path: Path, name: str) -> bool:
+    # A resume writes the name of the folder into config.json and keeps the first one as config_attempt_1.json.
+    for file in path.glob("config*.json"):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads(file.read_bytes())["run"]["name"] == name:
+                return True
+    return False
+
+
+def last_attempt(run: Path) -> int:
+    """Number of the newest attempt that has a folder of logs; 0 if there is none."""
+    matches = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in run.glob("logs/attempt_*"))
+    return max((int(match[1]) for match in matches if match), default=0)
+
+
 def next_attempt(path: Path) -> RunFolder:
-    """The folder of a run for its next attempt; nothing is changed yet."""
+    """The folder of a run for its next attempt; nothing is changed."""
     return RunFolder(path=path, run_id=secrets.token_hex(8), attempt=last_attempt(path) + 1)
 
 
 def begin_attempt(folder: RunFolder, config: Config) -> None:
     """Make the folder of logs and write config.json; that of the attempt before becomes config_attempt_N.json.
 
-    To be called with the private folder held, or once the folder is claimed. Raises OSError.
+    The caller holds the private folder. Raises OSError.
     """
     folder.logs.mkdir(parents=True)
-    (folder.path / UNBEGUN).unlink(missing_ok=True)
     kept = folder.path / f"config_attempt_{folder.attempt - 1}.json"
     if not kept.exists():
-        # Copied and not moved: there is a config.json at every moment. Not every file system has hard links.
+        # A copy, so that config.json exists at every moment. Some file systems have no hard links.
         replace_file(kept, (folder.path / CONFIG).read_bytes())
     replace_file(folder.path / CONFIG, config_to_json(config))
 
@@ -152,71 +169,17 @@ def make_run_keyring(config: Config, run_id: str, agents: int = 1) -> Keyring:
 
 @contextlib.contextmanager
 def private_folder(folder: RunFolder, config: Config, files: Mapping[str, Any] | None = None) -> Iterator[int]:
-    """Credentials for as long as the context lasts; gives the descriptor of the held lock.
+    """Hold the private folder within the context; gives the descriptor of the held lock.
 
-    ``files`` are this host's; without them, those of a run on this host alone are made. Raises UsageError if another
-    run lives in the folder.
+    ``files`` are the credentials of this host; the default is those of a run on this host alone. Raises UsageError if
+    another run is live in the folder.
     """
     if files is None:
         names = [*config.actors, agent_name(0), LAUNCHER, VIEWER]
         files = make_run_keyring(config, folder.run_id).files_of(names)
-    try:
-        lock = hold_private(folder.private, folder.run_id, files)
-    except OSError:
-        # As on a full disk. A folder that is in use raises another error.
-        leave_name(folder.path, Path.cwd())
-        raise
+    lock = hold_private(folder.private, folder.run_id, files)
     try:
         yield lock
     finally:
-        if folder.private.exists():
-            # No guard was there to do it.
-            leave_name(folder.path, Path.cwd())
         shutil.rmtree(folder.private, ignore_errors=True)
         os.close(lock)
-
-
-def free_run_folder(config: Config) -> Path:
-    """The folder that a start of ``run.name`` would take now; nothing is changed. Raises OSError."""
-    return next(_free(Path(config.run.dir).absolute(), config))
-
-
-def _next_free(parent: Path, config: Config) -> Path:
-    for path in _free(parent, config):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if not claim(path, Path.cwd()):
-                continue
-        return path
-    raise AssertionError("there is always another number")
-
-
-def _free(parent: Path, config: Config) -> Iterator[Path]:
-    """Folders of the name that a run may have: new ones, and those that a failed start of the same name has left."""
-    for number in count(1):
-        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
-        # A folder of checkpoints elsewhere may be that of another run of this name.
-        if _is_left(path, config) if path.exists() else not checkpoint_dir(config, path).exists():
-            yield path
-
-
-def _is_left(path: Path, config: Config) -> bool:
-    try:
-        if not (path / UNBEGUN).is_file() or is_living(path) or not is_of_name(path, config.run.name):
-            return False
-        return not holds_checkpoints(checkpoint_dir(config, path)) and not has_begun(path, Path.cwd())
-    except PermissionError:
-        # Another user's.
-        return False
-
-
-def is_of_name(path: Path, name: str) -> bool:
-    """Whether the run in this folder was begun under a name: another may be called NAME-2 by its user."""
-    if path.name == name:
-        return True
-    for file in path.glob("config*.json"):
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-            if read_tree(file)["run"]["name"] == name:
-                return True
-    return False

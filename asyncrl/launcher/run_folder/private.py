@@ -1,10 +1,11 @@
-"""The private folder of a host, which exists only while the run lives there, and the host's part of the run folder.
+"""The private folder of a host, which exists only while the run is live there, and the host's part of the run folder.
 
-Invariant: a private folder holds the actors' credentials. It appears with its lock held, and belongs to a run that
-lives exactly as long as that is so: the kernel gives a lock up with the last process that holds it. So what was left
-behind by a run that was killed as a whole is known for certain, and removed at the next start.
+Invariant: a private folder holds the actors' credentials and a lock (flock). It appears with the lock held, by one
+atomic rename that fails if another run holds the folder. So of two launchers that resume a run at the same moment, one
+runs it and the other is refused. The kernel releases the lock when the last process that holds it ends, so a folder
+whose lock is free belongs to a run that was killed; the next start removes it.
 
-Nothing heavy is imported: a host's entry point is to answer at once.
+Nothing heavy is imported, because a host's entry point has to answer at once.
 """
 
 from __future__ import annotations
@@ -21,30 +22,32 @@ from typing import Any
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.errors import UsageError
 from asyncrl.files import try_lock
-from asyncrl.launcher.run_folder.begun import CONFIG, PART, leave_name
 from asyncrl.launcher.terms.spec import private_name
 from asyncrl.wire.keys import write_credentials
 
+CONFIG = "config.json"
+PART = "part_of_run"
+"""Marks a run folder that a host without access to the head's run folder has made for its part."""
 PRIVATE = private_name(0)
 LOCK = "lock"
 RUN_ID = "run_id"
-"""File in the folder of logs of a run on several hosts: by it another host knows that it sees the same folder."""
+"""File in the folder of logs of a run on several hosts: a host that can read it sees the head's run folder."""
 
 
 def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
-    """Make a host's private folder; the descriptor of its lock, which is held. Raises UsageError if another
-    run lives there."""
-    # Made aside, so that it is there as a whole, with its lock held, or not at all.
+    """Make a host's private folder; returns the descriptor of its lock, which is held.
+
+    Raises UsageError if another run is live there.
+    """
     made = private.with_name(f"{private.name}-{run_id}")
     try:
         write_credentials(made, files)
         lock = os.open(made / "lock.new", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # It gets its name once it is held, so that nobody finds it free.
+            # The lock gets its name once it is held, so that no other process finds it free.
             os.rename(made / "lock.new", made / LOCK)
-            # It fails where a run has its private folder there: only an empty folder is replaced, and that one holds
-            # its lock.
+            # A rename replaces an empty folder only, and a private folder in use contains its lock.
             os.rename(made, private)
         except OSError as error:
             os.close(lock)
@@ -57,12 +60,12 @@ def hold_private(private: Path, run_id: str, files: Mapping[str, Any]) -> int:
 
 
 def in_use(path: Path) -> UsageError:
-    """The error that says that a run lives in this folder."""
-    return UsageError(f"{path} is in use: the run in it is still going on; end that first")
+    """The error for a folder in which a run is live."""
+    return UsageError(f"{path} is in use: a run is live in it; stop that run first (asyncrl-launch --stop {path})")
 
 
 def is_living(path: Path, private: str = PRIVATE) -> bool:
-    """Whether a run lives in this folder; ``private`` is the name of the private folder of the host in question."""
+    """Whether a run is live in this folder; ``private`` is the name of a host's private folder."""
     try:
         with try_lock(path / private / LOCK) as is_free:
             return not is_free
@@ -71,7 +74,7 @@ def is_living(path: Path, private: str = PRIVATE) -> bool:
 
 
 def remove_part(run_dir: Path) -> None:
-    """Remove the folder of a host's part, but for what else lies in it."""
+    """Remove a host's part of the run folder. Files that asyncrl did not write stay."""
     for name in ("logs", CONFIG, DIGESTS, PART):
         path = run_dir / name
         if path.is_dir():
@@ -83,7 +86,7 @@ def remove_part(run_dir: Path) -> None:
 
 
 def remove_abandoned(parent: Path) -> list[Path]:
-    """Remove the private folders of runs that are no more; the folders removed."""
+    """Remove the private folders of runs that were killed; the folders removed."""
     removed = []
     for lock in parent.glob(f"*/{PRIVATE}*/{LOCK}"):
         with contextlib.ExitStack() as held:
@@ -92,8 +95,6 @@ def remove_abandoned(parent: Path) -> list[Path]:
             except OSError:
                 continue
             if is_free:
-                if lock.parent.name == PRIVATE:
-                    leave_name(lock.parent.parent, None)
                 shutil.rmtree(lock.parent, ignore_errors=True)
                 removed.append(lock.parent)
     return removed

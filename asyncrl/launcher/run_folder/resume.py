@@ -1,68 +1,67 @@
 """The folder and the checkpoint that a run is resumed from, and whether it is still the same run.
 
-Looks and compares; nothing is changed before ``begin``, which is called with the run's private folder held. The order
-of the data and the meaning of a step depend on the seed and on the geometry of batches, so a run is refused with
-RunChanged (exit code 78) when they are not those of its checkpoint, unless the user allows it; the prompts are
-compared by the checks before the start, or, where these do not come to their end, by the dataloader. Adapters of
-another form, and a whole model in place of adapters, are refused with ConfigError: no flag makes them fit.
+``find_resumption`` reads and compares; only ``Resumption.begin`` changes the folder, while its caller holds the private
+folder (private.py). The order of the data and the meaning of a step depend on the seed and on the geometry of batches.
+If they differ from those of the checkpoint, the resume is refused with RunChanged (exit code 78), unless the user
+allows it. The prompts are compared by the checks before the start or, if these take too long, by the dataloader.
+Adapters of another form, and a whole model in place of adapters, are refused with ConfigError: no flag allows that.
 
-A damaged checkpoint is stepped back from, and refused with CheckpointError where the user has named it. All sizes are
-looked at here, and checksums as far as CHECKED_BYTES go: the ranks of the learner read each its share of the rest when
-they load it, and step back likewise.
+A damaged checkpoint is stepped back from; if the user named it, it is refused with CheckpointError. All file sizes are
+compared here, and checksums of up to CHECKED_BYTES. The ranks of the learner verify the rest when they load it, and
+step back in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.checkpoint.contents import read_state
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.retention import Found
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
-from asyncrl.launcher.run_folder.begun import CONFIG
-from asyncrl.launcher.run_folder.choice import ResumedRun, choose, find_candidates
 from asyncrl.launcher.run_folder.ended import exported_model
-from asyncrl.launcher.run_folder.folders import RunFolder, begin_attempt, next_attempt
-from asyncrl.launcher.run_folder.private import in_use, is_living
+from asyncrl.launcher.run_folder.folders import RunFolder, begin_attempt, next_attempt, runs_of_name
+from asyncrl.launcher.run_folder.private import CONFIG, in_use, is_living
 from asyncrl.preflight.inputs import KnownPrompts
 
 AUTO = "auto"
 CHECKED_BYTES = 1 << 30
-"""Bytes of the trainer's files that are held against their checksums before anything starts: seconds of reading."""
+"""Bytes of the trainer's files that are verified before the start: a few seconds of reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """A run that is to go on, and from where."""
+    """A run to resume, and from where."""
 
     folder: RunFolder
     checkpoint: Found | None
-    """Checkpoint to go on from; None for the initial weights, as there is no checkpoint."""
+    """Checkpoint to resume from; None for the initial weights, if the run has no checkpoint."""
     is_finished: bool
-    """Whether nothing is left to be done."""
-    choice: ResumedRun | None = None
-    """Choice of this run among those of its name, where the user has named none."""
+    """Whether nothing is left to do."""
+    others: list[Path] = field(default_factory=list)
+    """Other runs of the name that ``auto`` did not choose."""
     search: StepBack | None = None
-    """Search that has found the checkpoint, where the user has named none."""
+    """Search that found the checkpoint, if the user has named none."""
     prompts: KnownPrompts | None = None
-    """Prompts that the run is to have, where they must not be others."""
+    """Prompts that the run must have; None if they may differ."""
     state: CheckpointState | None = None
     """State of the run in the checkpoint."""
 
     def describe(self) -> str:
         """One line for people."""
-        why = f" ({self.choice.why})" if self.choice is not None and self.choice.why else ""
+        names = ", ".join(path.name for path in self.others)
         if self.checkpoint is None:
-            begins = "there is no complete checkpoint, so it begins from the initial weights"
-            return f"resuming {self.folder.path}{why}: {begins}"
+            others = f"; neither has {names}" if names else ""
+            return f"resuming {self.folder.path} from the initial weights: it has no complete checkpoint{others}"
         found = self.checkpoint
-        return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{why}"
+        others = f" (its newest checkpoint is newer than any of {names})" if names else ""
+        return f"resuming {self.folder.path} from version {found.version}, step {found.step}: {found.path}{others}"
 
     def describe_changes(self, config: Config) -> list[str]:
         """Lines for people: each key that ``config``, the resolved configuration, changes, and what it applies to.
@@ -75,23 +74,20 @@ class Resumption:
         """One line for people, of a run that ``is_finished``."""
         assert self.checkpoint is not None
         step, steps = self.checkpoint.step, config.learner.steps
-        return f"{self.folder.path} is finished: step {step} of {steps}; raise learner.steps to go on"
+        return f"{self.folder.path} is finished: step {step} of {steps}; raise learner.steps to train more"
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings for the user before it goes on, a line each."""
-        lines = list(self.choice.warnings) if self.choice is not None else []
+        """Warnings for the user before the start, a line each."""
         if self.checkpoint is None:
-            lines.append(f"{self.folder.path} has no checkpoint: training begins from the initial weights, at step 1")
-        elif self.search is not None:
-            found = self.checkpoint
-            lines += [damaged.describe(found.path, found.step) for damaged in self.search.damaged]
-        return lines
+            return [f"{self.folder.path} has no checkpoint: training begins from the initial weights, at step 1"]
+        damaged = self.search.damaged if self.search is not None else []
+        return [one.describe(self.checkpoint.path, self.checkpoint.step) for one in damaged]
 
     def begin(self, config: Config) -> list[Path]:
         """Make this the run's attempt, and its checkpoint the newest; the new paths of damaged and newer ones.
 
-        To be called with the private folder held. Raises CheckpointError or OSError.
+        The caller holds the private folder. Raises CheckpointError or OSError.
         """
         begin_attempt(self.folder, config)
         if self.checkpoint is None:
@@ -101,16 +97,15 @@ class Resumption:
 
 
 def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
-    """The resumption of the run of ``config``; ``place`` is "auto", a run folder, or a checkpoint.
+    """Find the run of ``config`` to resume; ``place`` is "auto", a run folder, or a checkpoint.
 
-    The configuration comes back with the name and folder of the run that was found. Raises UsageError,
-    CheckpointError, ConfigError or RunChanged.
+    The returned configuration has the name and folder of the run that was found. Raises UsageError, CheckpointError,
+    ConfigError or RunChanged.
     """
     chosen: Path | None = None
-    choice: ResumedRun | None = None
+    others: list[Path] = []
     if place == AUTO:
-        choice = _choose(config)
-        path = choice.path
+        path, others = _newest(config)
     else:
         path, chosen = _locate(config, Path(place).absolute())
     if is_living(path):
@@ -137,21 +132,39 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         folder=next_attempt(path),
         checkpoint=found,
         is_finished=done,
-        choice=choice,
+        others=others,
         search=search,
         prompts=prompts,
         state=state,
     )
 
 
-def _choose(config: Config) -> ResumedRun:
-    candidates = find_candidates(config)
-    if not candidates:
+def _newest(config: Config) -> tuple[Path, list[Path]]:
+    """The run of the name with the newest checkpoint, or the newest run if none has one, and the other runs.
+
+    Raises UsageError if one of them is live: it may be the one that the user means.
+    """
+    runs = runs_of_name(config)
+    if not runs:
         path = Path(config.run.dir).absolute() / config.run.name
         raise UsageError(
-            f"--resume auto: {path} holds no run; name one by run.dir and run.name, or begin one without --resume"
+            f"--resume auto: {path} holds no run; name one by run.dir and run.name, or start one without --resume"
         )
-    return choose(candidates)
+    for path in runs:
+        if is_living(path):
+            raise UsageError(f"{in_use(path)}, or name another run by --resume PATH")
+    written = [_written_at(config, path) for path in runs]
+    chosen = max(range(len(runs)), key=lambda index: (written[index], index))
+    return runs[chosen], runs[:chosen] + runs[chosen + 1 :]
+
+
+def _written_at(config: Config, path: Path) -> float:
+    """Time at which the newest checkpoint was written; 0 if there is none."""
+    checkpoints = CheckpointFolder(checkpoint_dir(config, path)).candidates()
+    if not checkpoints:
+        return 0.0
+    mark = checkpoints[0] / COMPLETE
+    return (mark if mark.exists() else checkpoints[0]).stat().st_mtime
 
 
 def _named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
@@ -161,7 +174,7 @@ def _named(checkpoints: CheckpointFolder, chosen: Path, run: Path) -> Found:
         checkpoints.verify_all(found, None)
     except DamagedCheckpoint as problem:
         reason = (
-            f"{problem.reason}. --resume names this damaged checkpoint: restore the file, name another one, or go on "
+            f"{problem.reason}. --resume names this damaged checkpoint: restore the file, name another one, or resume "
             f"from the newest whole one by --resume {run}"
         )
         raise CheckpointError(problem.path, reason) from problem
@@ -174,14 +187,14 @@ def _locate(config: Config, place: Path) -> tuple[Path, Path | None]:
         return place, None
     if not place.is_dir():
         raise UsageError(f"--resume {place}: there is no such folder; give a run folder or one of its checkpoints")
-    # By default checkpoints lie in the run folder; elsewhere, in a folder with the name of theirs.
+    # Checkpoints are in the run folder or, with checkpoint.dir, in a folder of the run's name.
     named = place.parent.name if config.checkpoint.dir is not None else config.run.name
     for run in (place.parent.parent, Path(config.run.dir).absolute() / named):
         if (run / CONFIG).is_file() and checkpoint_dir(config, run).absolute() == place.parent:
             return run, place
     raise UsageError(
-        f"--resume {place}: neither a run folder nor one of the checkpoints of a run; with checkpoint.dir set, run.dir "
-        "says where the run folder is"
+        f"--resume {place}: neither a run folder nor a checkpoint of a run; if checkpoint.dir is set, set run.dir to "
+        "the folder of the run folder"
     )
 
 
@@ -201,23 +214,23 @@ def _adapter_problems(was: Adapters, now: Adapters) -> Iterator[str]:
     for key in ("rank", "alpha", "targets") if was.rank and now.rank else ("rank",):
         before, after = getattr(was, key), getattr(now, key)
         if before != after:
-            told = f"was {before} when the run was left, is {after} now; its checkpoint fits no other"
-            yield f"lora.{key}: {told}: put it back, or begin another run"
+            change = f"was {before} when the run was left, is {after} now, which does not fit the checkpoint"
+            yield f"lora.{key}: {change}: put it back, or start another run"
 
 
 def _backend_problems(config: Config, state: CheckpointState) -> Iterator[str]:
     now = config.learner.backend
     was = state.origin.settings.get("learner", {}).get("backend", now)
     if was != now:
-        yield f"learner.backend: was {was} when the run was left, is {now} now: put it back, or begin another run"
+        yield f"learner.backend: was {was} when the run was left, is {now} now: put it back, or start another run"
 
 
 def _differences(was: Geometry, now: Geometry) -> Iterator[tuple[str, str, str]]:
-    for key, field in (
+    for key, name in (
         ("learner.groups_per_step", "groups_per_step"),
         ("learner.steps_per_version", "steps_per_version"),
         ("rollout.samples_per_prompt", "samples_per_prompt"),
     ):
-        before, after = getattr(was, field), getattr(now, field)
+        before, after = getattr(was, name), getattr(now, name)
         if before != after:
             yield key, str(before), str(after)

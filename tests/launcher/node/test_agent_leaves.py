@@ -14,7 +14,7 @@ from asyncrl.errors import Refused
 from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.child import environment_of
 from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
-from asyncrl.launcher.run_folder.begun import PART
+from asyncrl.launcher.run_folder.private import PART
 from asyncrl.launcher.terms.spec import ARRIVED, CONTROLLER_AT, ActorSpec, AgentSpec
 from asyncrl.messages.actors import Leaving, RunState
 

@@ -13,7 +13,7 @@ from test_messages import make_group
 
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.checkpoint.contents import TrainerContents, write_contents
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.config.load import config_from_json
@@ -116,7 +116,7 @@ def test_auto_needs_a_run_but_no_checkpoint(tmp_path):
     (path / "checkpoints" / "v00000009").mkdir(parents=True)
     _, resumption = find_resumption(settings, "auto")
     assert resumption.checkpoint is None
-    assert "there is no complete checkpoint, so it begins from the initial weights" in resumption.describe()
+    assert "from the initial weights: it has no complete checkpoint" in resumption.describe()
     assert resumption.warnings == [f"{path} has no checkpoint: training begins from the initial weights, at step 1"]
 
 
@@ -211,20 +211,18 @@ def test_a_run_that_a_head_elsewhere_has_begun_since_it_was_found_is_left_as_it_
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_auto_takes_the_run_that_has_a_checkpoint_and_tells_of_later_ones(tmp_path, elsewhere):
+def test_auto_resumes_the_run_whose_checkpoint_was_written_last_and_names_the_others(tmp_path, elsewhere):
     settings = config(tmp_path, **({"checkpoint": {"dir": str(tmp_path / "big")}} if elsewhere else {}))
     runs = [create_run_folder(settings).path for _ in range(4)]
-    for at, path in enumerate(runs):
-        os.utime(path / "config.json", (1000 + at, 1000 + at))
-    good = write_checkpoint(settings, runs[2], 6)
-    # A run that its user called so is not one of the name.
+    assert find_resumption(settings, "auto")[1].folder.path == runs[3]
+    good, older = (write_checkpoint(settings, runs[index], version) for index, version in ((2, 6), (0, 8)))
+    os.utime(older / COMPLETE, (1e9, 1e9))
+    # A run that its user called trial-9 is not one of the name.
     write_checkpoint(config(tmp_path), create_run_folder(config(tmp_path, run={"name": "trial-9"})).path, 6)
     found, resumption = find_resumption(settings, "auto")
     assert (resumption.checkpoint.path, resumption.folder.path, found.run.name) == (good, runs[2], "trial-3")
-    assert "of 4 runs of that name its newest checkpoint was written last, at 2" in resumption.describe()
-    (warning,) = resumption.warnings
-    assert warning.startswith(f"{runs[3]} began later")
-    # Resumed once, it is still one of that name.
+    assert resumption.describe().endswith("(its newest checkpoint is newer than any of trial, trial-2, trial-4)")
+    # A resumed run still belongs to the name.
     begun(found, resumption)
     assert find_resumption(settings, "auto")[1].folder.path == runs[2]
     with private_folder(create_run_folder(settings), settings), pytest.raises(UsageError, match="trial-5 is in use"):
@@ -400,7 +398,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_
         with pytest.raises(CheckpointError, match=said) as refused:
             find_resumption(config(tmp_path), str(newest))
     assert str(newest) in str(refused.value)
-    assert f"go on from the newest whole one by --resume {left}" in str(refused.value)
+    assert f"resume from the newest whole one by --resume {left}" in str(refused.value)
     for place in ("auto", str(left)):
         settings, resumption = find_resumption(config(tmp_path), place)
         assert (resumption.checkpoint.version, resumption.is_finished) == (2, False)

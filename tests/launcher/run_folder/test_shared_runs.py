@@ -30,7 +30,6 @@ def shared(tmp_path: Path):
         (runs / name / "private").mkdir(parents=True)
         (runs / name / "private" / "lock").touch()
         (runs / name / "config.json").write_text("{}")
-        (runs / name / "ended_before_first_step").touch()
         os.utime(runs / name / "config.json", (1e9 + at, 1e9 + at))
     closed = [runs / "theirs" / "private", runs / "closed"]
     for folder in closed:

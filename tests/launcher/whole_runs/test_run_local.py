@@ -207,7 +207,7 @@ def test_i7_a_run_that_was_killed_as_a_whole_is_resumed_in_its_folder(stub):
     code, shown = stub({"learner/0": {"finish": 3}}, resume="auto").end()
     assert code == 0, shown
     assert shown[0] == f"removed {run.run_dir / 'private'}, left behind by a run that was killed"
-    assert shown[1].startswith(f"resuming {run.run_dir}: there is no complete checkpoint")
+    assert shown[1] == f"resuming {run.run_dir} from the initial weights: it has no complete checkpoint"
     assert [entry.name for entry in sorted((run.run_dir / "logs").iterdir())] == ["attempt_1", "attempt_2"]
     assert (run.run_dir / "config_attempt_1.json").is_file()
 
