@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import Refused
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
-from asyncrl.messages.hosts import HostLeft, Join, JoinedHost, Leave, NewHost
+from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, NewHost
 from asyncrl.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.runtime.clock import Clock
@@ -158,25 +158,25 @@ class System:
             controller = self.actors[CONTROLLER]
             controller.actor_ended(ended, Caller("agent/0", 1, -1, 0.0))
 
-    async def join(self, host: str, replicas: int = 1) -> JoinedHost:
+    async def join(self, host: str, replicas: int = 1) -> MemberHost:
         """A host joins; its rollouters are started once everybody knows of them, and its agent is heard of."""
         controller = self.actors[CONTROLLER]
         asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
         while (joined := await controller.join(asked, self.caller(LAUNCHER))).waiting_for:
             pass
         (found,) = joined.hosts
-        facts = {"actors": found.rollouters, "host": host}
+        facts = {"actors": found.actors, "host": host}
         record = ActorRecord(name=found.agent, incarnation=1, address="", host=host, facts=facts)
         controller.register(Register(record=record), self.caller(found.agent))
-        for name in found.rollouters:
+        for name in found.actors:
             self.start(name)
         return found
 
-    async def leave(self, host: JoinedHost, within_s: float, answer_s: float = 20.0) -> None:
+    async def leave(self, host: MemberHost, within_s: float, answer_s: float = 20.0) -> None:
         """A host that has joined leaves; its agent says so when its rollouters have ended. Raises InvalidRequest."""
         controller = self.actors[CONTROLLER]
         await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s))
-        await asyncio.wait([self._lives[name] for name in host.rollouters])
+        await asyncio.wait([self._lives[name] for name in host.actors])
         await controller.host_left(HostLeft(), self.caller(host.agent))
 
     def caller(self, name: str, incarnation: int = 1, within_s: float = 20.0) -> Caller:

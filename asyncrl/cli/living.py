@@ -66,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
 
         return stop_run(find_living(named(given.stop)))
     if given.bring_back is not None:
-        from asyncrl.launcher.live.bring_back import bring_back
+        from asyncrl.launcher.live.leave import bring_back
 
         return bring_back(find_living(named(given.configs[0])), given.bring_back)
     if given.join is None:

@@ -21,7 +21,7 @@ import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.health.failure_detector import FailureDetector
-from asyncrl.controller.joining.host_changes import ComingAndGoing
+from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observers import Watching
 from asyncrl.controller.observation.open_waits import OpenWaits
@@ -153,7 +153,7 @@ class Controller(Actor):
         self._said: tuple[int, RunState] | None = None
         """The state that watchers are told, and its number: made once for all of them."""
         self._registered = ParkingLot()
-        self._members = ComingAndGoing(self, self._registry, self._run, self._hosts, tell=self._members_changed)
+        self._members = HostChanges(self, self._registry, self._run, self._hosts, tell=self._members_changed)
         self._failures = FailureDetector(
             self,
             self._registry,

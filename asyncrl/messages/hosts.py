@@ -1,4 +1,4 @@
-"""Hosts that join a running run and leave it."""
+"""Messages about hosts that join a live run and leave it."""
 
 from __future__ import annotations
 
@@ -14,81 +14,19 @@ PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 
 
 class NewHost(Struct, gc=False, frozen=True, kw_only=True):
-    """A host with rollouters that is to join a living run. Without CURVE there are no keys."""
+    """A host with rollouters that is to join a live run."""
 
     host: Annotated[str, Meta(min_length=1, max_length=200)]
     """Its name in the hostfile."""
     address: str = ""
     """Address that its actors bind."""
     replicas: Annotated[int, Meta(ge=1, le=1024)]
-    agent_keys: list[PublicKey] = []
-    """Public keys of its node agent, one for each attempt."""
     keys: list[list[PublicKey]] = []
-    """Public keys of each of its rollouters, and then of each of its episode hosts, one for each attempt."""
+    """Public keys of its agent, then of each rollouter, then of each episode host, one for each attempt.
+
+    Empty without CURVE."""
     episodes: bool = False
     """Whether each of its rollouters has an episode host beside it."""
-
-
-class JoinedHost(Struct, gc=False, frozen=True, kw_only=True):
-    """The names of a new host, its agent and its actors from now on."""
-
-    host: str
-    agent: str
-    rollouters: list[str]
-    episodes: list[str] = []
-    """Its episode hosts, in the order of the rollouters that they are beside."""
-
-
-class Joined(Message, frozen=True, kw_only=True):
-    """The hosts in the order of the request. They may be started once ``waiting_for`` is empty."""
-
-    hosts: list[JoinedHost]
-    peers: dict[str, list[str]] = {}
-    """Public keys of the whole run by actor name."""
-    waiting_for: list[str] = []
-    """Actors that have not taken in the new keys so far: ask again."""
-
-
-class Join(Request, frozen=True, kw_only=True):
-    """Launcher to controller: let these hosts take part. Parked until every living actor knows their keys."""
-
-    reply = Joined
-    senders = LAUNCHER
-    ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Mark of the request, chosen at random: by it a repeat is known."""
-    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
-
-
-class LeaveBegun(Message, frozen=True, kw_only=True):
-    """The host by its agent, what it is called, and its actors."""
-
-    agent: str
-    host: str
-    actors: list[str]
-
-
-class Leave(Request, frozen=True, kw_only=True):
-    """Launcher to controller: drain a host and let it go; asked again, the same.
-
-    Parked while no other rollouter serves, but one is expected to.
-    """
-
-    reply = LeaveBegun
-    senders = LAUNCHER
-    host: str
-    """Its name, in the hostfile or as it calls itself, or that of its agent."""
-    within_s: Annotated[float, Meta(ge=0)]
-    """Time to finish the groups that are begun; what is left then goes back to the dataloader."""
-    reason: str = ""
-    ask: str = ""
-    """Join.ask of the request that must have brought the host; empty: any host."""
-
-
-class HostLeft(Request, frozen=True, kw_only=True):
-    """Agent to controller, its last words: everything on this host has ended."""
-
-    reply = Done
-    senders = AGENT
 
 
 class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
@@ -97,21 +35,75 @@ class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
     agent: str
     host: str
     actors: list[str]
-    stage: Literal["joining", "serving", "leaving", "left"]
+    """Rollouters, and then the episode hosts beside them."""
+    stage: Literal["joining", "serving", "leaving", "lost", "left"]
+    """A host is ``lost`` if it had to leave and its connection was lost before it could."""
     reason: str = ""
     """Reason that it leaves or has left."""
 
 
+class Joined(Message, frozen=True, kw_only=True):
+    """The hosts in the order of the request. They may be started once ``waiting_for`` is empty."""
+
+    hosts: list[MemberHost]
+    peers: dict[str, list[str]] = {}
+    """Public keys of the whole run by actor name."""
+    waiting_for: list[str] = []
+    """Actors that have not taken in the new keys: ask again."""
+
+
+class Join(Request, frozen=True, kw_only=True):
+    """Launcher to controller: let these hosts take part. Parked until every live actor knows their keys."""
+
+    reply = Joined
+    senders = LAUNCHER
+    ask: Annotated[str, Meta(min_length=16, max_length=64)]
+    """Random mark of the request, by which a repeat is recognised."""
+    hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
+
+
+class LeaveBegun(Message, frozen=True, kw_only=True):
+    """The host that leaves, by its agent and its name, and its actors."""
+
+    agent: str
+    host: str
+    actors: list[str]
+
+
+class Leave(Request, frozen=True, kw_only=True):
+    """Launcher to controller: drain a host and let it go. A repeat gets the same answer.
+
+    Refused while no other rollouter serves; that is retryable if one is expected to.
+    """
+
+    reply = LeaveBegun
+    senders = LAUNCHER
+    host: str
+    """Its name in the hostfile, its own hostname, or the name of its agent."""
+    within_s: Annotated[float, Meta(ge=0)]
+    """Time to finish the groups in progress; the rest then goes back to the dataloader."""
+    reason: str = ""
+    ask: str = ""
+    """Join.ask of the request that must have brought the host; empty for any host."""
+
+
+class HostLeft(Request, frozen=True, kw_only=True):
+    """Agent to controller, its last message: everything on this host has ended."""
+
+    reply = Done
+    senders = AGENT
+
+
 class Members(Message, frozen=True, kw_only=True):
-    """The hosts that have come to those that the run began with, and those that have left."""
+    """The hosts that joined after the start, and those that have left."""
 
     number: Count
     keys: dict[str, list[PublicKey]] = {}
     """Public keys of each agent and actor that has joined, one for each attempt; none without CURVE."""
     serving: list[str] = []
-    """The actors among them that have been ready once: from then on they are like any other."""
+    """Joined actors that have been ready once, and so belong to the run."""
     gone: list[Dead] = []
-    """Agents and actors that have left for good; their keys open nothing any more."""
+    """Agents and actors that have left for good; their keys are not admitted."""
     hosts: list[MemberHost] = []
 
 

@@ -45,7 +45,7 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
 
     async def scenario(system):
         found = await system.join("c")
-        assert (found.agent, found.rollouters) == ("agent/0", ["rollouter/2"])
+        assert (found.agent, found.actors) == ("agent/0", ["rollouter/2"])
         await step(system, 3)
         leases = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
@@ -60,7 +60,7 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         assert leases.counters["tickets/granted_alone"] == 0
         # A name is given once.
         again = await system.join("c2")
-        assert again.rollouters == ["rollouter/3"]
+        assert again.actors == ["rollouter/3"]
         await step(system, 2)
 
     async def supply(system):

@@ -21,7 +21,7 @@ from asyncrl.controller.health.stalls import (
     describe_silence,
 )
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
-from asyncrl.controller.joining.host_changes import ComingAndGoing
+from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import BEATS, Hosts
 from asyncrl.controller.observation.observers import Watching
 from asyncrl.controller.state.run_state import RunStateMachine
@@ -93,7 +93,7 @@ class FailureDetector:
         registry: Registry,
         run: RunStateMachine,
         hosts: Hosts,
-        members: ComingAndGoing,
+        members: HostChanges,
         watching: Watching,
         *,
         tell: Callable[[], None],

@@ -1,9 +1,8 @@
-"""The controller's shell around ``membership``: hosts that join and leave while the run goes on.
+"""The controller's shell around ``Membership``: hosts that join and leave during the run.
 
-Each change is on disk, in the run's private folder, before anybody is told or answered, so that a successor of the
-controller admits all that this one has. A new host is told to begin once every actor that it may call has taken in its
-keys, for one that is turned away does not knock again. A host that is to leave is kept waiting while nobody else serves
-but somebody is expected to, as when the controller has just started again.
+Each change is written to the run's private folder before it is sent or answered, so that a successor of the controller
+admits the same actors. A new host may start once every actor that it may call has taken in its keys, because an actor
+that is refused does not connect again.
 
 Fails with InvalidRequest for what cannot be done, and with NotKept for what is not on disk in time.
 """
@@ -13,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
 
-from asyncrl.controller.joining.hosts import Hosts
-from asyncrl.controller.joining.hosts import ReportedHost as HeardHost
-from asyncrl.controller.joining.membership import Departure, Guest, KnownHost, Membership, NobodyServes
+from asyncrl.controller.joining.hosts import Hosts, ReportedHost
+from asyncrl.controller.joining.membership import KnownHost, Member, Membership
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept
 from asyncrl.files import replace_file
@@ -29,12 +26,12 @@ from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.runtime.parking import ParkingLot
 
 MEMBERS_FILE = "members.json"
-"""File in the run's private folder; absent as long as nobody has joined or left."""
+"""File in the run's private folder; absent until a host joins or leaves."""
 WRITE_AGAIN_S = 1.0
 
 
-class ComingAndGoing:
-    """The shell, made by the controller ``actor``; ``tell`` says that the run changed."""
+class HostChanges:
+    """The shell, made by the controller ``actor``; ``tell`` is called when the run has changed."""
 
     def __init__(
         self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: Hosts, *, tell: Callable[[], None]
@@ -44,12 +41,12 @@ class ComingAndGoing:
         self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
         self._tell, self._now, self._log = tell, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
-        self._told = Members(number=0)
-        """Members that everybody may know."""
+        self._sent = Members(number=0)
+        """Members that every actor may know."""
         self._kept = 0
         """Number of the members on disk, as a successor would know them."""
         self._left_while_lost: list[str] = []
-        """Hosts that the run still counts as lost until it is told that they leave."""
+        """Hosts that the run counts as lost until it knows that they leave."""
         self._taken_in: dict[str, tuple[int, int]] = {}
         """Incarnation of each actor, and the number of the members that it knows."""
         self._changed = asyncio.Event()
@@ -58,96 +55,68 @@ class ComingAndGoing:
     # --- its life ---
 
     def recall(self) -> None:
-        """Go on where an earlier controller was; to be called before anybody is let in. Raises OSError."""
+        """Restore what an earlier controller has kept, before any actor is admitted. Raises OSError."""
         try:
-            described: dict[str, Any] = json.loads(self._path.read_text())
+            described = json.loads(self._path.read_text())
         except FileNotFoundError:
             return
-        membership = self._membership
-        membership.recall(described, self._now())
-        for name in membership.serving:
+        self._membership.recall(described, self._now())
+        for name in self._membership.serving:
             self._run.joined(name)
-        departing = [name for departure in membership.departures.values() for name in departure.actors]
-        self._run.left(departing, self._now())
-        self._told = membership.members
-        self._kept = self._told.number
-        self._run.tell_members(self._told.number, membership.leaving)
+        departed = [member for member in self._membership.hosts.values() if member.stage != "joined"]
+        self._run.left([name for member in departed for name in member.actors], self._now())
+        self._sent = self._membership.members
+        self._kept = self._sent.number
+        self._run.tell_members(self._sent.number, self._membership.leaving)
 
     @property
     def members(self) -> Members:
-        """The members as they were told."""
-        return self._told
+        """The members as they were sent."""
+        return self._sent
 
     async def run(self) -> None:
-        """Keep and tell what changes, and let hosts go that do not come up. Until cancelled."""
+        """Keep and send each change, and let hosts go that do not get ready in time. Until cancelled."""
         while True:
-            now = self._now()
-            self._dismiss_late(now)
-            deadline = self._membership.next_deadline(now, self._start_timeout_s)
+            late = [host for host in self._membership.waiting() if self._now() >= host.since + self._start_timeout_s]
+            for member in late:
+                self._dismiss(
+                    member, f"not ready {self._start_timeout_s:g} s after it joined (supervision.start_timeout_s)"
+                )
+            next_s = min((host.since for host in self._membership.waiting()), default=None)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(None if deadline is None else max(0.0, deadline - now)):
+                wait_s = None if next_s is None else max(0.0, next_s + self._start_timeout_s - self._now())
+                async with asyncio.timeout(wait_s):
                     await self._changed.wait()
             self._changed.clear()
-            if self._membership.number != self._told.number:
-                await self._keep_and_tell()
+            if self._membership.number != self._sent.number:
+                await self._keep_and_send()
 
-    async def _keep_and_tell(self) -> None:
-        membership = self._membership
-        # As they are before the write: a change during it sets ``_changed``, and is kept and told next.
-        members, leaving = membership.members, membership.leaving
+    async def _keep_and_send(self) -> None:
+        # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
+        members, leaving = self._membership.members, self._membership.leaving
         lost, self._left_while_lost = self._left_while_lost, []
-        text = json.dumps(membership.describe())
+        text = json.dumps(self._membership.describe())
         while True:
             try:
                 await asyncio.to_thread(replace_file, self._path, text, mode=0o600)
                 break
             except OSError as error:
-                self._log.error("members are not kept, so nobody is told", error=str(error))
+                self._log.error("cannot write the members, so they are not sent", error=str(error))
                 await asyncio.sleep(WRITE_AGAIN_S)
         self._kept = members.number
         self._watchers.wake()
-        # Callers that wait for this alone are answered first: a host that has left is not spoken to any more.
+        # Calls that wait for the write are answered first: a host that has left is not spoken to any more.
         await asyncio.sleep(0)
         self._actor.take_in(members)
-        self._told = members
-        # Together, so that nobody takes such a host to be back.
+        self._sent = members
+        # In one step, so that a lost host that leaves is not reported as back.
         for host in lost:
             self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
         self._watchers.wake()
         self._tell()
 
-    def _dismiss_late(self, now: float) -> None:
-        for guest in self._membership.overdue(now, self._start_timeout_s):
-            reason = f"not ready {self._start_timeout_s:g} s after it joined (supervision.start_timeout_s)"
-            self._dismiss(guest, reason)
-
-    def _dismiss(self, guest: Guest, reason: str) -> bool:
-        departure = self._membership.dismiss(guest.agent, reason, self._serving)
-        if departure is None:
-            return False
-        self._log.error("host that joined does not serve, and is let go", host=guest.host, reason=reason)
-        self._part_with(departure)
-        return True
-
-    def _part_with(self, departure: Departure) -> None:
-        """The run goes on without this host from here on."""
-        self._run.left(departure.actors, self._now())
-        if departure.agent not in self._hosts.known:
-            # Nobody of it was ever heard of, so nobody would say that it has left.
-            self._membership.left(departure.agent, {})
-        elif (host := self._hosts.lost.get(departure.agent)) is not None:
-            self._left_while_lost.append(str(host))
-            self._forget_lost(departure.agent, departure.actors)
-        self._changed.set()
-
-    def _forget_lost(self, agent: str, actors: Iterable[str]) -> None:
-        # Known by the list of an earlier controller it may be, though it has left.
-        self._hosts.forget(agent)
-        if self._membership.lost(agent, self._incarnations(actors)):
-            self._changed.set()
-
-    # --- what is heard ---
+    # --- events of the run ---
 
     def taken_in(self, name: str, incarnation: int, number: int) -> None:
         """An actor knows the members of this number."""
@@ -162,86 +131,84 @@ class ComingAndGoing:
     def ready(self, names: set[str]) -> None:
         """These are all that are ready."""
         for name in self._membership.ready(names):
-            self._log.info("serves from now on", actor=name)
+            self._log.info("joined actor serves", actor=name)
             self._run.joined(name)
             self._changed.set()
-        # A host that was late and had to stay may go once another serves.
-        self._dismiss_late(self._now())
 
     def given_up(self, name: str, reason: str) -> bool:
-        """An actor will not be started again. True if it was on trial, so that the run goes on without it."""
-        agent = self._membership.host_on_trial(name)
-        if not agent:
+        """An actor will not be started again. True if it has never served, so that the run continues without it."""
+        member = self._membership.on_trial(name)
+        if member is None:
             return False
-        if self._dismiss(self._membership.guests[agent], f"{name}: {reason}"):
-            return True
-        # Nobody else serves: it counts as one of the run from here on, which may have to end for it.
-        self._run.joined(name)
-        return False
+        if member in self._membership.waiting():
+            self._dismiss(member, f"{name}: {reason}")
+        return True
 
-    def host_lost(self, host: HeardHost) -> bool:
-        """True if this host was about to leave, and so is not waited for."""
-        if host.agent not in self._membership.departures:
+    def host_lost(self, host: ReportedHost) -> bool:
+        """True if this host had to leave, so that the run does not wait for it."""
+        member = self._membership.hosts.get(host.agent)
+        if member is None or member.stage == "joined":
             return False
-        self._forget_lost(host.agent, host.actors)
+        self._forget_lost(member)
         return True
 
     async def host_left(self, agent: str, park_s: float) -> None:
-        """Everything on a host has ended, says its agent. Answered as ``leave``. Raises NotKept."""
-        departure = self._membership.departures.get(agent)
-        if departure is None:
+        """The agent reports that everything on its host has ended. Returns once that is kept. Raises NotKept."""
+        member = self._membership.hosts.get(agent)
+        if member is None or member.stage == "joined":
             return
-        # The agent's last word: ends of its actors that have not been heard of are not told any more.
-        for name, incarnation in self._incarnations(departure.actors).items():
+        # This is the agent's last message, so it may not have reported the end of each actor.
+        for name, incarnation in self._incarnations(member.actors).items():
             self._registry.ended(name, incarnation, self._now())
-        names = [agent, *departure.actors]
-        if self._membership.left(agent, self._incarnations(names)):
-            self._log.info("host has left", host=departure.host, agent=agent, reason=departure.reason)
+        if self._membership.left(agent, self._incarnations([agent, *member.actors])):
+            self._log.info("host has left", host=member.host, agent=agent, reason=member.reason)
             self._hosts.forget(agent)
             self._changed.set()
         await self._until_kept(park_s)
 
-    # --- what is asked ---
+    # --- requests ---
 
     async def join(self, request: Join, park_s: float) -> Joined:
         """Let hosts take part. Raises InvalidRequest."""
-        self._check_run("join")
-        await self._watchers.until(lambda: True if self._run.phase != "starting" else None, park_s / 2)
+
+        def joined() -> Joined | None:
+            answer = self._join(request)
+            return None if answer.waiting_for else answer
+
+        return await self._watchers.until(joined, park_s) or self._join(request)
+
+    def _join(self, request: Join) -> Joined:
         self._check_run("join")
         if self._run.phase == "starting":
             return Joined(hosts=[], waiting_for=self._run.waiting_for)
-        membership = self._membership
-        number = membership.number
-        guests = membership.join(request, self._known(), self._taken(), self._now())
-        if membership.number != number:
-            self._log.info("hosts join", hosts={guest.host: guest.actors for guest in guests})
+        membership, before = self._membership, self._membership.number
+        hosts = membership.join(request, self._known(), self._names(), self._now())
+        if membership.number != before:
+            self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
-        number = max(guest.number for guest in guests)
-        await self._watchers.until(lambda: None if self._untold(number) else True, park_s / 2)
         return Joined(
-            hosts=[guest.joined for guest in guests], peers=self._actor.roster.peers, waiting_for=self._untold(number)
+            hosts=[membership.described(host) for host in hosts],
+            peers=self._actor.roster.peers,
+            waiting_for=self._without(max(host.number for host in hosts)),
         )
 
     async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
-        """Let a host go; answered once a successor would know of it too. Raises InvalidRequest, NotKept."""
-
-        def begin() -> Departure | None:
-            try:
-                return self._begin_leave(request)
-            except NobodyServes as error:
-                if not error.awaited:
-                    raise
-                return None
-
-        # Asked once more after the wait, which raises where nobody else serves by then.
-        departure = await self._watchers.until(begin, park_s / 2) or self._begin_leave(request)
-        await self._until_kept(park_s / 2)
-        return LeaveBegun(agent=departure.agent, host=departure.host, actors=departure.actors)
+        """Let a host go; answered once that is kept. Raises InvalidRequest, NotKept."""
+        if self._membership.departure(request.host) is None:
+            self._check_run("leave")
+        before = self._membership.number
+        serving = self._run.expected & self._registry.ready()
+        member = self._membership.leave(request, self._known(), serving, self._run.awaited)
+        if self._membership.number != before:
+            self._log.info("host leaves", host=member.host, actors=member.actors, within_s=request.within_s)
+            self._part_with(member)
+        await self._until_kept(park_s)
+        return LeaveBegun(agent=member.agent, host=member.host, actors=member.actors)
 
     async def watch(self, seen: int, park_s: float) -> Members:
         """Park until the members are others."""
         return (
-            await self._watchers.until(lambda: self._told if self._told.number != seen else None, park_s) or self._told
+            await self._watchers.until(lambda: self._sent if self._sent.number != seen else None, park_s) or self._sent
         )
 
     def wake(self) -> None:
@@ -250,21 +217,25 @@ class ComingAndGoing:
 
     # --- within ---
 
-    def _begin_leave(self, request: Leave) -> Departure:
-        membership = self._membership
-        if request.host.lower() not in {n for d in membership.departures.values() for n in (d.agent, d.host.lower())}:
-            self._check_run("leave")
-        number = membership.number
-        departure = membership.leave(request, self._known(), self._serving, self._run.awaited)
-        if membership.number != number:
-            self._log.info("host leaves", host=departure.host, actors=departure.actors, within_s=request.within_s)
-            self._part_with(departure)
-        return departure
+    def _dismiss(self, member: Member, reason: str) -> None:
+        self._log.error("joined host does not serve, so it has to leave", host=member.host, reason=reason)
+        self._part_with(self._membership.let_go(member, 0.0, reason))
 
-    @property
-    def _serving(self) -> frozenset[str]:
-        """The actors that serve, those of hosts that leave excepted."""
-        return self._run.expected & self._registry.ready()
+    def _part_with(self, member: Member) -> None:
+        """The run continues without this host."""
+        self._run.left(member.actors, self._now())
+        if member.agent not in self._hosts.known:
+            # Its agent has never registered, so it will not report that it has left.
+            self._membership.left(member.agent, {})
+        elif (host := self._hosts.lost.get(member.agent)) is not None:
+            self._left_while_lost.append(str(host))
+            self._forget_lost(member)
+        self._changed.set()
+
+    def _forget_lost(self, member: Member) -> None:
+        self._hosts.forget(member.agent)
+        if self._membership.left(member.agent, self._incarnations(member.actors), lost=True):
+            self._changed.set()
 
     async def _until_kept(self, park_s: float) -> None:
         number = self._membership.number
@@ -273,38 +244,35 @@ class ComingAndGoing:
 
     def _check_run(self, what: str) -> None:
         if self._run.phase not in ("starting", "running"):
-            state = "makes way" if self._run.phase == "preempting" else "is ending"
-            raise InvalidRequest(f"nobody can {what} any more: the run {state}")
+            state = "being preempted" if self._run.phase == "preempting" else "ending"
+            raise InvalidRequest(f"no host can {what} any more: the run is {state}")
 
-    def _untold(self, number: int) -> list[str]:
-        """Actors that do not know these members so far, though somebody may call them."""
-        if self._told.number < number:
+    def _without(self, number: int) -> list[str]:
+        """Actors that may be called and have not taken in these members."""
+        if self._sent.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
-        found = []
-        for name, entry in self._registry.entries.items():
-            # One that has not spoken so far takes them in before it can be called, and an agent takes in none.
-            if role_of(name) in ROLES and entry.heard_of and entry.spoken:
-                incarnation, known = self._taken_in.get(name, (0, -1))
-                if incarnation != entry.record.incarnation or known < number:
-                    found.append(name)
-        return found
+        # An actor that has not spoken takes the members in before it can be called. An agent needs none.
+        spoken = [
+            (name, entry.record.incarnation)
+            for name, entry in self._registry.entries.items()
+            if role_of(name) in ROLES and entry.heard_of and entry.spoken
+        ]
+        return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
     def _known(self) -> list[KnownHost]:
-        return sorted(self._known_hosts(), key=lambda host: int(host.agent.partition("/")[2]))
-
-    def _known_hosts(self) -> Iterator[KnownHost]:
+        found = []
         for agent, host in self._hosts.known.items():
-            entry = self._registry.entries.get(agent)
-            guest = self._membership.guests.get(agent)
-            also = [guest.address] if guest is not None else []
+            entry, member = self._registry.entries.get(agent), self._membership.hosts.get(agent)
+            also = [member.address] if member is not None else []
             if entry is not None:
                 also += [entry.record.host, *_address(entry.record.address)]
-            yield KnownHost(agent, host.name, host.actors, [name for name in also if name])
-        for agent, guest in self._membership.guests.items():
-            if agent not in self._hosts.known and not self._membership.has_departed(agent):
-                yield KnownHost(agent, guest.host, guest.actors, [guest.address] if guest.address else [])
+            found.append(KnownHost(agent, host.name, host.actors, [name for name in also if name]))
+        for agent, member in self._membership.hosts.items():
+            if agent not in self._hosts.known and member.stage in ("joined", "leaving"):
+                found.append(KnownHost(agent, member.host, member.actors, [member.address] if member.address else []))
+        return sorted(found, key=lambda host: int(host.agent.partition("/")[2]))
 
-    def _taken(self) -> list[str]:
+    def _names(self) -> list[str]:
         """All names of the run."""
         return [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
 

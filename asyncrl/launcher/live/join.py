@@ -1,12 +1,11 @@
-"""Hosts join a living run: reach them, have the controller name them and admit their keys, start their agents.
+"""Adds hosts to a live run: reaches them, asks the controller for names and admission, starts their agents.
 
-The configuration is that of the run; the number of engines on each host is decided here, by its room. The keys of the
-new agents and rollouters are made here, and their public halves go to the controller, which alone lets anybody in.
-From then on this is the launcher of these hosts and of nobody else (see ``joined_hosts``). If anything fails before
-their agents live, the controller is told, and what was begun is undone; should that not be possible, it lets them go by
-itself after ``supervision.start_timeout_s``.
+The configuration is the run's. This command decides by a host's GPUs how many engines it gets, and makes the keys of
+the new agents and actors. Only their public halves go to the controller, which admits them. Then the command follows
+these hosts (joined_hosts.py). If anything fails before their agents are started, the command asks the controller to let
+the hosts go; if it cannot ask, the controller lets them go after ``supervision.start_timeout_s``.
 
-Fails with HostFailed for hosts, UsageError for what is asked in vain.
+Fails with HostFailed for hosts, and with UsageError for a request that the run refuses.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from asyncrl.launcher.fleet.fanout import Reached
 from asyncrl.launcher.fleet.hostfile import HostLine
 from asyncrl.launcher.fleet.start import StartCommand, shown
 from asyncrl.launcher.launch import host_of, host_spec, start_agent
-from asyncrl.launcher.live.joined_hosts import Guests
+from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.live.live_run import LiveController, LivingRun
 from asyncrl.launcher.local import agent_spec
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.placement import PlacementHost, place_replicas, replicas_of
-from asyncrl.launcher.terms.spec import CONTROLLER_AT, HostOffer, HostSpec, Prepared, RouteQuery, Routes
-from asyncrl.messages.hosts import Join, Joined, JoinedHost, Leave, NewHost
+from asyncrl.launcher.terms.spec import CONTROLLER_AT, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, NewHost
 from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
 from asyncrl.wire.keys import files_of_pairs, make_pairs
 
@@ -46,12 +45,13 @@ WITHDRAW_S = 5.0
 
 
 def join_run(run: LivingRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
-    """Have these hosts take part in the run, and follow them to their end; the exit code."""
+    """Add these hosts to the run, and follow them to their end; the exit code."""
     progress = Progress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
     return asyncio.run(_Joining(run, lines, start, dry_run, progress).main())
 
 
 Pairs = list[dict[str, str]]
+"""The key pairs of one actor, one for each attempt."""
 
 
 @dataclass
@@ -61,7 +61,6 @@ class _Joining:
     start: StartCommand
     dry_run: bool
     progress: Progress
-    facts: dict[str, HostOffer] = field(default_factory=dict)
     hosts: dict[str, PlacementHost] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
     reached: Reached = field(init=False)
@@ -71,56 +70,47 @@ class _Joining:
         self.reached = Reached(self.start, limit_s, self.progress, count=len(self.lines))
 
     async def main(self) -> int:
-        """A signal undoes everything until the agents live."""
+        """Join and follow; until the agents are started, a signal undoes everything."""
         try:
             return await undone_by_signals(self._main(), self.progress)
         finally:
             await self.reached.close()
 
     async def _main(self) -> int:
-        self._check_address()
+        # The address comes from a socket, so it is not a name.
+        if ipaddress.ip_address(self._head).is_loopback:
+            raise UsageError(
+                f"{self.run.folder.path}: this run listens on {self._head} alone, where no other host reaches it; "
+                "start a run that hosts are to join with --hosts over two or more"
+            )
         await self.reached.reach([line.name for line in self.lines])
-        self.facts = {name: contact.facts for name, contact in self.reached.contacts.items()}
         await self._place()
         if self.dry_run:
             self._show_plan()
             return 0
         async with LiveController(self.run) as controller:
             members = await self._begin(controller)
-            return await Guests(self.run, members, controller, self.progress).main()
-
-    # --- hosts ---
+            return await JoinedHosts(self.run, members, controller, self.progress).main()
 
     @property
     def _head(self) -> str:
         """The address at which the controller listens."""
         return self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
-    def _check_address(self) -> None:
-        # Bound and told by the socket, so it is no name.
-        if ipaddress.ip_address(self._head).is_loopback:
-            raise UsageError(
-                f"{self.run.folder.path}: this run listens on {self._head} alone, where no other host reaches it; "
-                "a run that hosts are to join is started with --hosts over two or more"
-            )
-
     async def _place(self) -> None:
-        config, at = self.run.config, await self._addresses()
+        config, facts = self.run.config, {name: contact.facts for name, contact in self.reached.contacts.items()}
+        if config.network.interface is not None:
+            at = addresses.by_interface(facts, config.network.interface)
+        else:
+            query = RouteQuery(head=self._head, addresses=[self._head])
+            at = addresses.towards(self._head, await self.reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
         for line in self.lines:
-            host = host_of(line, self.facts[line.name], at[line.name])
+            host = host_of(line, facts[line.name], at[line.name])
             self.hosts[line.name], self.replicas[line.name] = host, replicas_of(config, host)
         full = [f"{name} has {len(host.gpus)}" for name, host in self.hosts.items() if not self.replicas[name]]
         if full:
             each = config.rollout.gpus_per_replica
             raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(full)}")
-
-    async def _addresses(self) -> dict[str, str]:
-        interface = self.run.config.network.interface
-        if interface is not None:
-            return addresses.by_interface(self.facts, interface)
-        query = RouteQuery(head=self._head, addresses=[self._head])
-        routes = await self.reached.ask(dict.fromkeys(self.facts, query), Routes, "answered")
-        return addresses.towards(self._head, routes)
 
     def _show_plan(self) -> None:
         self.progress.end()
@@ -133,20 +123,29 @@ class _Joining:
     # --- the run ---
 
     async def _begin(self, controller: LiveController) -> list[AgentHandle]:
-        """Do everything up to living agents. Raises AsyncRLError, having undone it."""
-        attempts = self.run.config.supervision.max_restarts + 1
-        curve = self.run.credentials.curve
-        pairs: dict[str, list[Pairs]] = {
-            name: [make_pairs(attempts) for _ in range(self._roles * count + 1)] if curve else []
-            for name, count in self.replicas.items()
-        }
-        request = Join(ask=secrets.token_hex(16), hosts=[self._new_host(name, pairs[name]) for name in self.hosts])
-        joined: Joined | None = None
-        members: list[AgentHandle] = []
+        """Start the agents. Raises AsyncRLError, having undone everything."""
+        attempts, episodes = self.run.config.supervision.max_restarts + 1, self.run.config.episode.kind != "single"
+        pairs: dict[str, list[Pairs]] = {name: [] for name in self.hosts}
+        if self.run.credentials.curve:
+            for name, count in self.replicas.items():
+                pairs[name] = [make_pairs(attempts) for _ in range(1 + count * (2 if episodes else 1))]
+        new = [
+            NewHost(
+                host=name,
+                address=host.address,
+                replicas=self.replicas[name],
+                keys=[[pair["public"] for pair in each] for each in pairs[name]],
+                episodes=episodes,
+            )
+            for name, host in self.hosts.items()
+        ]
+        request = Join(ask=secrets.token_hex(16), hosts=new)
         try:
             joined = await self._ask(controller, request)
             specs = {host.host: self._host_spec(host, joined.peers, pairs[host.host]) for host in joined.hosts}
-            self._mark_folder()
+            # A host that can read this file sees the run folder, and uses it.
+            with contextlib.suppress(FileExistsError), (self.run.folder.logs / RUN_ID).open("x") as file:
+                file.write(self.run.folder.run_id)
             await self.reached.ask(specs, Prepared, "prepared")
             members = [self._start_agent(host) for host in joined.hosts]
         except BaseException as error:
@@ -154,27 +153,11 @@ class _Joining:
                 await self._withdraw(controller, request.ask, str(error) or type(error).__name__)
             raise
         for host in joined.hosts:
-            self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.rollouters)}")
+            self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
         return members
 
-    @property
-    def _roles(self) -> int:
-        """Actors for each engine: a rollouter, and where there are episodes their host."""
-        return 1 if self.run.config.episode.kind == "single" else 2
-
-    def _new_host(self, name: str, pairs: Sequence[Pairs]) -> NewHost:
-        keys = [[pair["public"] for pair in each] for each in pairs]
-        return NewHost(
-            host=name,
-            address=self.hosts[name].address,
-            replicas=self.replicas[name],
-            agent_keys=keys[0] if keys else [],
-            keys=keys[1:],
-            episodes=self._roles == 2,
-        )
-
     async def _ask(self, controller: LiveController, request: Join) -> Joined:
-        """Ask the controller until everybody knows the newcomers. Raises UsageError."""
+        """Ask the controller until every actor admits the new ones. Raises UsageError."""
         loop = asyncio.get_running_loop()
         limit = self.run.config.supervision.start_timeout_s
         until = loop.time() + limit
@@ -187,36 +170,30 @@ class _Joining:
                 raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
 
     async def _withdraw(self, controller: LiveController, ask: str, why: str) -> None:
-        """Nobody is to wait for these hosts. The controller may not have heard of them, or have refused them."""
+        # The controller may not know these hosts, or may have refused them.
         for name in self.hosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
             with contextlib.suppress(AsyncRLError):
                 await controller.ask(leave, timeout=WITHDRAW_S)
 
-    def _mark_folder(self) -> None:
-        """Write the run's id into its logs, so that a host that sees the run folder uses it."""
-        with contextlib.suppress(FileExistsError), (self.run.folder.logs / RUN_ID).open("x") as file:
-            file.write(self.run.folder.run_id)
-
-    def _host_spec(self, joined: JoinedHost, peers: Mapping[str, list[str]], pairs: Sequence[Pairs]) -> HostSpec:
+    def _host_spec(self, joined: MemberHost, peers: Mapping[str, list[str]], pairs: Sequence[Pairs]) -> HostSpec:
         folder, credentials = self.run.folder, self.run.credentials
         files: dict[str, Any] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
         if credentials.curve:
             files["peers.json"] = dict(peers)
-            for name, each in zip((joined.agent, *joined.rollouters, *joined.episodes), pairs, strict=True):
+            for name, each in zip((joined.agent, *joined.actors), pairs, strict=True):
                 files |= files_of_pairs(name, each)
         else:
             files["secret.json"] = {"secret": credentials.secret}
         return host_spec(self.run.config, folder, _index(joined), files)
 
-    def _start_agent(self, joined: JoinedHost) -> AgentHandle:
+    def _start_agent(self, joined: MemberHost) -> AgentHandle:
         host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
-        names = [*joined.rollouters, *joined.episodes]
         spec = agent_spec(
             self.run.config,
             folder,
-            place_replicas(self.run.config, host, names),
-            # Nobody of this attempt has had these names.
+            place_replicas(self.run.config, host, joined.actors),
+            # These names are new in this attempt, so no incarnation of them exists.
             above=attempt_begins_above(folder.attempt, 0),
             index=_index(joined),
             host=host.address,
@@ -227,5 +204,5 @@ class _Joining:
         return member
 
 
-def _index(joined: JoinedHost) -> int:
+def _index(joined: MemberHost) -> int:
     return int(joined.agent.partition("/")[2])

@@ -1,9 +1,9 @@
-"""Follows the hosts that have joined a run, and nobody else, to their end.
+"""Follows the hosts that one command has added to a run, to their end.
 
-Their events and logs are shown and kept as by the run's own launcher. They end with the run, or when they leave it: by
-``--leave``, because the controller lets them go, or because this command is interrupted. The first signal has the
-controller drain them, a second one ends them at once; the run goes on without them. One that the controller does not
-let go, as the last with a rollouter, goes on until then. A lost connection ends nothing.
+The command shows and keeps their events and logs as the run's own launcher does. The hosts end with the run, or when
+they leave: by ``--leave``, because the controller lets them go, or because this command is interrupted. The first
+signal makes the controller drain them, a second one ends them at once; the run continues without them. A host that the
+controller does not let go, because it has the last rollouter, continues until then. A lost connection ends nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ ASK_S = 20.0
 
 
 @dataclass
-class Guests:
-    """The follower of the hosts that have joined a run; the module tells its rules."""
+class JoinedHosts:
+    """The hosts that this command has added, with their agents as ``members``."""
 
     run: LivingRun
     members: Sequence[AgentHandle]
     controller: LiveController
     progress: Progress
     interrupts: Interrupts = field(default_factory=Interrupts)
-    _told: dict[str, str] = field(default_factory=dict)
+    _stages: dict[str, str] = field(default_factory=dict)
     """The stage of each host that was shown last, by agent."""
     _served: set[str] = field(default_factory=set)
     """Agents of the hosts that have served."""
@@ -64,7 +64,7 @@ class Guests:
                 for task in beside:
                     task.cancel()
         except BaseExceptionGroup as group:
-            # The hosts go on with the run, but nobody follows them any more.
+            # The hosts continue with the run, but their events are not shown any more.
             raise group.exceptions[0] from None
         self.progress.end()
         return self._exit_code([self._conclude(member) for member in self.members])
@@ -85,10 +85,10 @@ class Guests:
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
             for host in members.hosts:
-                if host.agent in own and self._told.get(host.agent) != host.stage:
-                    self._told[host.agent] = host.stage
+                if host.agent in own and self._stages.get(host.agent) != host.stage:
+                    self._stages[host.agent] = host.stage
                     self._show(host)
-        # The run is over on its head.
+        # The run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
 
     def _show(self, host: MemberHost) -> None:
@@ -103,10 +103,12 @@ class Guests:
     async def _end_when_asked(self) -> None:
         await self.interrupts.first()
         within = self.run.config.supervision.drain_s
-        self.progress.say("the run goes on without these hosts, which end in good order; again to end them at once")
+        self.progress.say(
+            "these hosts are drained, and the run continues without them; signal again to end them at once"
+        )
         async with asyncio.TaskGroup() as tasks:
             asking = [tasks.create_task(self._ask_to_leave(member, within)) for member in self.members]
-            # The agent itself gives its actors that much, and then as much again.
+            # An agent gives its actors ``within`` seconds, and then drain_s to end.
             await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
             for task in asking:
                 task.cancel()
@@ -131,10 +133,10 @@ class Guests:
             self.progress.warn([str(error)])
 
     def _conclude(self, member: AgentHandle) -> int:
-        """Say how a member ended; the exit code that this amounts to."""
+        """Show how a member ended; the exit code for it."""
         ended = member.ended
         if ended is None and member.lost:
-            self.progress.warn([f"{member.loss_words}; what runs there goes on with the run"])
+            self.progress.warn([f"{member.loss_words}; its actors continue with the run"])
             return 1
         if ended is None:
             log = str(self.run.folder.logs / member.log)
@@ -151,7 +153,7 @@ class Guests:
         elif self._killing:
             self.progress.say(f"{member.host} was ended at once")
         else:
-            how = {"done": "is done", "preempted": "made way"}.get(ended.result, "was ended before its last step")
+            how = {"done": "is done", "preempted": "was preempted"}.get(ended.result, "ended before its last step")
             self.progress.say(f"{member.host} ends with the run, which {how}")
         return ended.exit_code
 

@@ -124,7 +124,7 @@ class LiveController:
                 try:
                     return await self._call(request, until - loop.time())
                 except RemoteError as error:
-                    if not error.retryable:
+                    if not error.retryable or loop.time() + AGAIN_S >= until:
                         raise
                     await asyncio.sleep(AGAIN_S)
         except (RemoteError, ProtocolError) as error:

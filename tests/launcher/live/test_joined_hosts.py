@@ -11,7 +11,7 @@ from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.live.joined_hosts import Guests
+from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terms.spec import KILL, STOP, EndedEvent
 from asyncrl.messages.hosts import Members
@@ -38,8 +38,8 @@ class Member:
         self.over = True
 
 
-def guests(members, controller):
-    return Guests(RUN, members, controller, Progress(io.StringIO(), 1, io.StringIO()))
+def joined(members, controller):
+    return JoinedHosts(RUN, members, controller, Progress(io.StringIO(), 1, io.StringIO()))
 
 
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
@@ -67,7 +67,7 @@ def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_en
                 raise answer
 
     async def work():
-        followed = guests(members, Controller())
+        followed = joined(members, Controller())
         ending = asyncio.create_task(followed.main())
         followed.interrupts.note(signal.SIGINT)
         if second:
@@ -90,7 +90,7 @@ def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
             for number in (1, 2):
                 yield Members(number=number)
 
-    run_virtual(guests([deaf], Controller()).main())
+    run_virtual(joined([deaf], Controller()).main())
     assert deaf.sent == [STOP, KILL, "killed"]
 
 
@@ -104,7 +104,7 @@ def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
     left = Member(2)
     left.ended, left.lost = EndedEvent(result="left", reason=reason), False
     left.gone.set()
-    followed = guests([left], Controller())
+    followed = joined([left], Controller())
     followed.progress = Progress(io.StringIO(), 1, told := io.StringIO())
     assert run_virtual(followed.main()) == 1
     assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
@@ -121,4 +121,4 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
 
     process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
     with pytest.raises(OSError, match="cannot be read"):
-        run_virtual(guests([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).main())
+        run_virtual(joined([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).main())

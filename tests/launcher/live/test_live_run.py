@@ -16,7 +16,7 @@ from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_living
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.terms.spec import HostOffer, Routes
-from asyncrl.messages.hosts import Join, Joined, JoinedHost, WatchMembers
+from asyncrl.messages.hosts import Join, Joined, MemberHost, WatchMembers
 from asyncrl.runtime.calls.server import CROWDED
 
 
@@ -154,7 +154,8 @@ class Near:
 def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends, monkeypatch):
     """Else the run would wait for the other hosts of the request."""
     speak(lived, "tcp://10.0.0.1:7000")
-    named = Joined(hosts=[JoinedHost(host="c", agent="agent/1", rollouters=["rollouter/1"])], waiting_for=["reward/0"])
+    host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining")
+    named = Joined(hosts=[host], waiting_for=["reward/0"])
     controller = Told(named, ends)
     monkeypatch.setattr(joining, "Reached", Near)
     monkeypatch.setattr(joining, "LiveController", lambda run: controller)
