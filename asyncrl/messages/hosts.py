@@ -13,6 +13,10 @@ from asyncrl.messages.senders import AGENT, LAUNCHER, MEMBERS
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 
 
+HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
+"""A host is ``lost`` if it had to leave and its connection was lost before it could."""
+
+
 class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     """A host with rollouters that is to join a live run."""
 
@@ -36,8 +40,7 @@ class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
     host: str
     actors: list[str]
     """Rollouters, and then the episode hosts beside them."""
-    stage: Literal["joining", "serving", "leaving", "lost", "left"]
-    """A host is ``lost`` if it had to leave and its connection was lost before it could."""
+    stage: HostStage
     reason: str = ""
     """Reason that it leaves or has left."""
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.actors import Dead, Leaving
-from asyncrl.messages.hosts import Join, Leave, MemberHost, Members, NewHost
+from asyncrl.messages.hosts import HostStage, Join, Leave, MemberHost, Members, NewHost
 from asyncrl.roles import role_of
 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
@@ -220,13 +220,12 @@ class Membership:
 
     def described(self, member: Member) -> MemberHost:
         """The host as others see it."""
-        joined = "serving" if set(member.actors) <= set(self.serving) else "joining"
+        if member.stage == "joined":
+            stage: HostStage = "serving" if set(member.actors) <= set(self.serving) else "joining"
+        else:
+            stage = member.stage
         return MemberHost(
-            agent=member.agent,
-            host=member.host,
-            actors=list(member.actors),
-            stage=joined if member.stage == "joined" else member.stage,
-            reason=member.reason,
+            agent=member.agent, host=member.host, actors=list(member.actors), stage=stage, reason=member.reason
         )
 
     def describe(self) -> dict[str, Any]:
