@@ -220,7 +220,14 @@ def below() -> list[psutil.Process]:
 
 
 def worker_pids() -> list[int]:
-    return [process.pid for process in below() if "asyncrl episodes worker" in " ".join(process.cmdline())]
+    return [process.pid for process in below() if "asyncrl episodes worker" in title(process)]
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # It may end at any moment; a zombie is one too.
+        return ""
 
 
 def listening() -> set[int]:
