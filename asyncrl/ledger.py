@@ -1,4 +1,5 @@
-"""The ledger: which prompts of which epoch have an outcome, how many each, and what befell open ones. Pure.
+"""The ledger: which prompts of which epoch have an outcome, the number of each outcome, and the deaths of open prompts.
+Pure.
 
 Invariant: in each epoch every prompt has at most one outcome, and keeps it. Whether a prompt has one is kept, exactly;
 which one it was is only counted: nothing that is decided later depends on it, and kinds alternate for ever.
@@ -118,8 +119,8 @@ class Ledger:
         """Ascending runs; as few as there can be."""
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
-        """Deaths that an open prompt has been held in, by uid (of an eval prompt too); absent where there was none."""
-        """Times that an open prompt came back too stale to be trained, by uid; absent where it never did."""
+        """Deaths of each open prompt by uid (of an eval prompt too), as messages/suspects.py counts them; absent if 0.
+        """
         self.first_epoch = 0
         """First epoch of the present prompts; earlier epochs had others, and their open prompts are left for good."""
 

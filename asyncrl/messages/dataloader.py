@@ -13,16 +13,16 @@ from asyncrl.messages.senders import LEARNER, ROLLOUTER
 
 
 class NewLeases(Message, frozen=True, kw_only=True):
-    """The leases: none when nothing could be leased in time; ``closed`` when nothing will ever be again."""
+    """New leases; empty if there was none in time, ``closed`` if there will never be one again."""
 
     leases: list[Lease] = []
     closed: bool = False
 
 
 class RequestLeases(Request, frozen=True, kw_only=True):
-    """Rollouter to dataloader: lease me prompt groups. Parked until there is one.
+    """Rollouter to dataloader: request leases of prompt groups. Parked until there is one.
 
-    Leases above ``seen`` are leased again first, so a lost reply loses nothing.
+    Leases above ``seen`` are sent again first, so a lost reply loses nothing.
     """
 
     reply = NewLeases
@@ -39,12 +39,12 @@ class RequestLeases(Request, frozen=True, kw_only=True):
     number: Count = 0
     """Number of the call, from 1 in each incarnation of the rollouter; 0 if it has none.
 
-    Nothing new is leased to a call that a later one has overtaken, or that was leased something before.
+    A request that a later one has overtaken, or that got a lease before, gets no new leases.
     """
 
 
 class ReturnLeases(Request, frozen=True, kw_only=True):
-    """Rollouter to dataloader: these groups were not generated; somebody else is to do it."""
+    """Rollouter to dataloader: these groups were not generated; lease them to another rollouter."""
 
     reply = Done
     senders = ROLLOUTER
@@ -129,7 +129,7 @@ class WatchSupply(Request, frozen=True, kw_only=True):
 
 
 class PromptSample(Message, frozen=True, kw_only=True):
-    """The prompts asked for, or all that may be leased where there are fewer."""
+    """The prompts asked for; fewer if fewer may be leased."""
 
     prompts: list[np.ndarray]
     """int32 [P] each, P > 0."""

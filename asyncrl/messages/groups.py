@@ -1,4 +1,4 @@
-"""Values that make up a prompt group on its way, and those that tell its end."""
+"""The values of a prompt group: its lease, its trajectories and its outcome."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Turn(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Sequence(Struct, gc=False, kw_only=True):
-    """A path through a conversation, as the policy saw it and went on: T tokens after the prompt, S of them sampled."""
+    """A path through a conversation, as the policy saw it: T tokens after the prompt, S of them sampled."""
 
     prompt_ids: np.ndarray | None = None
     """int32 [P], P > 0, the tokens before the first sampled one; None: the prompt of the lease."""
@@ -77,7 +77,7 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     temperature: float
     max_tokens: Annotated[int, Meta(ge=1)]
     seal: str = ""
-    """Seal by which the learner knows whom it was leased to (seals.py); empty where there is no key for it."""
+    """Seal that shows the learner which rollouter it was leased to (seals.py); empty without a key."""
 
 
 class Trajectory(Struct, gc=False, kw_only=True):
@@ -101,7 +101,7 @@ class Trajectory(Struct, gc=False, kw_only=True):
     turns: Count = 0
     """Answers of the policy, also those that are not trained; 0 where a prompt has one response."""
     forks: dict[str, Count] = {}
-    """Calls of the policy whose context did not go on from an earlier answer, by cause."""
+    """Calls of the policy whose context did not continue an earlier answer, by cause."""
     stage_s: dict[str, float] = {}
     """Seconds of the episode by what it was at: start, queue, engine, paused, tool, user, close."""
     generate_s: float = 0.0
@@ -145,7 +145,7 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Group(Struct, gc=False, frozen=True, kw_only=True):
-    """A finished prompt group: scored trajectories, or the reason why there are none."""
+    """A finished prompt group: scored trajectories, or the reason of its failure."""
 
     lease: Lease = field(name="ticket")
     """Checkpoints hold it as ``ticket``."""

@@ -1,9 +1,8 @@
-"""Seals on leases: how the learner knows, without asking, to whom a lease was leased. Pure.
+"""Seals on leases: they show the learner, without a question, which rollouter a lease was given to. Pure.
 
-The dataloader seals each lease for the incarnation of the rollouter that it leases it to, under a key that it shares
-with the learner for the whole run. Invariant: a lease fits whom it was sealed for and nobody else, with the uid,
-lease and purpose that it was sealed with; either of the two may start again, and what was sealed
-before still fits.
+The dataloader seals each lease for one incarnation of one rollouter, under a key that it shares with the learner for
+the whole run. Invariant: a lease fits only that rollouter, with the uid, number and purpose that were sealed. Either
+side may start again, and earlier seals still fit.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from asyncrl.messages.groups import Lease
 
 
 def sealed(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> Lease:
-    """A lease as it is leased to this rollouter."""
+    """The lease as this rollouter gets it."""
     return msgspec.structs.replace(lease, seal=_seal(key, lease, rollouter, incarnation))
 
 
 def fits(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> bool:
-    """Whether the lease was leased to this rollouter as it stands."""
+    """Whether this rollouter got the lease as it stands."""
     return hmac.compare_digest(_seal(key, lease, rollouter, incarnation).encode(), lease.seal.encode())
 
 

@@ -1,4 +1,4 @@
-"""A real dataloader on the memory network, with rollouters and a learner that answer what a test tells them to."""
+"""A real dataloader on the memory network, with rollouters and a learner whose answers a test sets."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Running:
         return [lease.uid for lease in (await self.lease(*of, **how)).leases]
 
     async def is_parked(self, call: asyncio.Future[Any]) -> bool:
-        """Whether it waits, after all that is on its way has come."""
+        """Whether it waits, after every message on its way has come."""
         await asyncio.wait([call], timeout=0.05)
         return not call.done()
 
@@ -144,7 +144,7 @@ async def running(
     incarnation: int = 1,
     net: Net | None = None,
 ) -> AsyncIterator[Running]:
-    """``rollouters`` by name; where there are none given, the config's hold nothing. In ``net``, or one of its own."""
+    """``rollouters`` by name; by default those of the configuration hold nothing. In ``net``, or one of its own."""
     config, learner = config or small_config(), learner or Learner()
     async with AsyncExitStack() as stack:
         if net is None:

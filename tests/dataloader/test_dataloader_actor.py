@@ -21,7 +21,7 @@ ONE_STEP = {"learner": {"steps": 1}}
 FRESH = {"staleness": {"max": 0}}
 
 
-async def test_leases_carry_all_that_a_rollouter_needs(tmp_path: Path) -> None:
+async def test_leases_carry_everything_that_a_rollouter_needs(tmp_path: Path) -> None:
     evaluation = {"data": {"source": "synthetic", "size": 1}, "n": 3, "temperature": 0.0, "max_tokens": 5}
     config = small_config(rollout={"temperature": 0.7, "max_tokens": 33}, eval={"held": evaluation})
     async with running(tmp_path, config) as it:
@@ -48,9 +48,7 @@ async def test_the_check_of_the_chat_template_is_kept_where_there_are_episodes(t
 
 
 @pytest.mark.parametrize(("size", "count"), [(64, 8), (5, 8), (9, 8)])
-async def test_a_few_prompts_from_all_over_the_data_are_told_before_the_gate_opens(
-    tmp_path: Path, size: int, count: int
-) -> None:
+async def test_a_sample_of_prompts_is_available_before_the_gate_opens(tmp_path: Path, size: int, count: int) -> None:
     async with running(tmp_path, small_config(data={"size": size}), restore=False) as it:
         everything, sample = [
             [prompt.tolist() for prompt in (await it.call(LEARNER, SamplePrompts(count=of))).prompts]
@@ -76,7 +74,7 @@ async def test_a_lease_is_parked_until_a_place_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holds", [True, False])
-async def test_a_call_of_who_leaves_that_is_still_parked_is_leased_nothing(tmp_path: Path, holds: bool) -> None:
+async def test_a_parked_request_of_a_leaving_rollouter_gets_no_lease(tmp_path: Path, holds: bool) -> None:
     """I1: as when its CANCEL was lost; what is free goes to the others."""
 
     async with running(tmp_path, small_config(**FRESH)) as it:
@@ -87,7 +85,7 @@ async def test_a_call_of_who_leaves_that_is_still_parked_is_leased_nothing(tmp_p
         await it.call(A, ReturnLeases(uids=[], leaving=True, holding=leased if holds else []))
         assert await parked == NewLeases()
         if holds:
-            # That is leased to nobody else, nor is the learner asked about it.
+            # That is leased to no other rollouter, and the learner is not asked about it.
             other = it.lease(B, 2, seen=2, holding=" ".join(rest))
             assert await it.is_parked(other)
             other.cancel()
@@ -101,7 +99,7 @@ async def test_a_call_of_who_leaves_that_is_still_parked_is_leased_nothing(tmp_p
         assert set(leased) <= set(found) and len(found) == 3
 
 
-async def test_a_call_of_who_leaves_is_leased_nothing_by_a_gate_that_opens_again(tmp_path: Path) -> None:
+async def test_a_leaving_rollouter_gets_no_lease_when_the_gate_opens_again(tmp_path: Path) -> None:
     async with running(tmp_path, restore=False) as it:
         parked = it.lease(A, 2)
         leaving = it.call(A, ReturnLeases(uids=[], leaving=True))
@@ -138,7 +136,7 @@ async def test_the_learner_is_woken_when_the_supply_changes_and_rollouters_are_s
         assert (await it.lease(B)).closed
 
 
-async def test_the_learner_is_told_at_once_of_a_prompt_that_is_rejected_by_a_call_that_is_leased_nothing(
+async def test_the_learner_hears_at_once_of_a_rejected_prompt_although_nothing_was_leased(
     tmp_path: Path,
 ) -> None:
     """Nothing is leased for training before the learner has reported all of the round at the start."""

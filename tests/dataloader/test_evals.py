@@ -1,4 +1,4 @@
-"""Evaluation rounds: when each opens and closes, and whom its prompts are with."""
+"""Evaluation rounds: when each opens and closes, and which holder its prompts have."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_round_at_the_end_is_never_skipped_and_one_in_between_of_the_last_ve
         assert rounds.sizes == sizes
 
 
-def test_rounds_go_on_with_what_the_learner_knows() -> None:
+def test_rounds_continue_from_the_state_of_the_learner() -> None:
     """An actor that has started again knows the rounds from the learner."""
     sets = [EvalSet("a", (0, 1, 2), every_versions=4, at_start=True)]
     rounds = EvalRounds(sets, 9, closed=["a@0"], open={"a@4": ["a@4-1"], "gone@4": []}, overdue=True)
@@ -65,7 +65,7 @@ def test_rounds_go_on_with_what_the_learner_knows() -> None:
     for index in range(3):
         rounds.finish_prompt(f"a@4-{index}")
     assert rounds.sizes == {}
-    # A round at the start that goes on still comes before training.
+    # An open round at the start still comes before training.
     assert EvalRounds([EvalSet("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
 
 

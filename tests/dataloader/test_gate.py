@@ -33,7 +33,7 @@ def admitted(gate: Gate, served_version: int, outstanding: int = 0) -> int:
     return count
 
 
-def test_counts_what_was_trained_and_not_version_times_groups() -> None:
+def test_the_gate_counts_trained_groups_and_not_version_times_groups() -> None:
     # A short step, or a version restored from a checkpoint, breaks v * G.
     gate = make_gate(run=993, first_version=5, trained=7)
     assert [admitted(gate, served) for served in (-1, 4, 5)] == [0, 0, 8]
@@ -124,7 +124,7 @@ def test_admission_stays_within_the_bound(
     ],
 )
 def test_refusals_waits_and_full_steps_make_the_limit(made: dict[str, Any], events: str, groups: int) -> None:
-    """Somebody is (r)efused; a (s)tep begins, one that (w)aited, or one with a (f)ull buffer behind it."""
+    """A rollouter is (r)efused; a (s)tep begins, one that (w)aited, or one with a (f)ull buffer behind it."""
     limit = make_limit(**made)
     for event in events:
         if event == "r":

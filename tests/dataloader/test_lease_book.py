@@ -70,7 +70,7 @@ def held(attempts: dict[str, int] | None = None, *, seen: int = 0, leaving: bool
 # --- leases ---
 
 
-def test_no_number_is_given_twice_whatever_the_dataloader_has_forgotten() -> None:
+def test_no_number_is_given_twice_after_a_restart_of_the_dataloader() -> None:
     book = Book()
     book.lease(A, 2)
     # A reply of a lost dataloader, which came after it had said what it holds.
@@ -97,7 +97,7 @@ def test_the_share_counts_what_a_rollouter_really_holds() -> None:
 # --- returns and deaths ---
 
 
-def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_is_suspect() -> None:
+def test_a_leaving_rollouter_returns_prompts_and_the_learner_is_asked_about_the_others() -> None:
     """I1: what it may have delivered is not generated again before the learner has said so."""
     book = Book()
     book.lease(B, 1)
@@ -107,7 +107,7 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
         # It begins to leave: what it never received is leased again without waiting for its end.
         book.left(A, 1, ["0-1", "0-3"])
         assert list(book.orphans) == ["0-2", "0-4"]
-    # Nobody returns what another one holds, nor an incarnation the prompts of another one.
+    # A rollouter cannot return what another holds, nor an incarnation the prompts of another.
     for name, life in ((B, 1), (A, 0), (A, 2), ("rollouter/9", 1)):
         book.give_back(name, life, ["0-1", "7-7"])
     assert book.outstanding == 5
@@ -129,7 +129,7 @@ def test_who_leaves_gives_back_and_of_the_rest_the_learner_is_asked_and_nothing_
     assert after.missing(book) == ["0-1", "0-2"]
 
 
-def test_who_leaves_and_still_holds_something_takes_no_share_of_the_gate() -> None:
+def test_a_leaving_rollouter_that_holds_something_takes_no_share_of_the_gate() -> None:
     book = Book()
     assert book.uids(A, 1) == ["0-0"]
     book.lease(B, served=-1)
@@ -137,9 +137,9 @@ def test_who_leaves_and_still_holds_something_takes_no_share_of_the_gate() -> No
     after = Book()
     after.adopt(A, 1, held({"0-0": 0}, seen=1, leaving=True), book)
     for each in (book, after):
-        # All that the gate has room for.
+        # As many as the gate has room for.
         assert each.uids(B, 9) == [f"0-{index}" for index in range(1, 8)]
-        # A call of it that comes late is leased nothing, whatever has room.
+        # A late call of it gets no lease, although there is room.
         each.give_back(B, 1, [f"0-{index}" for index in range(2, 8)])
         assert each.uids(A, 1, seen=1) == []
         # Its successor has a share again.
@@ -168,7 +168,7 @@ def test_a_repeated_report_and_one_after_a_gap_change_nothing() -> None:
         (("x@0-0",), "trained"),
     ],
 )
-def test_an_outcome_that_cannot_be_is_refused_as_a_whole(wrong: tuple[str, ...], kind: str) -> None:
+def test_a_report_with_an_impossible_outcome_is_refused_as_a_whole(wrong: tuple[str, ...], kind: str) -> None:
     book = Book()
     book.lease()
     with pytest.raises(ProtocolError, match=wrong[-1]):
@@ -188,7 +188,7 @@ def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
     assert (book.outstanding, book.gate.trained, book.supply.evals) == (2, 2, {"eval/a@1": 2})
 
 
-def test_the_number_of_the_supply_moves_with_what_the_learner_must_know_and_not_with_every_lease() -> None:
+def test_the_number_of_the_supply_moves_with_news_for_the_learner_and_not_with_every_lease() -> None:
     book = Book(EvalSet("a", (0,), every_versions=1), steps=2, staleness_max=5)
     seen = [book.supply_number]
 
@@ -250,7 +250,7 @@ def test_a_prompt_runs_alone_from_its_second_death_on() -> None:
     assert marks(book.lease(A, 2, life=3, seen=1)) == [("0-2", 0, False), ("0-3", 0, False)]
 
 
-def test_one_rollouter_is_set_aside_and_the_others_go_on() -> None:
+def test_one_rollouter_is_set_aside_and_the_others_continue() -> None:
     book = Book(staleness_max=5, deaths={"0-4": 2, "0-5": 2})
     assert book.uids(A, 2) == ["0-0", "0-1"]
     assert book.uids(B, 2) == ["0-2", "0-3"]

@@ -1,4 +1,4 @@
-"""Gate and order against a model of the loop; whatever may die and be lost is in test_exactly_once_model.
+"""Gate and order against a model of the loop. Deaths and losses are in test_exactly_once_model.
 
 The model holds the truth: what each rollouter really received and serves, what the learner really holds and has
 trained. Replies and reports may be lost, leases come back, and one rollouter may die, so that no prompt is suspect of
@@ -212,7 +212,7 @@ class Loop(RuleBasedStateMachine):
         return bool(self.next_batch()) and self.next_batch() <= self.buffered
 
     def next_batch(self) -> set[str]:
-        """The groups that were leased first: of all that are out, if ``in_order``, else of those delivered."""
+        """The groups that were leased first: of the outstanding ones, if ``in_order``, else of those delivered."""
         among = (self.out - set(self.concluded)) | self.buffered if self.in_order else self.buffered
         return set([uid for uid in self.leased_under if uid in among][: self.per_step])
 
@@ -260,7 +260,7 @@ class Loop(RuleBasedStateMachine):
 
     @rule(kinds=st.lists(st.sampled_from(SIGNAL), min_size=1, max_size=8), lag=st.integers(0, 2))
     def move_on(self, kinds: list[str], lag: int) -> None:
-        """All that usually happens between two steps; brings the run forward."""
+        """The usual events between two steps; they bring the run forward."""
         for rollouter in self.rollouters:
             rollouter.served = max(rollouter.served, self.version - lag)
             self.send(rollouter, 4)

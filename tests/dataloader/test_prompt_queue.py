@@ -35,7 +35,7 @@ def test_the_order_depends_on_fingerprint_seed_and_epoch_alone() -> None:
     orders = [epoch(order, number) for number in range(3)]
     orders += [epoch(EpochOrder("b", 1, 100), 0), epoch(EpochOrder("a", 2, 100), 0)]
     assert len({tuple(each) for each in orders}) == len(orders)
-    # A run that is resumed by another version of the library must go on in the same order.
+    # A run that is resumed by another version of the library must continue in the same order.
     assert epoch(EpochOrder("fingerprint", 7, 10), 2) == [7, 9, 0, 2, 5, 4, 3, 1, 8, 6]
 
 
@@ -47,7 +47,7 @@ def take(queue: PromptQueue, count: int) -> list[str]:
     return [queue.take().uid for _ in range(count)]
 
 
-def test_returned_prompts_go_first_and_the_oldest_of_them_first_of_all() -> None:
+def test_returned_prompts_go_first_the_oldest_before_the_others() -> None:
     queue = make_queue()
     first, second, third = (queue.take() for _ in range(3))
     queue.give_back(third)

@@ -59,14 +59,14 @@ def test_prompts_over_the_limit_with_their_template_are_kept_apart() -> None:
         (["long", "long", "hi"], {"max_prompt_tokens": 3, "max_left_out_fraction": 0.7}, None),
     ],
 )
-def test_a_set_of_which_the_rules_leave_out_too_large_a_share_is_refused_with_its_number(
+def test_a_set_with_too_many_left_out_prompts_is_refused_with_their_number(
     prompts: list[Any], fields: dict[str, Any], share: str | None
 ) -> None:
     with pytest.raises(DataError, match=share) if share else nullcontext():
         assert make_set(prompts, **fields).tokenize(9)
 
 
-def test_what_a_template_does_not_show_is_a_bad_row_with_its_place(family: Any) -> None:
+def test_a_row_that_the_template_does_not_show_is_a_bad_row_with_its_place(family: Any) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     rows = [RawRow("d.jsonl", 1, {"prompt": "hi"}), RawRow("d.jsonl", 2, {"prompt": "ho", "tools": [tool]})]
     dataset = collect("d.jsonl", rows, prompt_key="prompt", on_bad_row="error", tools_key="tools")

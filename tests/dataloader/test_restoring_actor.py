@@ -71,7 +71,7 @@ async def test_known_and_held_prompts_are_not_leased(tmp_path: Path) -> None:
         assert (await it.supply()).attempts == {}
 
 
-async def test_a_successor_counts_supplies_on_from_above_all_of_its_predecessor(tmp_path: Path) -> None:
+async def test_a_successor_numbers_supplies_above_those_of_its_predecessor(tmp_path: Path) -> None:
     """The learner takes no supply for news whose number is not above what it has seen."""
     numbers = []
     for incarnation in (7, 8):
@@ -123,7 +123,7 @@ async def test_a_rollouter_that_dies_after_its_answer_leaves_orphans(tmp_path: P
 # --- another learner, another dataloader ---
 
 
-async def test_i1_a_learner_that_went_back_gets_again_what_it_had_reported(tmp_path: Path) -> None:
+async def test_i1_a_learner_that_went_back_gets_its_reported_prompts_again(tmp_path: Path) -> None:
     rollouter = Rollouter()
     async with running(tmp_path, rollouters={A: rollouter}) as it:
         leased = await it.leased()
@@ -140,7 +140,7 @@ async def test_i1_a_learner_that_went_back_gets_again_what_it_had_reported(tmp_p
         assert it.actor.param_version == 2
 
 
-async def test_prompts_of_a_checkpoint_are_no_leases_that_are_out(tmp_path: Path) -> None:
+async def test_prompts_of_a_checkpoint_have_no_open_leases(tmp_path: Path) -> None:
     """Their outcome was not reported in time, and nobody reports it any more."""
 
     rollouter = Rollouter()
@@ -167,7 +167,7 @@ async def test_a_restarted_dataloader_stands_where_the_lost_one_stood(tmp_path: 
         async with running(tmp_path, restore=False, incarnation=2, net=first.net) as second:
             await needs_restore(second)
             await second.restore(outcomes_number=2, ledger=ledger(0), claims=[leased[3]], groups_left=23)
-            # What the learner has seen of the lost one does not keep news from it.
+            # The learner gets news, although it has seen higher numbers of the lost one.
             assert (await second.supply(seen=seen)).outstanding == 3
             assert await second.leased(seen=4, free=1, holding=" ".join(leased[1:3])) == ["0-4"]
             await second.report(*leased[1:])
@@ -181,7 +181,7 @@ async def test_the_working_limit_survives_the_learner(tmp_path: Path) -> None:
         assert (await it.restore(2, version=1)).limit == 1.5
 
 
-async def test_a_run_that_makes_way_leases_nothing_more(tmp_path: Path) -> None:
+async def test_a_preempted_run_leases_nothing_more(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
         supply = await it.supply()
         leased = await it.leased(free=2)

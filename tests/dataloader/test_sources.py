@@ -299,7 +299,7 @@ def test_a_file_that_is_of_no_kind_or_damaged_says_so(tmp_path: Path, name: str,
     fails(match, path=str(tmp_path / name))
 
 
-def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path) -> None:
+def test_the_files_of_the_split_are_read_from_a_folder(tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     for place in ("main", "socratic", ".cache/huggingface"):
         (hub / place).mkdir(parents=True)
@@ -363,7 +363,7 @@ def test_a_dotted_name_leads_into_objects_and_a_name_that_holds_the_dot_wins(tmp
 # --- made ---
 
 
-def test_reasoning_gym_rows_hold_all_that_their_scorer_needs() -> None:
+def test_reasoning_gym_rows_hold_everything_that_their_scorer_needs() -> None:
     from reasoning_gym import create_dataset
 
     config = {"task": "chain_sum", "size": 5, "seed": 3, "options": {"min_terms": 2, "max_terms": 3}}

@@ -174,7 +174,7 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     assert tokenizer.vocabulary == len(vocabulary) + len(tokenizer.special_ids.keys() - vocabulary)
 
 
-def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
+def test_an_empty_tokenizer_is_refused(tmp_path: Path) -> None:
     """For some families transformers makes a tokenizer without a vocabulary where the files are missing."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": 1, "bos_token_id": 1}))
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -185,7 +185,7 @@ def test_an_empty_tokenizer_is_none(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_of_a_text_that_cannot_be_encoded_the_first_unknown_piece_is_named(tmp_path: Path) -> None:
+def test_the_first_unknown_piece_of_a_text_is_named(tmp_path: Path) -> None:
     backend = Tokenizer(models.WordLevel({"one": 0, "two": 1, "<s>": 2}))
     backend.pre_tokenizer, backend.normalizer = pre_tokenizers.Whitespace(), normalizers.Lowercase()
     backend.add_special_tokens(["<s>"])

@@ -57,7 +57,7 @@ class Learner:
 
 
 class Dataloader:
-    """Leases what is put into ``leases``, numbered from what was seen, and again until that is: calls are given up."""
+    """Leases what is put into ``leases``, under numbers above ``seen``, and again until they are seen."""
 
     def __init__(self):
         self.leases, self.asked, self.returned = [], [], []
@@ -199,7 +199,7 @@ class Life:
         return {uid: lease.number for uid, lease in self.rollouter._leases.held.items()}
 
     async def die(self):
-        """As far as a task can: nothing more is said to anybody."""
+        """Die as a process does: nothing more is sent."""
         self.task.cancel()
         await asyncio.wait({self.task})
 

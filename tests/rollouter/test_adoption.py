@@ -74,7 +74,7 @@ async def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever
         assert life.rollouter.counters["rollout/delivered_again"] == 0
 
 
-async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_lease_and_the_deaths_it_was_in(tmp_path):
+async def test_the_answer_lists_every_unacknowledged_lease_with_its_deaths(tmp_path):
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path, dataloader_at=7) as life:
         life.gates["0-2"] = asyncio.Event()
@@ -97,7 +97,7 @@ async def test_the_answer_lists_all_that_is_not_acknowledged_with_its_lease_and_
         await life.until(lambda: not life.held)
 
 
-async def test_leases_of_a_dataloader_that_is_no_more_are_dropped_with_their_numbers(tmp_path):
+async def test_leases_of_a_dead_dataloader_are_dropped_with_their_numbers(tmp_path):
     """Else the next one numbers other prompts alike, and believes that they were seen."""
     learner, old, new = Learner(open=False), Dataloader(), Dataloader()
     async with between(learner, old, tmp_path) as life:
@@ -123,7 +123,7 @@ async def test_leases_of_a_dataloader_that_is_no_more_are_dropped_with_their_num
         await life.until(lambda: not life.held)
 
 
-async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_rest(tmp_path):
+async def test_a_preempted_rollouter_delivers_generated_groups_and_returns_the_others(tmp_path):
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
@@ -132,7 +132,7 @@ async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_
         life.rollouter.preempted()
         asked = len(dataloader.asked)
         dataloader.lease("0-3")
-        # At once, as the learner waits for whatever is out; with all that may still be delivered.
+        # At once, since the learner waits for every outstanding group; with those that may still be delivered.
         await life.until(lambda: life.held.keys() == {"0-1"})
         assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
         assert list(life.open_leases(1).attempts) == ["0-1"]
@@ -144,8 +144,8 @@ async def test_a_preempted_rollouter_delivers_what_is_generated_and_returns_the_
         assert learner.uids == ["0-1"]
 
 
-async def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(tmp_path):
-    """I1: whatever it is leased afterwards it does not take."""
+async def test_a_leaving_rollouter_reports_at_once_which_groups_it_may_still_deliver(tmp_path):
+    """I1: it takes no lease afterwards."""
     learner, dataloader = Learner(), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
@@ -164,8 +164,8 @@ async def test_who_leaves_says_so_at_once_with_all_that_it_may_still_deliver(tmp
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_who_stops_returns_what_it_holds_and_one_that_leaves_only_what_is_not_generated(tmp_path, leaves):
-    """I1: of what is generated while the run goes on, the learner is asked: it may just be taking it in."""
+async def test_a_stopping_rollouter_returns_its_leases_and_a_leaving_one_only_ungenerated_ones(tmp_path, leaves):
+    """I1: the learner is asked about generated groups of a run that continues: it may just be taking them in."""
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
@@ -180,7 +180,7 @@ async def test_who_stops_returns_what_it_holds_and_one_that_leaves_only_what_is_
         assert dataloader.partings == ([["0-1", "0-2"], []] if leaves else [])
 
 
-async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_leases_along_and_tells_whom_it_misses(tmp_path):
+async def test_a_rollouter_without_the_learner_takes_no_leases_and_names_the_learner(tmp_path):
     def told():
         return {record.whom: record.seconds for record in life.rollouter.heartbeat(1).unreached}
 
@@ -207,7 +207,7 @@ async def test_a_rollouter_that_does_not_reach_the_learner_takes_no_leases_along
                 await life.until(lambda: not life.held)
 
 
-async def test_a_group_over_what_the_learner_accepts_is_delivered_as_failed_and_the_rollouter_goes_on(tmp_path):
+async def test_a_too_large_group_is_delivered_as_failed_and_the_rollouter_continues(tmp_path):
     learner, dataloader = Learner(), Dataloader()
     async with Net(memory=True) as net:
         net.serve(learner, "learner/0", max_message_bytes=4000)
@@ -223,9 +223,7 @@ async def test_a_group_over_what_the_learner_accepts_is_delivered_as_failed_and_
     assert "it cannot be brought to the learner" in told and "raise network.max_message_bytes" in told
 
 
-async def test_word_of_the_death_of_a_host_that_comes_late_begins_no_episode_of_its_successor_anew(
-    tmp_path, monkeypatch
-):
+async def test_late_news_of_a_dead_host_restarts_no_episode_of_its_successor(tmp_path, monkeypatch):
     async with between(Learner(), Dataloader(), tmp_path) as life:
         life.net.serve(object(), "episodes/0", 2)
         host = life.rollouter.peer("episodes/0")

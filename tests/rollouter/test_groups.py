@@ -28,7 +28,7 @@ def lease():
 
 
 class Scripted:
-    """Episodes and scores that fail as often as they are told to, by sample; ``trouble`` is the pool's own."""
+    """Episodes and scores that fail a given number of times, by sample; ``trouble`` is the pool's own."""
 
     def __init__(self, *, losses=(), refusals=(), final=(), components=None, hopeless=None, trouble=()):
         self.losses, self.refusals, self.final = dict(losses), dict(refusals), set(final)
@@ -96,14 +96,14 @@ def test_each_trajectory_is_scored_the_moment_it_is_finished_or_the_group_when_a
 
 
 @pytest.mark.parametrize(("components", "told"), [({}, True), ({"timed_out": -1.0}, False)])
-def test_the_reward_pool_is_told_once_its_function_has_worked(components, told):
+def test_the_reward_pool_hears_once_its_function_has_worked(components, told):
     script = Scripted(refusals={0: 1}, components=components)
     run(script, rollout={"retry_backoff_s": 0.1})
     # The first two and a second attempt were asked for before there was a reward.
     assert script.has_worked == [False, False, False, told, told]
 
 
-def test_only_what_failed_is_tried_again_with_growing_pauses():
+def test_only_failed_trajectories_are_tried_again_with_growing_pauses():
     script = Scripted(losses={1: 2}, refusals={3: 1})
     group = run(script, rollout={"max_attempts": 3, "retry_backoff_s": 1.0})
     assert group.failure is None
@@ -132,7 +132,7 @@ def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script, rea
 
 
 @pytest.mark.parametrize("fails", ["losses", "refusals"])
-def test_what_fails_is_left_out_while_enough_survive(fails):
+def test_failed_trajectories_are_left_out_while_enough_survive(fails):
     """A response on which a verifier hangs costs its siblings nothing: they are scored once, and are the group."""
     drop = {"on_failed_trajectory": "drop", "max_attempts": 3}
     script = Scripted(**{fails: {2: 99}})
@@ -181,7 +181,7 @@ def test_i1_a_reward_pool_that_will_never_score_quarantines_nothing(bug, per):
 
 
 class Pool:
-    """Has a long queue: answers when it is told to."""
+    """Has a long queue: answers when the test allows it."""
 
     def __init__(self, count=1):
         self.came, self.answers, self.count = asyncio.Event(), asyncio.Event(), count
@@ -195,7 +195,7 @@ class Pool:
 
 @asynccontextmanager
 async def scoring(folder, count, patience_s=30.0):
-    """A rollouter with ``count`` completions at a reward pool, which answers when it is told to."""
+    """A rollouter with ``count`` completions at a reward pool, which answers when the test allows it."""
     pool, completion = Pool(count), Completion(text="x", finish_reason="stop", tokens=1)
     async with asyncio.timeout(30), Net(memory=True) as net:
         for name, served in (("dataloader/0", Dataloader()), ("learner/0", Learner())):

@@ -1,4 +1,4 @@
-"""What a rollouter that has nothing to do sends: as little as it may, and at once something when that changes."""
+"""The messages of an idle rollouter: as few as possible, and one at once when that changes."""
 
 import asyncio
 

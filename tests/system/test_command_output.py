@@ -32,7 +32,7 @@ def call(folder, program, words, out):
 
 
 @pytest.mark.parametrize(("program", "words"), CALLS)
-def test_what_cannot_be_printed_is_a_failure_that_is_told(tmp_path, program, words):
+def test_a_failure_to_print_is_reported(tmp_path, program, words):
     (tmp_path / "sim.toml").write_text(SIM)
     with open("/dev/full", "w") as full:
         done = call(tmp_path, program, words, full)
@@ -59,7 +59,7 @@ def call_closed(folder, program, words, closed):
 
 
 @pytest.mark.parametrize(("program", "words"), CALLS)
-def test_an_output_that_is_closed_is_a_failure_that_is_told(tmp_path, program, words):
+def test_a_closed_output_is_reported(tmp_path, program, words):
     (tmp_path / "sim.toml").write_text(SIM)
     done = call_closed(tmp_path, program, words, ">&-")
     said = f"asyncrl-{program}: what is printed cannot be written: standard output is closed\n"

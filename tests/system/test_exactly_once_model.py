@@ -70,7 +70,7 @@ class Rollouter:
     dataloader: int = 0
     """The last one that was spoken to."""
     asks: list[Ask] = field(default_factory=list)
-    """All that were ever sent: any may arrive again."""
+    """Every request that was sent: any may arrive again."""
     waits_for: Ask | None = None
     """The call whose answer it still takes."""
     held: dict[str, Held] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         seed: int,
     ) -> None:
         self.size, self.steps, self.oversize = size, steps, oversize
-        # Somebody must be able to learn something.
+        # At least one prompt must be trainable.
         self.poison = frozenset(index for index in poison if index < size - 1 and index not in oversize)
         self.per_version = groups_per_step * steps_per_version
         self.config = LearnerConfig(groups_per_step=groups_per_step, steps_per_version=steps_per_version)
@@ -157,7 +157,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.late_leases: list[tuple[Rollouter, int, int, list[PromptLease]]] = []
         """Rollouter, its incarnation, the dataloader's; of its last call, else it would not listen."""
         self.blind = False
-        """Whether somebody did not answer, or said that he had not what the learner has: it may be generated twice."""
+        """Whether an actor did not answer, or did not name what the learner has: it may be generated twice."""
         self.lone_deaths: Counter[str] = Counter()
         """Deaths of rollouters that held nothing but this prompt."""
         self.make_limit()
@@ -177,7 +177,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.finished = False
         self.report: Outcomes | None = None
         self.waits = False
-        """For the dataloader to go on from where the run stands."""
+        """Whether it waits for the dataloader to restore the run's state."""
         self.unpublished = 0
         self.in_training: list[str] = []
         self.publish()
@@ -248,7 +248,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             )
 
     def crash_learner(self, back: int) -> None:
-        """Its successor starts from one of the last checkpoints, of which the later ones are then void."""
+        """Its successor starts from one of the last checkpoints; later ones are void then."""
         del self.checkpoints[max(1, len(self.checkpoints) - back) :]
         self.start_learner(self.checkpoints[-1])
 
@@ -554,7 +554,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(deliveries=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(ACKNOWLEDGED)), max_size=6))
     def move_on(self, deliveries: list[tuple[str, str]]) -> None:
-        """All that usually happens between two steps; brings the run forward."""
+        """The usual events between two steps; they bring the run forward."""
         self.restore_fully()
         for rollouter in self.rollouters:
             rollouter.served = self.mark
@@ -621,7 +621,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             self.fair_round()
             if done():
                 break
-        assert done(), "the run does not go on"
+        assert done(), "the run does not continue"
         ledger = self.intake.ledger
         trained = set(self.trained)
         assert len(trained) == len(self.trained)

@@ -21,7 +21,7 @@ SLOWLY = {
 
 
 def live(tmp_path, scenario):
-    """Run to the end beside ``scenario``, which begins with the first step and comes to its own end."""
+    """Run to the end together with ``scenario``, which begins with the first step and ends by itself."""
     system, ended = System(config(**SUPERVISION, **SLOWLY), tmp_path / "run"), []
 
     async def acting():

@@ -68,7 +68,7 @@ def check(system, state):
 
 
 @pytest.mark.parametrize(("fault", "transport"), [("dead", "shm"), ("frozen", "gloo")])
-def test_training_goes_on_without_a_parameter_server_as_far_as_the_gate_lets_it(tmp_path, fault, transport):
+def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(tmp_path, fault, transport):
     system = System(config(weights={"transport": transport}), tmp_path / "run")
     steps = {}
 
@@ -113,7 +113,7 @@ def full_disk(monkeypatch):
     return full
 
 
-def test_with_a_full_disk_training_goes_on_under_the_version_before(tmp_path, full_disk):
+def test_with_a_full_disk_training_continues_under_the_version_before(tmp_path, full_disk):
     system = System(config(), tmp_path / "run")
     steps = {}
 
@@ -127,7 +127,7 @@ def test_with_a_full_disk_training_goes_on_under_the_version_before(tmp_path, fu
     lines = check(system, system.play(scenario))
     versions = [line["weights/version"] for line in lines]
     assert versions == sorted(versions)
-    # Of the steps without a version none was lost and no number was given twice.
+    # No step without a version was lost, and no number was given twice.
     unpublished = STEPS - versions[-1]
     assert unpublished >= 1
     assert lines[steps["stood still"] - 1]["weights/version"] < steps["stood still"]
@@ -174,7 +174,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk
 
 
 def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
-    """A deadline is an OSError too, but nothing can go on after it."""
+    """A deadline is an OSError too, but nothing can continue after it."""
 
     def publish(self, version, probe=None, on_sealed=None):
         if version == 3:
@@ -274,12 +274,12 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
 
     check(system, system.play(scenario))
     events = slow.events
-    assert events[0] == "gathering", "an engine paused for a version of which nothing was there"
+    assert events[0] == "gathering", "an engine paused for a version without any bytes"
     assert {*events[1:3]} == {"trained", "sampled"}
     assert events[3:] == ["bucket 0", "pause", "pause", "bucket 1", "bucket 2"]
 
 
-def test_a_version_spans_its_steps_and_lines_tell_what_it_and_its_updates_took(tmp_path, monkeypatch):
+def test_a_version_spans_its_steps_and_lines_have_the_times_of_its_updates(tmp_path, monkeypatch):
     fresh = []
     real = SimTrainer.train
     monkeypatch.setattr(SimTrainer, "train", lambda self, plan, ahead=0: fresh.append(plan.fresh) or real(self, plan))

@@ -1,4 +1,4 @@
-"""I1 over the deaths of whole actors, in one process: whoever dies whenever, each prompt is trained exactly once."""
+"""I1 over the deaths of whole actors in one process: any of them dies at any time, each prompt is trained once."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def torment(system: System, victims: list[str], randomness: random.Random) -> No
     ],
     ids=["learner", "dataloader", "others", "anybody"],
 )
-def test_i1_whoever_dies_again_and_again_each_prompt_is_trained_once(tmp_path: Path, victims: list[str]) -> None:
+def test_i1_each_prompt_is_trained_once_over_repeated_deaths(tmp_path: Path, victims: list[str]) -> None:
     torment(System(config(reward={"pools": 2}), tmp_path / "run"), victims, random.Random(2))
     audit(tmp_path / "run")
 

@@ -50,7 +50,7 @@ def logs(monkeypatch, tmp_path):
 
 
 def live(tmp_path, during=None, **tables):
-    """A run, and beside it ``during(system)``."""
+    """A run, and ``during(system)`` at the same time."""
     system = System(sim_config(**(TABLES | tables)), tmp_path / "run")
     assert system.play(None if during is None else lambda: during(system)).phase == "done"
     return system
@@ -86,7 +86,7 @@ def test_generation_and_training_overlap_and_every_actor_and_every_slot_has_a_tr
     }
     assert sum(overlap.values()) > 100_000, overlap
     assert sum(microseconds > 0 for microseconds in overlap.values()) > STEPS / 2, overlap
-    # What a step trains was sampled before it began.
+    # The tokens of a step were sampled before it began.
     assert all(span.facts["sampled_newest"] <= span.facts["version"] for span in training)
     rollouter = trace["rollouter/0"]
     assert {track for track in rollouter if track.startswith("slot ")} == {f"slot {n}" for n in range(8)}
@@ -105,11 +105,11 @@ def test_generation_and_training_overlap_and_every_actor_and_every_slot_has_a_tr
     assert len(scored) >= len(ended) > STEPS
 
 
-def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs):
+def test_a_trace_on_demand_is_of_that_moment_and_the_run_continues(tmp_path, logs):
     traces, asked = [], 0
 
     def running():
-        """Responses that went on at the last trace."""
+        """Responses that were generated at the last trace."""
         rollouters = [traces[-1][name] for name in ("rollouter/0", "rollouter/1")]
         return [span for actor in rollouters for span in slots(actor) if span.end is None]
 
@@ -127,12 +127,12 @@ def test_a_trace_on_demand_is_of_that_moment_and_the_run_goes_on(tmp_path, logs)
 
     system = live(tmp_path, ask)
     assert all(set(trace) == set(system.config.actors) for trace in traces)
-    assert running(), "what goes on is shown as such"
+    assert running(), "a span that continues is shown as such"
     last = load(system.run_dir / "trace" / f"trace-{asked + 1:03}.json")
     assert max(span.facts["step"] for span in last["learner/0"]["steps"] if span.name == "train") == STEPS
 
 
-def test_the_story_of_a_group_that_was_aborted_and_resumed_twice_is_what_its_samples_say(tmp_path, logs):
+def test_the_log_of_a_group_that_was_resumed_twice_matches_its_samples(tmp_path, logs):
     system = live(tmp_path)
     twice = [group for group in groups(system.run_dir) if any(t["resumes"] == 2 for t in group["trajectories"])]
     assert twice, "updates met no response three times"
@@ -176,7 +176,7 @@ def _merged(spans):
     return merged
 
 
-def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, logs):
+def test_the_log_of_a_group_continues_with_another_rollouter_when_the_first_dies(tmp_path, logs):
     async def kill(system):
         await system.at_step(2)
         await until(lambda: system.actors["rollouter/1"].figures()["rollout/held"])
@@ -198,7 +198,7 @@ def test_the_story_goes_on_with_another_rollouter_when_the_first_dies(tmp_path, 
         )
 
 
-def test_without_a_window_no_timeline_is_written_and_of_an_unknown_group_it_is_said_what_there_is(tmp_path, logs):
+def test_without_a_window_no_timeline_is_written_and_an_unknown_group_is_explained(tmp_path, logs):
     system = live(tmp_path, trace={"window_s": 0.0}, learner=TABLES["learner"] | {"steps": 2})
     assert not (system.run_dir / "trace").exists()
     with pytest.raises(UsageError, match=r"0-99999.*not leased.*The first that was is 0-"):

@@ -1,4 +1,6 @@
-"""A launched run in which an actor freezes or hangs: standard error shows who waits for whom, with stacks (I5)."""
+"""A launched run in which an actor freezes or hangs: standard error shows which actor waits for which, with stacks
+(I5).
+"""
 
 import os
 import signal
@@ -60,10 +62,10 @@ def shows(run, text, after=0):
 
 def goes_on(run):
     step = run.step
-    run.until(lambda: run.step >= step + 3, "training to go on", WAIT_S)
+    run.until(lambda: run.step >= step + 3, "training to continue", WAIT_S)
 
 
-def test_a_stall_ends_the_run_with_policy_stop_and_says_who_waits_for_whom(launch, tmp_path, monkeypatch):
+def test_a_stall_ends_the_run_with_policy_stop_and_names_the_waits(launch, tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "hanging.py").write_text(HANGING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))

@@ -62,7 +62,7 @@ def lived_till_all_serve_the_last(system, monkeypatch, scenario):
 
 
 @pytest.mark.parametrize("transport", ["shm", "stream", "gloo"])
-def test_every_replica_is_updated_by_the_chosen_transport_and_one_that_joins_disturbs_nobody(tmp_path, transport):
+def test_every_replica_is_updated_by_the_chosen_transport_and_a_joining_one_disturbs_no_other(tmp_path, transport):
     system, published = system_of(tmp_path, transport), []
 
     async def join():
@@ -73,7 +73,7 @@ def test_every_replica_is_updated_by_the_chosen_transport_and_one_that_joins_dis
     updates = system.lines("update")
     first = [line for line in updates if line["weights/version"] == 0]
     assert {line["replica"] for line in first} == {"rollouter/0", "rollouter/1"}
-    # Nobody is a member of a broadcast before it serves something.
+    # A rollouter is no member of a broadcast before it serves something.
     ways = sorted(line["weights/transport"] for line in first)
     assert ways == {"shm": ["shm", "shm"], "stream": ["stream", "stream"], "gloo": ["shm", "stream"]}[transport]
     later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
@@ -94,12 +94,12 @@ def test_every_replica_is_updated_by_the_chosen_transport_and_one_that_joins_dis
 
 
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
-def test_who_dies_in_an_update_or_conducts_it_costs_the_others_nothing(tmp_path, monkeypatch, transport):
+def test_a_death_in_an_update_or_of_its_conductor_costs_the_others_nothing(tmp_path, monkeypatch, transport):
     system = system_of(tmp_path, transport)
 
     async def kill():
         await system.at_step(5)
-        # At whatever point of an update that is.
+        # At any point of an update.
         for victim in ("rollouter/1", "parameter_server/0", "rollouter/1", "parameter_server/0", "rollouter/1"):
             await system.replace(victim)
             await asyncio.sleep(0.12)
@@ -107,7 +107,7 @@ def test_who_dies_in_an_update_or_conducts_it_costs_the_others_nothing(tmp_path,
     lived_till_all_serve_the_last(system, monkeypatch, kill)
 
 
-def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp_path, monkeypatch):
+def test_survivors_of_a_death_in_a_broadcast_get_the_same_version_by_another(tmp_path, monkeypatch):
     system = system_of(tmp_path, "gloo", replicas=3, sim={"step_s": 0.03, "publish_bytes": 8_000_000})
     send, sending, dead = GlooGroup.send, threading.Event(), threading.Event()
     survivors, versions = {"rollouter/0", "rollouter/2"}, []
@@ -140,11 +140,11 @@ def test_who_survives_a_death_in_a_broadcast_has_the_same_version_by_another(tmp
 
 
 HOSTS = ["a", "a", "b", "b", "c", "c"]
-"""Hosts of six rollouters, none of them beside the parameter server."""
+"""Hosts of six rollouters, none on the parameter server's host."""
 
 
 @pytest.mark.parametrize("die", [False, True])
-def test_each_host_fetches_one_copy_and_hands_it_on_and_who_dies_meanwhile_costs_no_version(tmp_path, monkeypatch, die):
+def test_each_host_fetches_one_copy_and_relays_it_and_a_death_costs_no_version(tmp_path, monkeypatch, die):
     """The n-th rollouter that is started is where the n-th of HOSTS is, over and over."""
     places = itertools.cycle(HOSTS)
     monkeypatch.setattr("asyncrl.rollouter.actor.host_id", lambda: next(places))

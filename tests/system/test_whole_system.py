@@ -67,7 +67,7 @@ def test_a_run_reaches_its_end_with_every_prompt_accounted_for(played, on_update
 
 
 def test_samples_of_filtered_groups_and_of_evaluations_are_kept(played):
-    """A few of each, beside those that are trained, so that a user sees texts before the first step is trained."""
+    """A few of each, so that a user sees texts before the first step is trained."""
     system = played(
         run={"samples_per_step": 2},
         reward={"options": {"spread": 1.0}},
@@ -88,7 +88,7 @@ def test_samples_of_filtered_groups_and_of_evaluations_are_kept(played):
     assert set(trained_uids(system)) == {group.uid for group in of_kind["trained"]}
 
 
-def test_a_group_is_taken_from_whom_it_was_leased_to_alone(tmp_path, monkeypatch):
+def test_a_group_is_taken_only_from_the_rollouter_that_it_was_leased_to(tmp_path, monkeypatch):
     """Another rollouter that delivers it first is refused for good, and it is trained as its holder brings it."""
     system = System(sim_config(run={"samples_per_step": 100}), tmp_path / "run")
     refused = []
@@ -144,7 +144,7 @@ def test_no_token_that_is_trained_is_late_under_mask(played, steps_per_version, 
         assert any(line["staleness/late_fraction"] > 0 for line in lines)
 
 
-def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refused(played, monkeypatch):
+def test_a_line_counts_the_trained_groups_where_a_later_update_was_refused(played, monkeypatch):
     """The groups of updates that were not taken go back, and are counted by the step that trains them."""
     train, tokens, refused = SimTrainer.train, [], []
 
@@ -177,7 +177,7 @@ def test_a_line_counts_what_its_step_has_trained_where_a_later_update_was_refuse
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_step_without_a_token_to_train_is_none_and_its_groups_are_replaced(played, staleness):
+def test_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_replaced(played, staleness):
     """I1: which responses are cut is a matter of the seed, and so is how many steps are empty."""
     system = played(
         data={"size": 16},
@@ -214,7 +214,7 @@ def test_the_user_sees_what_the_check_at_start_gives_up(played, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [0, 20])
-def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(tmp_path, every):
+def test_a_run_preempted_in_its_last_evaluation_keeps_its_training(tmp_path, every):
     config = sim_config(
         eval={"held": {"data": {"source": "synthetic", "size": 500}, "at_start": False, "n": 8}},
         rollout={"concurrency": 8, "sim": {"decode_step_s": 0.02}},
@@ -236,7 +236,7 @@ def test_a_run_that_makes_way_in_its_last_evaluation_keeps_what_it_has_trained(t
     assert [line for line in system.lines("eval") if line["eval/held/prompts"] == 500] == []
 
 
-def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
+def test_a_stopped_run_drains_in_order_and_returns_groups_in_flight(tmp_path):
     system = System(sim_config(learner={"steps": 10_000}), tmp_path / "run")
 
     async def stop():
@@ -245,7 +245,7 @@ def test_a_stopped_run_drains_in_order_and_returns_what_is_in_flight(tmp_path):
 
     assert system.play(stop).phase in ("failed", "done")
     holders, learner = system.actors["dataloader/0"]._leases._holders, system.actors["learner/0"]
-    # Of a dataloader that is older than any other: nothing changes for it.
+    # From a dataloader that is older than any other: nothing changes.
     dataloader = Caller("dataloader/0", 0, -1, 0.0)
     in_learner = learner.holds(Holds(uids=list(holders.uids)), dataloader).uids
     for uid in holders.uids:
@@ -314,7 +314,7 @@ def test_a_run_that_cannot_learn_ends_and_says_why(played, tables, told):
         played(**tables)
 
 
-def test_a_run_that_finds_no_signal_any_more_keeps_all_that_it_trained(tmp_path, monkeypatch):
+def test_a_run_without_a_signal_keeps_its_training(tmp_path, monkeypatch):
     """Also the steps inside a version, and though no checkpoint was due."""
     monkeypatch.setattr(intake.Intake, "problem", lambda it: "no signal" if it.ledger.count("trained") >= 12 else None)
     config = sim_config(
@@ -334,7 +334,7 @@ def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monke
     """Where all ranks meet, that a checkpoint is complete, and that the run is at its end."""
 
     def once(self, *arguments, **more):
-        # Only a rank of the learner asks for somebody who is not ready.
+        # Only a rank of the learner asks for an actor that is not ready.
         if not failed and (owner is not Registry or more["unready"]):
             failed.append(name)
             raise RuntimeError("not now")
@@ -362,8 +362,8 @@ def test_i1_prompts_over_the_limit_are_left_out_once_each_epoch_and_end_no_run(p
     assert not any(position_of(uid)[1] % 3 == 0 for uid in trained_uids(system))
 
 
-def test_a_checkpoint_is_complete_only_once_all_that_it_quarantines_is_written(played, monkeypatch):
-    """Even if its lines take longer than the checkpoint itself: who goes on from there does not write them again."""
+def test_a_checkpoint_is_complete_only_once_its_quarantined_prompts_are_written(played, monkeypatch):
+    """Even if its lines take longer than the checkpoint itself: a resumed run does not write them again."""
 
     def slowly(records, step, found):
         # The first that come are long under way, those after them are not.

@@ -177,7 +177,7 @@ async def check_logprobs_and_ends(served: Served) -> None:
 
 
 async def check_refusals(served: Served) -> None:
-    """What is impossible is a ValueError, and of what nobody reads nothing is left."""
+    """An impossible request is a ValueError, and nothing is left of an unread stream."""
     await served.load(0)
     with pytest.raises(ValueError, match="request t"):
         await collect(served.engine, ask([1] * 5000))

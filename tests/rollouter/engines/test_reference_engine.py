@@ -172,7 +172,7 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares():
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-async def test_i3_kept_requests_go_on_under_the_new_weights(serving, models, recompute_kv):
+async def test_i3_kept_requests_continue_under_the_new_weights(serving, models, recompute_kv):
     async with serving() as served:
         engine = served.engine
         begun, waiting = Answer(), Answer()
@@ -193,7 +193,7 @@ async def test_i3_kept_requests_go_on_under_the_new_weights(serving, models, rec
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
-async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was_by_priority(serving, sampled, mode):
+async def test_a_paused_engine_samples_nothing_and_resumes_by_priority(serving, sampled, mode):
     async with serving() as served:
         engine = served.engine
         requests = [greedy(id=id, max_tokens=60, priority=at) for at, id in ((0, "a"), (2, "c"), (1, "b"))]
@@ -211,7 +211,7 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was_by_prior
             await engine.pause(mode)
             await asyncio.sleep(0)
             held, before = [len(answer.tokens) for answer in answers], len(sampled)
-            # Of what was begun everything is there under "wait", and of the others nothing ever is.
+            # Under "wait" a begun request is complete, and the others have no tokens.
             assert (answers[0].reason is not None) == (mode == "wait")
             assert held[1:] == [0, 0]
             for _ in range(3):
@@ -223,7 +223,7 @@ async def test_a_paused_engine_samples_nothing_and_goes_on_where_it_was_by_prior
         assert ended == ["a", "b", "c"]
 
 
-async def test_an_aborting_pause_ends_all_with_what_they_have(serving, sampled):
+async def test_an_aborting_pause_ends_all_requests_with_their_tokens(serving, sampled):
     async with serving(stream_interval=512) as served:
         engine = served.engine
         async with asyncio.TaskGroup() as tasks:
@@ -274,13 +274,13 @@ async def test_broadcasts_are_received_verified_and_survived(serving):
 # --- errors and ends ----------------------------------------------------------------------------------------
 
 
-async def test_requests_that_cannot_be_served_or_that_nobody_reads_leave_nothing_behind(serving):
+async def test_impossible_and_unread_requests_leave_nothing_behind(serving):
     async with serving() as served:
         await check_refusals(served)
         for prompt in ([], [1] * 1024, [96], [-1]):
             with pytest.raises(ValueError, match="request a"):
                 await collect(served.engine, ask(prompt, id="a"))
-        # It fits, but not all that it may sample does.
+        # The prompt fits, but not the longest response.
         near = await collect(served.engine, greedy([1] * 1020, max_tokens=64))
         assert near.reason == "length" and len(near.tokens) == 4
 
@@ -293,7 +293,7 @@ async def test_requests_that_cannot_be_served_or_that_nobody_reads_leave_nothing
         ({"gpus_per_replica": 1}, "computes on the CPU"),
     ],
 )
-async def test_what_it_cannot_run_is_a_config_error(folder, rollout, words):
+async def test_a_model_that_it_cannot_run_is_a_config_error(folder, rollout, words):
     with pytest.raises(ConfigError, match=words):
         async with started(rollout.pop("folder", folder), **rollout):
             pass

@@ -82,7 +82,7 @@ class Taken:
                 self.last[id] = delta
 
 
-def test_what_an_earlier_turn_left_is_not_prefilled_again():
+def test_the_context_of_an_earlier_turn_is_not_prefilled_again():
     made, question = batch(), [3] * 500
 
     def seconds(id, prompt, salt=""):
@@ -96,14 +96,14 @@ def test_what_an_earlier_turn_left_is_not_prefilled_again():
     # 520 tokens are known, 512 of them in whole blocks.
     assert seconds("b", grown) == pytest.approx((620 - 512) / 1000 + 20)
     assert seconds("c", grown, "v1") == pytest.approx(620 / 1000 + 20)
-    # Of a context that is all known one token is computed all the same, and blocks are whole.
+    # One token of a known context is computed all the same, and blocks are whole.
     assert seconds("d", grown, "v1") == pytest.approx((620 - 608) / 1000 + 20)
     made.freeze(taken.now)
     update(made, taken.now, 1, recompute_kv=True)
     assert seconds("e", grown, "v1") == pytest.approx(620 / 1000 + 20)
 
 
-def test_the_prefix_cache_keeps_what_was_used_last():
+def test_the_prefix_cache_keeps_the_latest_prefixes():
     cache = PrefixCache(10 * BLOCK)
     contexts = [cache.blocks("", [number] * 6 * BLOCK) for number in range(3)]
     for blocks in contexts[:2]:
@@ -271,7 +271,7 @@ async def test_crash_ends_streams_and_calls():
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
-def test_close_ends_a_broadcast_that_nobody_sends(after_s):
+def test_close_ends_a_broadcast_without_a_sender(after_s):
     async def go():
         engine, manifest = make_engine(config_for(), "rollouter/0"), publisher.publish(1, {"v": torch.zeros(3)})
         await engine.start()

@@ -85,7 +85,7 @@ class NoEnd(ChatML):
 
 
 class CutIsTheEnd(ChatML):
-    """It cannot go on from an answer without its end."""
+    """It cannot continue an answer without its end."""
 
     goes_on_after_a_cut = False
 
@@ -123,7 +123,7 @@ class Call:
 
 @dataclass
 class Player:
-    """Calls of a conversation, with all that goes to the engine and comes from it."""
+    """Calls of a conversation, with what the engine gets and returns."""
 
     conversation: object
     renderer: object
@@ -161,7 +161,7 @@ class Player:
         each = [versions[i // block] for i in range(len(tokens))]
         logprobs = []
         for _ in tokens:
-            # Told apart in float32, too, and so they name the token.
+            # Different in float32, too, and so they name the token.
             self._score -= 2.0**-10
             logprobs.append(self._score)
         call = Call(prompt.ids, tokens, logprobs, each, untrained, prompt, *self._asked[id(prompt)])

@@ -54,7 +54,7 @@ def test_calls_are_named_by_their_node_and_may_come_back_in_part(player):
     assert parent_of(player, [*HI, mixed, tool("call_1_1", "3")]) is None
 
 
-def test_of_answers_in_the_same_words_one_is_meant(player):
+def test_one_of_several_equal_answers_is_meant(player):
     """That which went on so, one that is trained, the one with the same blanks, the newest."""
     one = player.chat(HI, "ab")
     below = player.chat([*HI, echo(one), user("p")], "b")
@@ -109,7 +109,7 @@ def test_arguments_are_an_object_for_the_template_where_they_are_such(player, ar
     assert player.ask([*HI, echo(node), RESULT]).parent is node
 
 
-def test_half_of_a_surrogate_pair_is_told_apart_and_endless_nesting_refused(player):
+def test_half_of_a_surrogate_pair_is_distinguished_and_endless_nesting_refused(player):
     foreign = [{**user("x"), "name": name} for name in ("\ud800", "\ud801", "\ud800")]
     digests = [message_digest(message, "messages[0]") for message in foreign]
     assert digests[0] != digests[1] and digests[0] == digests[2]
@@ -136,7 +136,7 @@ def test_an_untrained_answer_is_context_to_come_and_never_sampled(player):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_the_order_of_sequences_does_not_tell_who_was_answered_first(player, order):
+def test_the_order_of_sequences_does_not_depend_on_which_call_was_answered_first(player, order):
     asked = [(player.ask(HI), "ab"), (player.ask(HI), "ba"), (player.ask([user("a")]), "b")]
     for call in order:
         player.answer(*asked[call])
@@ -146,7 +146,7 @@ def test_the_order_of_sequences_does_not_tell_who_was_answered_first(player, ord
     assert [message["content"] for message in player.conversation.messages()] == ["a", "b"]
 
 
-def test_an_answer_told_in_other_words_is_still_credited_with_what_came_after_it(player):
+def test_a_reworded_answer_is_still_credited_with_later_rewards(player):
     player.chat(HI, "ab", calls=SEARCH)
     second = player.chat([*HI, user("Calling tools: search"), user("Observation: x")], "ba")
     other = player.chat(HI, "b")
@@ -205,18 +205,18 @@ def test_two_first_calls_at_once_are_one_root_and_one_branch(player):
     assert player.conversation.counts().forks == {"branch": 1}
 
 
-def test_of_answers_of_equal_tokens_a_fork_goes_on_from_the_one_that_was_recognised():
+def test_a_fork_continues_the_recognised_one_of_answers_with_equal_tokens():
     player = Player(Conversation(), CutIsTheEnd())
     _, newest = (player.chat(HI, "ab", cut=True) for _ in range(2))
     prompt = player.ask([*HI, echo(newest), user("x")])
     assert prompt.cause == "extend" and prompt.parent is prompt.resolved.parent is newest
 
 
-def test_cost_factor_tells_forks_from_a_linear_conversation(player):
+def test_cost_factor_distinguishes_forks_from_a_linear_conversation(player):
     messages = [*HI]
     for _ in range(6):
         player.chat(messages, "ab ab")
         messages = [*messages, user("I called a tool"), user("it said x")]
     assert player.conversation.counts().forks == {"branch": 5}
-    # What it shares by chance is not prefilled again.
+    # Tokens that it shares by chance are not prefilled again.
     assert 1.0 < player.conversation.counts().cost_factor < 2.0

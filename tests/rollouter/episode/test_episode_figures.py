@@ -27,7 +27,7 @@ def test_every_open_episode_is_at_one_stage_and_names_are_bounded(before, now):
     first, second = figures.gauges(before, 1.0), figures.gauges(now, 2.0)
     at = {name: value for name, value in second.items() if name.startswith("rollout/episodes_at/")}
     assert sum(at.values()) == second["rollout/episodes"] == len(now)
-    # What was told once is told again, or it would seem to stay.
+    # A stage is reported from its first time on, or it would seem to stay.
     assert set(first) <= set(second)
     tools = {name.removeprefix("rollout/episodes_at/") for name in at if "/tool " in name}
     assert len(tools - {OTHER_TOOLS}) <= MOST_TOOLS
@@ -88,14 +88,14 @@ def test_attempts_that_fail_say_why_and_are_counted_by_their_cause(tmp_path, fai
     assert world.failures == [(failure, str(found), "0-1")]
 
 
-def test_what_an_update_makes_engines_compute_again(tmp_path):
+def test_tokens_that_engines_compute_again_after_an_update(tmp_path):
     async def agent(world, key):
         first = await world.chat(key, [user("hi")])
         assert world.host.reprefill.tokens == 0
         await world.update()
         shared = len(world.submitted[0][0]) + world.spoken
         await world.chat(key, [user("hi"), said(first), user("more")])
-        # All that the earlier call had, and not what is new.
+        # The tokens of the earlier call, and not the new ones.
         assert world.host.reprefill.tokens == shared < len(world.submitted[1][0])
         world.pause_after = world.spoken + 1
         call = asyncio.create_task(world.chat(key, [user("another")]))
@@ -130,7 +130,7 @@ def test_episodes_that_are_scored_are_open_and_the_cost_factor_is_over_all_token
     ("failed", "then"),
     [("quarantine_group", "its group is quarantined"), ("drop", "it is left out of its group")],
 )
-def test_the_first_of_each_cause_is_told_and_then_counts(failed, then):
+def test_the_first_fault_of_each_cause_is_reported_and_then_counts(failed, then):
     rollout = {"max_attempts": 3, "on_failed_trajectory": failed}
     notices = []
     config = sim_config(rollout=rollout, episode={"function": "pkg:play"})

@@ -22,7 +22,7 @@ OWN, X, Y = ALL = ("episodes/0", "episodes/4", "episodes/5")
         # A share is never exceeded.
         ({OWN: 7, X: 4, Y: 2}, ALL, {}, OWN),
         ({X: 4, Y: 2}, (X, Y), {}, OWN),
-        # Who is dead, stands still or leaves is not asked, but for its own host, which is waited for.
+        # A host that is dead, stands still or leaves is not chosen, unless it is the own host, which is waited for.
         ({OWN: 5}, (OWN, Y), {}, Y),
         ({}, (X,), {}, X),
         # Elsewhere, if there is another.
@@ -75,7 +75,7 @@ A, B, C = POOLS = ("reward/0", "reward/1", "reward/2")
         # All are away: one is waited for, rather another than before.
         ({}, 2, (), (C,), A),
         ({A: 1}, 0, (), POOLS, B),
-        # What is away is taken only where nothing else is.
+        # A pool that is away is chosen only if all are.
         ({B: 9}, 0, (B,), (B,), B),
     ],
 )

@@ -1,4 +1,4 @@
-"""Text that is told while it is sampled."""
+"""Text that is sent while it is sampled."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 
 async def play(world, key):
-    """Some turns, the last of which is asked twice at the same time."""
+    """Some turns; the last is asked twice at the same time."""
     messages = [user("go")]
     for turn in range(TURNS - 1):
         reply = await world.chat(key, messages)

@@ -51,7 +51,7 @@ def test_the_return_of_an_episode(said, turns, total):
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_time_that_is_over_is_an_outcome_and_what_does_not_close_is_ended(tmp_path, closes):
+def test_a_time_limit_is_an_outcome_and_an_episode_that_does_not_close_is_ended(tmp_path, closes):
     reasons = []
 
     async def agent(world, key):
@@ -175,7 +175,7 @@ def elsewhere(asked):
 
 
 @pytest.mark.parametrize("how", ["dies", "restarts", "never begins"])
-def test_an_episode_whose_host_is_away_is_begun_at_another(tmp_path, how):
+def test_an_episode_whose_host_is_away_starts_at_another(tmp_path, how):
     async def agent(world, key):
         if world.hosts[-1] == HOST:
             return await one_turn(world, key)

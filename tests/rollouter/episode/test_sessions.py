@@ -13,7 +13,7 @@ from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.stops import Stops
 
 
-async def test_i3_turns_extend_what_was_sampled_token_by_token(tmp_path):
+async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):
     """The tokens of a conversation are those that the engine was given and sampled, each under its version."""
     async with World(tmp_path, say=lambda prompt: "One." if "go on" not in prompt else "And two.") as world:
         session = world.open()
@@ -36,7 +36,7 @@ async def test_i3_turns_extend_what_was_sampled_token_by_token(tmp_path):
         assert world.tokenizer.decode(whole, keep_special=True) == rendered.rstrip("\n")
 
 
-async def test_calls_of_tools_are_recognised_by_their_ids_whatever_the_agent_made_of_them(tmp_path):
+async def test_calls_of_tools_are_recognised_by_their_ids_even_if_the_agent_changed_them(tmp_path):
     async with World(
         tmp_path, say=lambda prompt: "A key." if "a key" in prompt else call_of("look", at="door")
     ) as world:
@@ -67,7 +67,7 @@ async def test_a_repeat_joins_its_call_and_is_given_its_answer(tmp_path):
         assert len(world.submitted) == 2
 
 
-async def test_a_call_that_was_cancelled_goes_on_from_its_tokens(tmp_path):
+async def test_a_cancelled_call_continues_from_its_tokens(tmp_path):
     async with World(tmp_path, say=lambda prompt: "A long answer of many words.") as world:
         session = world.open()
         world.pause_after = 3
@@ -84,7 +84,7 @@ async def test_a_call_that_was_cancelled_goes_on_from_its_tokens(tmp_path):
         assert [(s.version, s.start) for s in sequence.spans] == [(0, 0), (1, 3)]
 
 
-async def test_the_noise_of_calls_follows_from_what_they_ask_and_of_equal_ones_from_their_arrival(tmp_path):
+async def test_the_noise_of_a_call_follows_from_its_question_and_of_equal_calls_from_their_order(tmp_path):
     async def keys(world, order):
         session = world.open()
         for text in order:
@@ -129,7 +129,7 @@ async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_p
 
 
 @pytest.mark.parametrize("own", [False, True])
-async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path, own):
+async def test_a_stop_string_ends_an_answer_and_is_not_part_of_its_text(tmp_path, own):
     """Nothing is streamed where the run has stops of its own."""
     stops = {"stops": Stops(strings=("Observation:",))} if own else {}
     async with World(tmp_path, say=lambda prompt: "Act. Observation: made up.", **stops) as world:
@@ -137,12 +137,12 @@ async def test_a_stop_string_ends_an_answer_and_is_not_told(tmp_path, own):
         asked = {"stream": True} if own else {"stop": ["Observation:"]}
         reply = await world.chat(session.key, [user("hi")], **asked)
         assert (reply.content, reply.finish_reason, world.deltas) == ("Act. ", "stop", [])
-        assert reply.stop_sequence == ("" if own else "Observation:"), "the run's are none of the agent's"
+        assert reply.stop_sequence == ("" if own else "Observation:"), "the run's stop strings are not the agent's"
         (sequence,) = session.conversation.sequences()
         assert "Observation:" in world.tokenizer.decode(sequence.tokens.tolist())
 
 
-async def test_nobody_reaches_a_session_but_its_host_and_only_while_it_is_open(tmp_path):
+async def test_only_its_host_reaches_a_session_and_only_while_it_is_open(tmp_path):
     async with World(tmp_path) as world:
         session = world.open()
         for key, host in ((session.key, "episodes/1"), ("0" * 32, "episodes/0")):
@@ -179,7 +179,7 @@ async def test_a_call_beyond_the_turns_that_are_left_waits_for_those_under_way(t
 
 
 @pytest.mark.parametrize("ends", ["sealed", "failed"])
-async def test_a_call_that_waits_for_a_turn_is_told_of_the_end(tmp_path, ends):
+async def test_a_call_that_waits_for_a_turn_hears_of_the_end(tmp_path, ends):
     async with World(tmp_path, episode={"max_turns": 1}) as world:
         session = world.open()
         world.speaks.clear()
@@ -195,7 +195,7 @@ async def test_a_call_that_waits_for_a_turn_is_told_of_the_end(tmp_path, ends):
         await asyncio.wait(asked)
 
 
-async def test_text_is_told_as_it_is_sampled(tmp_path):
+async def test_text_is_sent_as_it_is_sampled(tmp_path):
     async with World(tmp_path, say=lambda prompt: "Grüße, 世界!") as world:
         reply = await world.chat(world.open().key, [user("hi")], stream=True)
         assert reply.content == "Grüße, 世界!"

@@ -34,7 +34,7 @@ def answered(call, start, end, *tools):
 
 
 AFTER = r"turn: .* within 20 s of an answer \(state: {}\); raise episode\.turn_timeout_s"
-TIME = r"it took 50 s beside its calls of the policy \(episode\.timeout_s\)"
+TIME = r"it took 50 s without its calls of the policy \(episode\.timeout_s\)"
 CLOSE = r"close: .* 5 s after it was over \(too long\); raise episode\.close_timeout_s"
 DEADLINES = {
     "it starts": ([], 10.0, None, r"start: .* within 10 s; raise episode\.start_timeout_s"),
@@ -132,8 +132,8 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([3, 100]))
-def test_fractions_add_up_to_its_life_and_policy_time_is_nobody_elses(steps, turns):
-    """Against a clock that is kept beside it."""
+def test_fractions_add_up_to_its_life_and_policy_time_is_counted_apart(steps, turns):
+    """Against a second clock."""
     config = CONFIG.model_copy(update={"max_turns": turns})
     stages, now, users, calls = Stages(config, 0.0), 0.0, 0.0, set()
     stages.begin(0.0)

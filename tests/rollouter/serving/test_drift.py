@@ -47,7 +47,7 @@ def test_the_larger_of_both_sets_is_the_drift(off, sampled):
     assert drift.tokens == 5 + 10
 
 
-def test_what_the_learner_does_not_tell_of_and_what_was_not_sampled_is_left_out():
+def test_tokens_without_a_log_prob_of_the_learner_and_unsampled_ones_are_left_out():
     samples = samples_of(PROBE, 0.2)
     samples[0], samples[1], samples[4] = (99, -40.0), None, (7, -1.6)
     drift = measure_drift(PROBE, scores_of(PROBE), samples)
@@ -82,7 +82,7 @@ def test_a_score_of_another_length_is_an_error():
 
 
 @pytest.mark.parametrize(("nats", "verdict"), [(0.0999, "agrees"), (0.1, "warn"), (0.2999, "warn"), (0.3, "stop")])
-def test_what_follows_from_a_drift(nats, verdict):
+def test_consequences_of_a_drift(nats, verdict):
     for scored, sampled in ((nats, None), (0.0, nats)):
         drift = Drift(scored=scored, sampled=sampled, worst=9.0, kl=0.0, tokens=64)
         assert judge(drift, DriftLimits(warn=0.1, stop=0.3)) == verdict
@@ -98,7 +98,7 @@ def test_what_follows_from_a_drift(nats, verdict):
         ({"warn": 0.2, "stop": 0.3}, 0.2, 0.3),
     ],
 )
-def test_what_is_not_given_follows_from_the_dtype_and_never_contradicts_what_is(configured, warn, stop):
+def test_missing_limits_follow_from_the_dtype_and_never_contradict_given_ones(configured, warn, stop):
     assert find_limits(DriftConfig(**configured), float32=False) == DriftLimits(warn=warn, stop=stop)
     assert find_limits(DriftConfig(), float32=True) == ROUNDING[True]
 
@@ -165,7 +165,7 @@ def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once():
 
 
 @pytest.mark.parametrize(("does", "error"), [("dies", EngineDied), ("hangs", TimeoutError)])
-def test_nothing_goes_on_where_an_engine_dies_or_is_too_busy(does, error):
+def test_nothing_resumes_if_an_engine_dies_or_is_too_busy(does, error):
     engine = Asked(does)
     with pytest.raises(error):
         probe(engine)
@@ -173,7 +173,7 @@ def test_nothing_goes_on_where_an_engine_dies_or_is_too_busy(does, error):
 
 
 @pytest.mark.parametrize("keep_kv", ["recompute", "stale"])
-def test_i4_nothing_that_is_kept_goes_on_under_weights_that_are_refused(keep_kv):
+def test_i4_no_kept_request_continues_under_refused_weights(keep_kv):
     """It goes on under those that are not (I3), and is computed again once."""
 
     async def main():

@@ -55,7 +55,7 @@ class Mortal(Engine):
 
 
 class World(Hosted):
-    """A host with such engines, and somebody who replaces them and brings them new weights."""
+    """A host with such engines; it replaces them and brings them new weights."""
 
     def __init__(self, *, poison=None, dies_of_an_abort=False, **rollout):
         super().__init__(simulated(**rollout), lambda: Mortal(self))
@@ -97,7 +97,7 @@ class World(Hosted):
 
 
 def versions(trajectory, uid, tokens):
-    """Of each token of a response, which is what an engine samples that lives (I3)."""
+    """The versions of all tokens, which are those that a living engine samples (I3)."""
     [sequence] = trajectory.sequences
     expected = content(SEED, f"{uid}/{trajectory.sample}/1", 0, tokens)
     assert (sequence.tokens.tolist(), sequence.logprobs.tolist()) == (expected[0], pytest.approx(expected[1]))
@@ -125,7 +125,7 @@ async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
 
 
 async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
-    """I3: of those nobody can say which version sampled them."""
+    """I3: it is unknown which version sampled them."""
     async with World(on_update="keep") as world:
         running = asyncio.create_task(world.response("0-1", 10))
         await world.sampled(3)
@@ -136,7 +136,7 @@ async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
         assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
 
 
-async def test_its_states_tell_of_the_update_and_an_engine_that_dies_under_it_is_down_from_then_on():
+async def test_its_states_show_the_update_and_the_death_of_the_engine_in_it():
     async with World(on_update="keep") as world:
         world.entered.clear()
         running = asyncio.create_task(world.response("0-1", 8))
@@ -188,7 +188,7 @@ async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode
         assert all(len(inside) == 1 for inside in world.steps if inside & {f"0-{n}" for n in range(0, 12, 3)})
 
 
-async def test_what_dies_of_a_load_is_no_fault_of_what_is_frozen_in_it():
+async def test_a_death_in_a_load_is_no_fault_of_frozen_requests():
     async with World(on_update="keep", max_attempts=1) as world:
         running = asyncio.create_task(world.response("0-1", 8, attempt=2))
         await world.sampled(2)

@@ -56,7 +56,7 @@ def test_i3_a_switch_within_one_submission_is_kept_where_it_happened():
 
 @pytest.mark.parametrize("cut", range(1, 6))
 def test_i3_a_stop_string_that_straddles_the_cut_still_stops(cut):
-    """Tokens after it are dropped with their log-probs, whatever the submissions were."""
+    """Tokens after it are dropped with their log-probs, for any submissions."""
     response, stopped = response_with("cd"), False
     for version, part in ((1, range(cut)), (2, range(cut, 6))):
         if not stopped:
@@ -83,7 +83,7 @@ def decode_pieces(tokens):
     st.integers(0, 40),
 )
 def test_a_stop_string_is_found_as_in_the_text_of_the_whole(parts, strings, lead):
-    """``lead``: pairs of tokens before them, the second of which has no text."""
+    """``lead``: pairs of tokens before them; the second has no text."""
     response, whole = response_with(*strings), []
     for part in [[5, 0]] * (0 if "bb" in strings else lead) + parts:
         whole += part
@@ -118,7 +118,7 @@ def test_looking_for_a_stop_string_does_not_get_longer_with_the_response():
 
 
 @pytest.mark.parametrize(("known", "reason", "tokens"), [(3, "stop", [0, 2, 3]), (2, None, [0, 2])])
-def test_the_death_of_an_engine_costs_only_what_nobody_can_date(known, reason, tokens):
+def test_the_death_of_an_engine_costs_only_tokens_of_unknown_version(known, reason, tokens):
     """A response that was over when it died stays so, unless its end is forgotten."""
     response = response_with("cd")
     assert response.extend([0, 2, 3], [0.0] * 3, decode)

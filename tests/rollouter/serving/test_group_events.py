@@ -23,7 +23,7 @@ def told(folder, agent, **options):
     return account, [happening.text for happening in words_of(line, "0-1") if happening.sample == 0]
 
 
-def test_each_turn_is_told_from_its_context_to_its_reward(tmp_path):
+def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
     async def agent(world, key):
         reply = await world.chat(key, [user("hi")], tools=[TOOL])
         # A turn that is worth nothing is no event unless it was worth something.

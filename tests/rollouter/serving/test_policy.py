@@ -70,13 +70,13 @@ def test_its_limit_after_each_look(case):
     assert [control.look(load(**of), running=running) for of, running, _ in seen] == [limit for *_, limit in seen]
 
 
-def test_what_an_update_preempts_is_no_pressure():
+def test_preemptions_by_an_update_are_no_pressure():
     control = Concurrency(1, 256, 64)
     control.engine_reloaded(load(preemptions=64))
     assert control.look(load(preemptions=64, kv_use=0.9), running=64) == 64
 
 
-def test_a_rollouter_finds_what_its_engine_bears(tmp_path, monkeypatch):
+def test_a_rollouter_finds_the_concurrency_that_its_engine_bears(tmp_path, monkeypatch):
     """Its cache holds some 30 of these calls, and the run begins with 64."""
     monkeypatch.setattr(policy, "LOOK_S", 0.01)
     limits, watched = [], Concurrency.look
@@ -120,7 +120,7 @@ async def settled():
         await asyncio.sleep(0)
 
 
-async def test_a_slot_that_was_given_to_one_who_is_cancelled_goes_to_the_next():
+async def test_the_slot_of_a_cancelled_taker_goes_to_the_next():
     slots = Slots(1)
     first, second, third = (Taker(slots) for _ in range(3))
     await settled()
@@ -140,7 +140,7 @@ steps = st.lists(st.tuples(st.sampled_from(["take", "end", "cancel", "resize"]),
 
 
 @given(steps)
-def test_whatever_happens_no_number_is_held_twice_and_nobody_waits_beside_a_free_slot(script):
+def test_no_number_is_held_twice_and_no_taker_waits_while_a_slot_is_free(script):
     async def main():
         slots, takers = Slots(2), []
         for what, value in script:

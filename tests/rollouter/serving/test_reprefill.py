@@ -21,7 +21,7 @@ SIBLINGS, TOKENS = 4, 64
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6))
-def test_it_counts_once_with_the_first_token_and_with_a_load_all_that_is_held(requests):
+def test_it_counts_once_with_the_first_token_and_with_a_load_every_held_token(requests):
     """(prompt, tokens of it that were computed under older weights, those in the cache, deltas of two tokens)"""
     reprefill, expected = Reprefill(), 0
     for number, (more, lost, cached, deltas) in enumerate(requests):
@@ -95,17 +95,17 @@ CACHED = 32 * (SIBLINGS - 1)
         (updated_thrice, {}, SIBLINGS * ALL - CACHED + SIBLINGS * (ALL + 10) - CACHED),
         (updated, {"on_update": "keep", "keep_kv": "recompute"}, SIBLINGS * ALL),
         (updated, {"on_update": "keep", "keep_kv": "stale"}, 0),
-        # What the death of an engine costs is not that of the update after it.
+        # The cost of an engine's death is not that of the update after it.
         (dies_and_is_updated, {}, 0),
     ],
 )
-def test_what_updates_make_an_engine_compute_again(meanwhile, rollout, again):
+def test_tokens_that_an_engine_computes_again_after_updates(meanwhile, rollout, again):
     assert played(meanwhile, **rollout) == (again, SIBLINGS * TOKENS)
 
 
 @pytest.mark.parametrize(("keep_kv", "again"), [("recompute", ALL + ALL), ("stale", ALL)])
-def test_a_call_that_is_given_up_over_a_load_goes_on_after_another(keep_kv, again):
-    """I3: its tokens that nobody can date are sampled again; those are not among the ones computed twice."""
+def test_a_call_that_is_given_up_during_a_load_continues_after_another(keep_kv, again):
+    """I3: its tokens of unknown version are sampled again, and do not count as computed twice."""
 
     async def main():
         world, response = Hosted(simulated(on_update="keep", keep_kv=keep_kv)), Response(max_tokens=TOKENS)
@@ -127,7 +127,7 @@ def test_a_call_that_is_given_up_over_a_load_goes_on_after_another(keep_kv, agai
     assert run_virtual(main()) == ([VersionSpan(0, 0, 10), VersionSpan(2, 10, TOKENS)], again)
 
 
-def test_nothing_stays_of_a_submission_that_is_refused():
+def test_a_refused_submission_leaves_nothing():
     async def main():
         world = Hosted(simulated())
         await world.host.start()

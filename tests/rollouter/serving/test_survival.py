@@ -20,7 +20,7 @@ def trained_uids(system):
     return uids
 
 
-def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_goes_on(tmp_path, monkeypatch):
+def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_continues(tmp_path, monkeypatch):
     """The innocent are trained, and the engines' restarts are not used up."""
     generate, running, inside = SimEngine.generate, {}, {}
 
@@ -56,7 +56,7 @@ def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_goes_on(
     assert 2 + 2 <= len(deaths) <= 2 + 2 + 1
 
 
-def test_i1_what_a_dead_rollouter_had_finished_returns_to_the_gate_and_is_generated_again(tmp_path):
+def test_i1_finished_groups_of_a_dead_rollouter_are_generated_again(tmp_path):
     """The groups that never reached the learner are trained once, by its successor's leases."""
     config = sim_config(
         run={"samples_per_step": 100}, rollout={"replicas": 1}, learner={"steps": 4, "sim": {"step_s": 0.05}}
@@ -90,7 +90,7 @@ def test_i1_what_a_dead_rollouter_had_finished_returns_to_the_gate_and_is_genera
             has = learner.holds(Holds(uids=held), anybody).uids
             return set() if rollouter.figures()["rollout/in_flight"] or has else set(held)
 
-        await until(lambda: len(finished_alone()) >= 2, "groups that nobody has", 60)
+        await until(lambda: len(finished_alone()) >= 2, "groups without a holder", 60)
         finished = finished_alone()
         await system.replace("rollouter/0")
         return system, await running, finished

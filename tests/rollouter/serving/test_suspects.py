@@ -1,4 +1,4 @@
-"""Suspects of engine deaths: what counts for whom, and turns that starve nobody."""
+"""Suspects of engine deaths: which deaths count for which lease, and turns without starvation."""
 
 import asyncio
 from collections import Counter
@@ -47,7 +47,7 @@ async def rounds(count):
 
 
 class Ground:
-    """Takes turns; ``log`` has who entered, and nobody may be beside one of ``lone``."""
+    """Takes turns; ``log`` has who entered; one of ``lone`` must be alone inside."""
 
     def __init__(self, lone):
         self.lone, self.inside, self.log = lone, Counter(), []
@@ -78,7 +78,7 @@ async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_on
         assert ground.log == ["a", "b"]
         first.set()
         await rounds(5)
-        assert ground.log[2:] == ["x", "x"], "its samples together, and nobody else"
+        assert ground.log[2:] == ["x", "x"], "its samples together, and no other"
         tasks.create_task(ground.pass_through("x", lone))
         await rounds(5)
         lone.set()
@@ -121,7 +121,7 @@ async def test_a_lease_that_turns_suspect_while_it_waits_runs_alone():
         max_size=25,
     )
 )
-def test_everybody_gets_a_turn_whoever_is_cancelled(script):
+def test_every_lease_gets_a_turn_although_others_are_cancelled(script):
     async def main():
         ground, tasks, cancelled = Ground({"x", "y"}), [], set()
         for number, (uid, hold, cancel, pause) in enumerate(script):
@@ -133,7 +133,7 @@ def test_everybody_gets_a_turn_whoever_is_cancelled(script):
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [r for r in results if isinstance(r, Exception)]
         assert {number for number, r in enumerate(results) if r is not None} <= cancelled
-        # Nobody is inside, and nobody waits: a newcomer enters at once.
+        # No lease is inside and none waits: a newcomer enters at once.
         await ground.turns.take(lease("a"))
         assert ground.turns.lone is None
 

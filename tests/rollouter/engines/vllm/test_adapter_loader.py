@@ -17,7 +17,7 @@ PARTS = {"qkv_proj": {"q_proj": 6, "k_proj": 2, "v_proj": 2}, "o_proj": {"o_proj
 
 
 class Module:
-    """A layer of an engine, cut over ``tp_size`` workers by its rows, of which this is the last."""
+    """A layer of an engine, cut over ``tp_size`` workers by its rows; this is the last."""
 
     def __init__(self, sizes: list[int], tp_size: int) -> None:
         self.tp_size = tp_size
@@ -43,7 +43,7 @@ class Module:
 
 
 class Manager:
-    """As far as the loader uses vLLM's; it passes over the adapter of ``forgotten``."""
+    """The part of vLLM's that the loader uses; it passes over the adapter of ``forgotten``."""
 
     def __init__(self, tp_size: int = 1) -> None:
         self.modules = {
@@ -117,7 +117,7 @@ def merge(manager: Manager) -> None:
         (merge, [], r"3 layers: \['k_proj', 'q_proj', 'v_proj'\]"),
     ],
 )
-def test_what_did_not_arrive_is_named_and_nothing_is_left(breaks, without, told):
+def test_missing_tensors_are_named_and_nothing_is_left(breaks, without, told):
     manager = Manager()
     _replace(manager, layers())
     breaks(manager)

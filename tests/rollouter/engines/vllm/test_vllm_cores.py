@@ -41,7 +41,7 @@ def test_no_two_engines_have_a_core_the_first_is_left_to_all_and_a_claim_ends_wi
         first = ClaimedCores.claim(1)
         assert first is not None and first.cores == {5}
         assert ClaimedCores.claim(2) is None, "4 alone is free, and 3 is for all"
-    # What was not enough is not kept.
+    # Too few cores are not kept.
     second = ClaimedCores.claim(2)
     assert second is not None and second.cores == {4, 6}
     assert ClaimedCores.claim(1) is None

@@ -1,4 +1,4 @@
-"""Norms of vLLM's C kernels beside its native ones, on the real vLLM."""
+"""Norms of vLLM's C kernels against its native ones, on the real vLLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_norms_are_those_of_the_native_implementation(dtype, off):
         torch.testing.assert_close(own, other, rtol=off, atol=off)
 
 
-def test_what_the_kernels_do_not_take_goes_to_the_native_implementation():
+def test_other_inputs_go_to_the_native_implementation():
     x, weight = torch.randn(5, 7, 96), torch.ones(96)
     with NORM.set_priority([CPU_NORMS, "native"]), FUSED.set_priority([CPU_NORMS, "native"]):
         assert NORM.dispatch(x, weight, EPSILON).provider == FUSED.dispatch(x, x, weight, EPSILON).provider == CPU_NORMS

@@ -98,11 +98,11 @@ async def test_logprobs_are_the_models_at_the_temperature_and_a_response_ends_wi
     await check_logprobs_and_ends(served)
 
 
-async def test_requests_that_cannot_be_served_or_that_nobody_reads_leave_nothing_behind(served):
+async def test_impossible_and_unread_requests_leave_nothing_behind(served):
     await check_refusals(served)
 
 
-async def test_seeds_repeat_and_differ_and_the_prefix_cache_is_told_by_salt(served, models):
+async def test_seeds_repeat_and_differ_and_salts_separate_the_prefix_cache(served, models):
     await served.load(0)
     # More prompt tokens at once than one step processes, none of them shared.
     prompts = [[(seed * j + j // 7 + seed) % 90 for j in range(250)] for seed in range(20)]

@@ -87,7 +87,7 @@ async def test_updates_are_exact_and_read_no_weights_of_the_base(served):
     assert len(checksums) == 4
 
 
-async def test_what_the_worker_cannot_place_leaves_it_paused_until_an_update_is_whole(served):
+async def test_a_tensor_without_a_place_leaves_the_worker_paused_until_an_update_is_whole(served):
     adapter = make_adapter(served.base, 6)
     await served.load(make_adapter(served.base, 7))
     wrong = {name.replace("k_proj", "x_proj"): tensor for name, tensor in adapter.items()}
@@ -116,7 +116,7 @@ class ChangingAdapters(Changing):
 
 
 @pytest.mark.parametrize("on_update", ["abort_resume", "keep"])
-async def test_i3_requests_in_flight_go_on_with_the_new_adapter(served, on_update):
+async def test_i3_requests_in_flight_continue_with_the_new_adapter(served, on_update):
     changing = ChangingAdapters(served, on_update=on_update)
     found = await changing.run(12, 0, 0, 0, 0, 0)
     assert changing.check(found) >= 6

@@ -1,6 +1,6 @@
 """The vLLM worker's side of a broadcast over NCCL, against the real sender, with the GPUs left out.
 
-What stands in for NCCL hands packed buckets from one thread to another. Everything else is the real thing: frames,
+A stand-in for NCCL hands packed buckets from one thread to another. Everything else is the real thing: frames,
 links, packing, vLLM's description of a bucket and its way of taking one apart.
 """
 

@@ -178,7 +178,7 @@ def test_environment_shares_the_cores():
         ({"head_dim": 48}, {"rollout": {"gpus_per_replica": 1}}, None),
     ],
 )
-def test_what_vllm_cannot_run_is_refused(changes, tree, words):
+def test_a_model_that_vllm_cannot_run_is_refused(changes, tree, words):
     if words is None:
         options.check_model(config_for(**tree), MODEL | changes, [32, 64, 128])
         return
@@ -265,7 +265,7 @@ def test_a_new_scratch_folder_replaces_those_of_the_dead_and_spares_those_of_the
         for _ in range(2):
             folder, lock = options.make_scratch_folder()
             locks.append(lock)
-            # As a process of another container sees it: the number is that of nobody there.
+            # As a process of another container sees it: the number belongs to no process there.
             unseen = Path(short, f"asyncrl-engine-{ended.pid}-{len(locks)}")
             os.rename(folder, unseen)
         assert sorted(Path(short).iterdir()) == sorted([other, mine, unseen.with_name(f"{unseen.name[:-1]}1"), unseen])
