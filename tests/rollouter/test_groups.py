@@ -3,6 +3,7 @@
 import asyncio
 from collections import defaultdict
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from harness import Net
@@ -38,9 +39,9 @@ class Scripted:
         self.reported = self.tries = 0
         self.has_worked = []
         """Each score's word on the function."""
-        self.taken_at = defaultdict(float)
+        self.leases = SimpleNamespace(generated=self.finished, taken_at=defaultdict(float))
 
-    def generated(self, lease):
+    def finished(self, lease):
         self.reported += 1
 
     async def play(self, lease, account):
@@ -79,7 +80,7 @@ class Scripted:
 def run(script, **tables):
     async def main():
         clock = LoopClock()
-        runner = GroupRunner(sim_config(**tables), services(clock=clock), script, script, script)
+        runner = GroupRunner(sim_config(**tables), services(clock=clock), script, script, script.leases)
         return await runner.run(lease(), GroupAccount(lease(), clock.now, clock.wall))
 
     return run_virtual(main())
