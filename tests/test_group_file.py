@@ -106,7 +106,7 @@ def test_reading_goes_on_from_where_the_file_stands_and_holds_one_record_at_a_ti
 def test_what_is_no_array_is_refused(array):
     body = msgpack.unpackb(pack_group(make_group())[group_file.HEAD.size :])
     assert read(framed(msgpack.packb(body)))
-    body["lease"]["prompt_ids"] = array
+    body["ticket"]["prompt_ids"] = array
     with pytest.raises(DataError):
         read(framed(msgpack.packb(body)))
 

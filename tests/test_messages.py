@@ -101,7 +101,7 @@ def test_nobody_may_send_a_reply_or_what_has_no_entry():
     assert not any(may_send("", senders_of(kind)) for kind in SENT)
 
 
-CHANGES = [{"uid": "0-2"}, {"lease": 2}, {"purpose": "eval/x"}, {"seal": ""}, {"seal": "\u00e9"}]
+CHANGES = [{"uid": "0-2"}, {"number": 2}, {"purpose": "eval/x"}, {"seal": ""}, {"seal": "\u00e9"}]
 
 
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
