@@ -1,4 +1,4 @@
-"""The ledger: which prompts of which epoch have an outcome, the number of each outcome, and the deaths of open prompts.
+"""The ledger: which prompts of each epoch have an outcome, the number of each kind, and the deaths of open prompts.
 Pure.
 
 Invariant: in each epoch every prompt has at most one outcome, and keeps it. Whether a prompt has one is kept, exactly;
@@ -6,8 +6,8 @@ which one it was is only counted: nothing that is decided later depends on it, a
 
 Size: a bit for each prompt of an epoch that is under way, from the first gap to the last outcome, and one entry for any
 number of epochs that ended alike. So it is bounded by the epochs that are open, however many are over; an outcome costs
-the same in an epoch of any size. The learner owns it and keeps it in its checkpoints; the dataloader's state is derived
-from a copy.
+the same in an epoch of any size. The learner owns it and keeps it in its checkpoints. With the learner's buffer it is
+the truth about every prompt; the dataloader's book of leases and a rollouter's held leases are derived from it.
 
 Fails with ValueError on a state that is no ledger's: epochs out of order, a set in another form than its own, outcomes
 that were not counted; in the form of older checkpoints, intervals that are empty, out of order, or in two outcomes.
