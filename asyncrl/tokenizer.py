@@ -1,14 +1,14 @@
 """Text to token ids and back, without torch.
 
-A Hugging Face folder is read through ``tokenizers`` and its chat template rendered with jinja2, as transformers does
-it; only a folder without tokenizer.json needs transformers itself. Without a folder, for simulated runs, tokens are
-bytes. Everything heavy is imported by ``load_tokenizer`` and at the first chat prompt, because every simulated
-rollouter imports this module.
+A Hugging Face folder is read with ``tokenizers``, and its chat template is rendered with jinja2, as in transformers.
+Only a folder without tokenizer.json needs transformers. Without a folder, for simulated runs, tokens are bytes. Heavy
+modules are imported by ``load_tokenizer`` and at the first chat prompt, because every simulated rollouter imports this
+module.
 
-Invariant: the same messages give the same ids for as long as the run lasts, over midnight too: a template that asks for
-the time is told the date that the tokenizer was loaded with.
+Invariant: the same messages give the same ids during a run, even past midnight: a template that asks for the time gets
+the date with which the tokenizer was loaded.
 
-Fails with ConfigError (naming model.path) when the folder holds no tokenizer, with ValueError on a prompt that the
+Fails with ConfigError (naming model.path) if the folder holds no tokenizer, and with ValueError for a prompt that the
 template refuses.
 """
 
@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
     "sentencepiece*",
     "tokenization_*.py",
 )
-"""Patterns of file names, one of which is in every folder that holds a tokenizer."""
+"""Patterns of file names; every folder with a tokenizer matches one."""
 
 
 class Tokenizer(Protocol):
@@ -73,11 +73,11 @@ class Tokenizer(Protocol):
         """The text of a conversation through the chat template; with ``generate`` up to where the assistant answers.
 
         ``options`` are further arguments of the template, laid over those that the tokenizer was loaded with. Raises
-        ValueError when the template refuses it, ConfigError where there is none.
+        ValueError when the template refuses it, ConfigError without one.
         """
 
     def template_text(self, *, with_tools: bool) -> str | None:
-        """The source of the chat template that is used with or without tools; None where there is none."""
+        """The source of the chat template that is used with or without tools; None without one."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without those that a tokenizer puts around it; special tokens in it become theirs."""
@@ -87,7 +87,7 @@ class Tokenizer(Protocol):
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer of a run, whose chat template is told the run's options. Raises ConfigError."""
+    """The tokenizer of a run, whose chat template receives the run's options. Raises ConfigError."""
     model, chat = config.model, config.chat
     return load_tokenizer(
         model.path,
@@ -104,9 +104,9 @@ def load_tokenizer(
     date: str | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Tokenizer:
-    """The tokenizer of a model folder, or bytes when there is none. Raises ConfigError.
+    """The tokenizer of a model folder, or of bytes without a folder. Raises ConfigError.
 
-    ``date``, as YYYY-MM-DD, is the day that chat templates are told, today's by default; ``template_options`` are
+    ``date``, as YYYY-MM-DD, is the date for chat templates, today by default; ``template_options`` are
     further arguments of the template.
     """
     if path is None:
@@ -124,7 +124,7 @@ def load_tokenizer(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Values that every chat template of a run is told, beside the conversation."""
+    """Values that every chat template of a run receives with the conversation."""
 
     date: Date
     options: Mapping[str, Any]
@@ -308,7 +308,7 @@ class _FileTokenizer(_HuggingFace):
             raise ValueError(told) from None
 
     def _piece_refused(self, text: str) -> str:
-        """The first part of a text that cannot be encoded by itself; all of the text where there is none."""
+        """The first part of a text that cannot be encoded by itself; the whole text without one."""
         backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
         for part in re.split(special, text) if special else [text]:
             normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from asyncrl.chat.answers import FIELD
+from asyncrl.chat.answer_tokens import FIELD
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.parsers import Parsed, make_call
-from asyncrl.chat.probe import CASES, TOOLS, Shape, TurnCheck, example
-from asyncrl.chat.report import CaseFinding, ChatReport
+from asyncrl.chat.probe import TOOLS, Shape, TurnCheck, example
+from asyncrl.chat.report import make_report
 from asyncrl.config.episode import ChatConfig
 from asyncrl.errors import ChatRefused, ConfigError
 from asyncrl.messages import FinishReason
@@ -38,7 +38,17 @@ class PackageRenderer:
         self._made = lru_cache(KEPT)(self._make)
         # Made at once, so that a name or a model that does not fit is found at start.
         self._renderer({})
-        self.report = self._examine_all()
+        answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
+        end = next((place for place in range(len(answered))[::-1] if answered[place] in self._ends), len(answered))
+        self.report = make_report(
+            chat,
+            self._examine,
+            tool_parser=chat.renderer,
+            reasoning_parser=chat.renderer,
+            shows_tools=self.render([QUESTION], TOOLS, {}) != self.render([QUESTION], (), {}),
+            end=tokenizer.decode(answered[end : end + 1], keep_special=True),
+            seam=tokenizer.decode(answered[end + 1 :], keep_special=True),
+        )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
         return self._ids(messages, tools, options, generate=True)
@@ -134,26 +144,6 @@ class PackageRenderer:
             return list(renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=generate))
         except Exception as error:
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
-
-    def _examine_all(self) -> ChatReport:
-        cases = []
-        for name, shape in CASES:
-            found = self._examine(shape)
-            cases.append(CaseFinding(name, found.verdict, found.reason))
-        answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
-        end = next((place for place in range(len(answered))[::-1] if answered[place] in self._ends), len(answered))
-        return ChatReport(
-            renderer=self._chat.renderer,
-            history=self._chat.history,
-            date=self._chat.date,
-            tool_parser=self._chat.renderer,
-            reasoning_parser=self._chat.renderer,
-            shows_tools=self.render([QUESTION], TOOLS, {}) != self.render([QUESTION], (), {}),
-            end=self._tokenizer.decode(answered[end : end + 1], keep_special=True),
-            seam=self._tokenizer.decode(answered[end + 1 :], keep_special=True),
-            cases=cases,
-            notes=[],
-        )
 
     def _examine(self, shape: Shape) -> TurnCheck:
         before, answer, tail = example(shape)

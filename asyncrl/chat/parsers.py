@@ -1,16 +1,15 @@
-"""Reasoning, content and calls of tools, read from the whole text of an answer. Pure.
+"""Parsers that split the whole text of an answer into reasoning, content and calls of tools. Pure.
 
-Invariant: reasoning is taken off first, so that a call that it quotes is none; a call that cannot be read stays in the
-content, where the agent sees it, and is counted. Nothing that a model writes makes a parser fail.
-
-A parser is a function, so that those of an inference engine can be handed in by its adapter.
+Invariant: reasoning is removed first, so a call that it quotes does not count. A call that cannot be read stays in the
+content, where the agent sees it, and is counted. No text of a model makes a parser fail. A parser is a callable, so an
+inference engine can provide its own (rollouter/engines/vllm/parsers.py).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -35,7 +34,7 @@ class Parsed:
 
     content: str
     reasoning: str | None = None
-    """Text of the reasoning; None where there is none."""
+    """Text of the reasoning; None without one."""
     calls: list[ParsedCall] = field(default_factory=list)
     malformed: int = 0
     """Calls that were begun and cannot be read; their text is part of the content."""
@@ -60,7 +59,7 @@ class AnswerParser(Protocol):
     ) -> Parsed:
         """The parts of a text.
 
-        Without ``tools`` no call is looked for: nobody would make it. ``thinking``: the prompt has opened the reasoning
+        Without ``tools`` no call is parsed. ``thinking``: the prompt has opened the reasoning
         already. ``ids`` are those of the text, where it is all of an answer, and ``options`` those of the template.
         """
 
@@ -168,3 +167,23 @@ def make_call(name: Any, arguments: Any) -> ParsedCall | None:
         # A number that JSON does not have, or half of a surrogate pair, escaped: no text that could be sent.
         return None
     return ParsedCall(name, written)
+
+
+EngineParsers = Callable[[str | None, str | None], AnswerParser]
+"""Maker of a parser of an inference engine, by the name of its parser of calls, of that of reasoning, or of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The parsers of a model."""
+
+    tools: str
+    reasoning: str
+    parser: AnswerParser
+    notes: tuple[str, ...] = ()
+    """Notes for the user."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may have reasoning."""
+        return self.reasoning != "none"

@@ -1,11 +1,11 @@
-"""The check of a chat template: whether the context of a next answer may be extended or must be rendered anew.
+"""The check of a chat template: whether the context of a next answer may be extended or must be rendered again. Pure.
 
-For each kind of turn the ids of an answer, and those put behind them, are held against the tokens of a single render
-of the same conversation. Verdicts: ``extend``, they are equal; ``fork``, they are not, and another sequence begins;
-``refused``, the template takes no such conversation. Pure; nothing here ends a run.
+For each kind of turn, an answer's ids with its extension are compared with a single render of the same conversation.
+Verdicts: ``extend`` if they are equal; ``fork`` if not, so another sequence begins; ``refused`` if the template accepts
+no such conversation. Nothing here ends a run.
 
-Where a template leaves the reasoning of earlier answers out, ``history = "sampled"`` keeps it in the context all the
-same, and all but that reasoning is equal; ``history = "template"`` forks.
+Some templates leave the reasoning of earlier answers out. With ``history = "sampled"`` the context keeps it, and the
+rest must be equal; ``history = "template"`` forks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOOLS: tuple[Tool, ...] = tuple(
     for name in ("lookup", "search")
 )
 LONGEST_RUN = 2
-"""Messages of one role in a row that a shape tells apart; more of them are of no other shape."""
+"""Messages of one role in a row that make a difference between shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
 
 
 def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
-    """Messages that may stand before an answer, the plain question first, each behind the words that tell it."""
+    """Messages that may stand before an answer, the plain question first, each with a description."""
     question: Message = {"role": "user", "content": "Hello."}
     yield "", [question]
     yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]

@@ -1,10 +1,9 @@
-"""Messages to tokens, the tokens behind an answer, and an answer's tokens to its parts, through the model's template.
+"""Renders messages to tokens through the model's template, extends sampled answers, and parses them.
 
-Invariant: an extension is given only for kinds of turns for which the check of the template has found that the answer's
-own ids with it are the tokens of a single render; everything else is None, and the caller renders all of it anew. Ids
-that were sampled are never encoded again. Thread-safe.
-
-Fails with ChatRefused on a conversation that the template refuses, at start with ConfigError.
+Invariant: an extension is returned only for kinds of turns that the check of the template found exact: the answer's own
+ids with the extension equal a single render. Otherwise the result is None, and the caller renders the conversation
+again. Sampled ids are never encoded again. Thread-safe. Raises ChatRefused for a conversation that the template
+refuses, and ConfigError at the start.
 """
 
 from __future__ import annotations
@@ -16,17 +15,27 @@ from itertools import takewhile
 from threading import Lock
 from typing import Any, Protocol
 
-from asyncrl.chat.answers import answer_ids
-from asyncrl.chat.choice import EngineParsers, Parsers, choose_parsers
+from asyncrl.chat.answer_tokens import answer_ids
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.package import PackageRenderer
-from asyncrl.chat.parsers import END_THINK, THINK, Parsed
-from asyncrl.chat.probe import TOOLS, History, Shape, TurnCheck, examine, extension_ids
+from asyncrl.chat.parsers import (
+    END_THINK,
+    THINK,
+    AnswerParser,
+    Both,
+    EngineParsers,
+    JsonCallParser,
+    NoParser,
+    Parsed,
+    Parsers,
+    ThinkParser,
+)
+from asyncrl.chat.probe import TOOLS, History, Shape, TurnCheck, examine, example, extension_ids
 from asyncrl.chat.report import ChatReport, make_report
 from asyncrl.chat.template import ChatTemplate
 from asyncrl.chat.turns import ANSWER, learn_turn
 from asyncrl.config import Config
-from asyncrl.config.episode import ChatConfig
+from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
 from asyncrl.errors import ChatRefused
 from asyncrl.messages import FinishReason
 from asyncrl.tokenizer import Tokenizer
@@ -63,8 +72,8 @@ class Renderer(Protocol):
     def answer(
         self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> list[int]:
-        """The tokens of an answer that somebody else wrote, its end included, as they follow ``render`` of the messages
-        before it. Raises ChatRefused.
+        """The tokens of a written answer with its end, as they follow ``render`` of the messages before it. Raises
+        ChatRefused.
         """
 
     def text(self, ids: Sequence[int]) -> str:
@@ -88,7 +97,17 @@ class TemplateRenderer:
         self._unseen = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
-        self.report = make_report(template, parsers, chat, lambda shape: self.finding(shape, {}))
+        end, seam, note = _seam(template)
+        self.report = make_report(
+            chat,
+            lambda shape: self.finding(shape, {}),
+            tool_parser=parsers.tools,
+            reasoning_parser=parsers.reasoning,
+            shows_tools=template.shows_tools,
+            end=end,
+            seam=seam,
+            notes=[*parsers.notes, *([note] if note else [])],
+        )
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
         return self._template.ids(self._template.text(messages, tools, options))
@@ -187,8 +206,9 @@ def make_renderer(
 ) -> Renderer:
     """The renderer of a run, with its template checked: some tenths of a second of work.
 
-    ``stop_ids`` end answers beside the tokenizer's own; ``engine_parsers`` makes parsers of the inference engine.
-    Raises ConfigError where the model has no chat template, or the package that chat.renderer names is not there.
+    ``stop_ids`` end answers in addition to the tokenizer's own; ``engine_parsers`` makes parsers of the inference
+    engine. Raises ConfigError where the model has no chat template, or the package that chat.renderer names is not
+    there.
     """
     chat = config.chat
     path = config.model.path or "the model"
@@ -197,6 +217,72 @@ def make_renderer(
         return PackageRenderer(tokenizer, end_ids, chat)
     template = ChatTemplate(tokenizer, end_ids, path=path)
     return TemplateRenderer(template, choose_parsers(template, chat, engine_parsers), chat)
+
+
+def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: EngineParsers | None = None) -> Parsers:
+    """The parsers that ``chat`` names; without ``engine_parsers`` an engine's read nothing, as suffices for a check."""
+    notes: list[str] = []
+    tools, reasoning = chat.tool_parser, chat.reasoning_parser
+    if reasoning == "auto":
+        text = template.tokenizer.template_text(with_tools=True) or ""
+        reasoning = "think" if THINK in text or THINK in template.tokenizer.special_ids else "none"
+    if tools == "auto":
+        tools, note = _recognise_calls(template)
+        notes += [note] if note else []
+    if not template.shows_tools:
+        notes.append("the template does not show tools to the model: name them in a system message")
+    engine_tools = None if tools in OWN_TOOL_PARSERS else tools
+    engine_reasoning = None if reasoning in OWN_REASONING_PARSERS else reasoning
+    engine: AnswerParser = NoParser()
+    if engine_parsers is not None and (engine_tools or engine_reasoning):
+        engine = engine_parsers(engine_tools, engine_reasoning)
+    if engine_tools and engine_reasoning:
+        # Some models have one parser for both.
+        return Parsers(tools, reasoning, engine, tuple(notes))
+    first = engine if engine_reasoning else ThinkParser() if reasoning == "think" else NoParser()
+    second = engine if engine_tools else JsonCallParser() if tools == "json" else NoParser()
+    return Parsers(tools, reasoning, Both(first, second), tuple(notes))
+
+
+def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
+    """The parser's name, json if the calls that the template writes are read back, else none; and a note."""
+    if not template.writes_calls:
+        return "none", "the template writes no calls of tools: set chat.tool_parser to the form that the model uses"
+    before, answer, tail = example(Shape(tail=("tool", "tool")))
+    for calls in (answer, answer | {"tool_calls": answer["tool_calls"][:1]}):
+        try:
+            text = template.text([*before, calls, *tail[: len(calls["tool_calls"])]], TOOLS)
+        except ChatRefused:
+            # Some templates take one call at a time.
+            continue
+        parsed = JsonCallParser()(text, TOOLS, thinking=False)
+        names = [call["function"]["name"] for call in calls["tool_calls"]]
+        if [call.name for call in parsed.calls] == names and ANSWER in parsed.calls[0].arguments:
+            return "json", ""
+        # The template has written them, so its form is seen not to be this one.
+        break
+    return "none", "the form in which the template writes calls is not known here: set chat.tool_parser to vLLM's name"
+
+
+def _seam(template: ChatTemplate) -> tuple[str, str, str]:
+    """The end of an answer, the text that the template writes behind it, and a note where nothing stops at that end."""
+    before, answer, tail = example(Shape(tail=("user",), with_tools=False))
+    try:
+        turn = learn_turn(template, before, answer, tail, (), {})
+        alone = template.text([*before, answer], (), {}, generate=False)
+    except ChatRefused:
+        return "", "", ""
+    if isinstance(turn, str):
+        return "", "", ""
+    # Some templates frame the last message in another way.
+    framed, goes_on = alone.rpartition(ANSWER)[2], turn.end + turn.after
+    shared = next((place for place, (a, b) in enumerate(zip(framed, goes_on, strict=False)) if a != b), len(framed))
+    seam = framed[:shared].removeprefix(turn.end)
+    note = ""
+    for text in template.tokenizer.special_ids:
+        if not turn.end and seam.startswith(text):
+            note = f"the template ends answers with {text!r}, where no answer stops: put it into rollout.stop"
+    return turn.end, seam, note
 
 
 def _stand_in(messages: Sequence[Message], parsed: Parsed) -> Message:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from asyncrl.chat.choice import Parsers
-from asyncrl.chat.probe import CASES, Shape, TurnCheck, Verdict, example
-from asyncrl.chat.template import ChatTemplate
-from asyncrl.chat.turns import ANSWER, learn_turn
+from asyncrl.chat.probe import CASES, Shape, TurnCheck, Verdict
 from asyncrl.config.episode import ChatConfig
-from asyncrl.errors import ChatRefused
 
 FILE = "chat.json"
 """Name of the report in the run folder."""
@@ -36,7 +32,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str
     reasoning_parser: str
     shows_tools: bool
-    """Whether the template tells the model of tools."""
+    """Whether the template shows tools to the model."""
     end: str
     """The token that ends an answer, as text; empty where the template writes none that the model samples."""
     seam: str
@@ -64,49 +60,28 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_report(
-    template: ChatTemplate,
-    parsers: Parsers,
     chat: ChatConfig,
     examine: Callable[[Shape], TurnCheck],
+    *,
+    tool_parser: str,
+    reasoning_parser: str,
+    shows_tools: bool,
+    end: str,
+    seam: str,
+    notes: Sequence[str] = (),
 ) -> ChatReport:
-    """Check every case."""
-    cases = []
-    for name, shape in CASES:
-        if shape.reasoning and not parsers.thinks:
-            continue
-        found = examine(shape)
-        cases.append(CaseFinding(name, found.verdict, found.reason, found.by_policy))
-    end, seam, note = _seam(template)
+    """Check every case, those with reasoning only if there is a parser for it."""
+    cases = [(name, shape) for name, shape in CASES if not shape.reasoning or reasoning_parser != "none"]
+    found = [(name, examine(shape)) for name, shape in cases]
     return ChatReport(
         renderer=chat.renderer,
         history=chat.history,
         date=chat.date,
-        tool_parser=parsers.tools,
-        reasoning_parser=parsers.reasoning,
-        shows_tools=template.shows_tools,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
+        shows_tools=shows_tools,
         end=end,
         seam=seam,
-        cases=cases,
-        notes=[*parsers.notes, *([note] if note else [])],
+        cases=[CaseFinding(name, each.verdict, each.reason, each.by_policy) for name, each in found],
+        notes=list(notes),
     )
-
-
-def _seam(template: ChatTemplate) -> tuple[str, str, str]:
-    """The end of an answer, the text that the template writes behind it, and a note where nothing stops at that end."""
-    before, answer, tail = example(Shape(tail=("user",), with_tools=False))
-    try:
-        turn = learn_turn(template, before, answer, tail, (), {})
-        alone = template.text([*before, answer], (), {}, generate=False)
-    except ChatRefused:
-        return "", "", ""
-    if isinstance(turn, str):
-        return "", "", ""
-    # Some templates frame the last message in another way.
-    framed, goes_on = alone.rpartition(ANSWER)[2], turn.end + turn.after
-    shared = next((place for place, (a, b) in enumerate(zip(framed, goes_on, strict=False)) if a != b), len(framed))
-    seam = framed[:shared].removeprefix(turn.end)
-    note = ""
-    for text in template.tokenizer.special_ids:
-        if not turn.end and seam.startswith(text):
-            note = f"the template ends answers with {text!r}, where no answer stops: put it into rollout.stop"
-    return turn.end, seam, note

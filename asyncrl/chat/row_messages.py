@@ -1,10 +1,9 @@
-"""Conversations and tools that a dataset's row holds, in the form that chat templates know. Pure.
+"""Conversations and tools of a dataset's row, in the form that chat templates know. Pure.
 
-The check of rows is stricter than that of agents' requests: a field that cannot be used is refused by name, because its
-loss would not be seen. Rows may leave out what datasets leave out: ids of calls, and fields that are null. Everything
-else is the one conversion of ``messages.py``.
+Rows are checked more strictly than agents' requests: an unusable field is refused by name, because its loss would go
+unseen. Rows may lack what datasets leave out: ids of calls, and null fields. The conversion is that of ``messages.py``.
 
-Fails with ChatRefused, which names the field, as prompt[3].tool_calls[0].name.
+Fails with ChatRefused, which names the field, such as prompt[3].tool_calls[0].name.
 """
 
 from __future__ import annotations

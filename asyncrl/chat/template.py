@@ -31,7 +31,7 @@ _TOOLS: list[Tool] = [
         },
     }
 ]
-"""A tool with all that a template may ask for."""
+"""A tool with every field that a template may ask for."""
 _USER: Message = {"role": "user", "content": "q"}
 _WORDED: Message = {"role": "user", "content": _NAME}
 
@@ -153,7 +153,7 @@ def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _shorten(id: str) -> str:
-    """A short id that tells calls apart as the long one does."""
+    """A short id, as unique as the long one."""
     digest = hashlib.blake2b(id.encode(), digest_size=SHORT_ID).digest()
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
 

@@ -1,11 +1,10 @@
-"""A template's form of an answer and of the text behind it, learnt from a conversation that it renders. Pure.
+"""How a template writes an answer and the text behind it, learnt from a rendered conversation. Pure.
 
-A conversation with made-up words in known places is rendered once as the question, and once with the answer and the
-rest in place; where the first is the beginning of the second, the rest falls into the words that the model samples,
-the token that ends them, and the context of the next answer.
+A conversation with made-up words in known places is rendered twice: up to the question, and with the answer and the
+rest. If the first text begins the second, the rest splits into the words that the model samples, the token that ends
+them, and the context of the next answer.
 
-Fails with ChatRefused where the template refuses the conversation; where the answer cannot be found in it, the reason
-is returned.
+Raises ChatRefused if the template refuses the conversation, and returns the reason if the answer is not found in it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def learn_turn(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> ChatTurn | str:
-    """The turn, or the reason that a single render does not go on from the model's answer. Raises ChatRefused.
+    """The turn, or the reason why a single render does not continue the model's answer. Raises ChatRefused.
 
     The content of ``answer`` begins with ANSWER, or it has none and ANSWER is the last word of its calls; its reasoning
     is THOUGHT.
@@ -135,6 +134,6 @@ def _split(
     frame = plain[plain.rfind(ANSWER) + len(ANSWER) :]
     written = called[called.rfind(ANSWER) + len(ANSWER) :]
     if not written.endswith(frame) or not rest[place:].startswith(written):
-        return "where the call ends cannot be told"
+        return "the end of the call is not found"
     end_of_call = place + len(written) - len(frame)
     return rest[:end_of_call], "", rest[end_of_call:]

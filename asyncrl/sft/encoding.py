@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.chat.answers import continuation
+from asyncrl.chat.answer_tokens import continuation
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.prompt import conversation
 from asyncrl.chat.renderer import Renderer

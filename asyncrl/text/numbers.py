@@ -1,7 +1,6 @@
 """Numbers for people: short, with their units, never more exact than they are. Pure. An unknown number is ABSENT.
 
-Invariant: each takes at most LONGEST characters, whatever a reward function returns or a file says; so very large
-and very small ones are written with an exponent.
+Invariant: each number takes at most LONGEST characters. Very large and very small ones are written with an exponent.
 """
 
 from __future__ import annotations

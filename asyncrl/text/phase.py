@@ -1,4 +1,4 @@
-"""The phase of a run, and its end, in the same words wherever they are told. Pure."""
+"""The phase and the end of a run, in the same words everywhere. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Text of a run as a terminal may be given it. Pure.
+"""Text that is safe for a terminal. Pure.
 
-Text that a model, a reward function or a user wrote ends up in logs, events and names, and a terminal obeys all it is
-given: controls (C0, DEL, C1), the marks that turn the direction of text, characters that nobody sees, and halves of
-surrogates are shown as escapes. Invariant: what comes out holds none of them but those that ``keep`` names. It never
-fails.
+Text of models, reward functions and users ends up in logs, events and names, and a terminal obeys control characters.
+Controls (C0, DEL, C1), marks of text direction, invisible characters and halves of surrogates are shown as escapes.
+Invariant: the result holds none of them except those in ``keep``. It never fails.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def name_some(names: Sequence[str], most: int) -> str:
 
 
 def json_in_ascii(text: str) -> str:
-    """JSON that says the same in printable ASCII and newlines: all else is within strings."""
+    """The same JSON in printable ASCII and newlines; other characters occur only in strings and are escaped."""
     return _NOT_ASCII.sub(_json_escape, text)
 
 

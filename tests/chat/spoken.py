@@ -1,4 +1,4 @@
-"""A model of which a test says what was sampled, and reads what is rendered."""
+"""A model whose samples a test writes and whose renders it reads."""
 
 from pathlib import Path
 from typing import Any

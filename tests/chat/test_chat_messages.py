@@ -46,7 +46,7 @@ def test_what_the_policy_answered_may_come_back_as_clients_send_it():
         ("[1]", "[1]"),
         ('{"a": NaN}', '{"a": NaN}'),
         ('{"a": 1e999}', '{"a": 1e999}'),
-        # What messages of the run cannot hold.
+        # Values that messages of the run cannot hold.
         ('{"a": 36893488147419103232}', '{"a": 36893488147419103232}'),
         ({"a": [-(1 << 64)]}, '{"a": [-18446744073709551616]}'),
         ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),

@@ -1,4 +1,4 @@
-"""The renderers of the package of that name, on a tokenizer of a few kilobytes, beside the template of the family."""
+"""The renderers of the package of that name, on a small tokenizer, compared with the template of the family."""
 
 import importlib.util
 
@@ -35,7 +35,7 @@ def test_without_the_package_the_error_says_how_to_get_it(model):
 
 
 @needs_package
-def test_a_family_that_is_not_there_is_told_of(model):
+def test_an_unknown_family_is_named(model):
     with pytest.raises(ConfigError, match=r"chat\.renderer: renderers:qwen99 cannot be made"):
         renderer_of(model, "renderers:qwen99")
 

@@ -67,7 +67,7 @@ PARTS_ALONE = CHATML.replace(
         ("llama", [USER, CALLS | {"content": "I look."}, RESULT], [], r"prompt\[1\].content: the chat template does"),
         (NO_TOOL_ROLE, [USER, CALLS, RESULT], [], r"prompt\[2\].content: the chat template does not show it"),
     ],
-    ids=["calls", "tools", "reasoning", "name", "content beside a call", "role"],
+    ids=["calls", "tools", "reasoning", "name", "content with a call", "role"],
 )
 def test_what_a_template_leaves_out_is_refused_by_name(template, prompt, tools, problem, family, tmp_path):
     folder = write_chat_model(tmp_path / "m", template) if template == NO_TOOL_ROLE else family(template)

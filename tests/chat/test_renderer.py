@@ -87,7 +87,7 @@ def test_options_of_a_call_have_verdicts_of_their_own(family):
     assert configured.renderer.render([USER], [], {"enable_thinking": True}) == model.renderer.render([USER], [], {})
 
 
-def test_the_date_is_that_of_the_run_whatever_the_day(family, monkeypatch):
+def test_the_date_is_that_of_the_run_on_any_day(family, monkeypatch):
     model = Spoken(family("llama"), date="2024-02-29")
     before = model.renderer.render([USER], [], {})
     assert "Today: 29 Feb 2024" in model.text(before)
@@ -154,7 +154,7 @@ def test_special_tokens_are_kept_where_parsing_needs_them_and_only_there(family)
     assert [(call.name, call.arguments) for call in parsed.calls] == [("lookup", '{"word": "x"}')]
 
 
-def test_reasoning_is_told_from_the_answer_where_no_special_token_marks_it(tmp_path):
+def test_reasoning_is_separated_from_the_answer_without_a_special_token(tmp_path):
     model = Spoken(write_chat_model(tmp_path / "m", QWEN3, think_tokens=False))
     assert "<think>" not in model.tokenizer.special_ids
     assert parts_of(model, "<think>\nwell\n</think>\n\nHello") == ("well", "Hello")

@@ -1,4 +1,4 @@
-"""Numbers for people stay short, whatever they are."""
+"""Numbers for people stay short."""
 
 import pytest
 from hypothesis import given

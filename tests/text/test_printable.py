@@ -26,7 +26,7 @@ WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u2
 
 
 def controls(text, keep="\n"):
-    """Characters that a terminal would obey, or nobody would see."""
+    """Characters that a terminal would obey or hide."""
     return [each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") and each not in keep]
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from asyncrl.chat.choice import EngineParsers
-from asyncrl.chat.parsers import AnswerParser
+from asyncrl.chat.parsers import AnswerParser, EngineParsers
 from asyncrl.config import Config
 from asyncrl.rollouter.engines.base import Engine
 

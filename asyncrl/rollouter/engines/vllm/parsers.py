@@ -1,9 +1,9 @@
-"""vLLM's parsers of tool calls and reasoning, by the names that its server knows, as parsers of whole answers.
+"""Adapter of vLLM's parsers of tool calls and reasoning to AnswerParser (chat/parsers.py), by the names of its server.
 
-Used in the rollouter's process; importing them takes seconds, and belongs on a thread. Invariant: nothing that a model
-writes makes a parser fail; what vLLM drops of a call that it cannot read stays in the content, and is counted.
+Used in the rollouter's process. The import takes seconds and belongs on a thread. Invariant: no text of a model makes a
+parser fail. A call that vLLM cannot read stays in the content and is counted.
 
-Fails with ConfigError for a name that vLLM does not have, and for a tokenizer that lacks the tokens of a parser.
+Fails with ConfigError for a name that vLLM does not know, and for a tokenizer without the tokens of a parser.
 """
 
 from __future__ import annotations

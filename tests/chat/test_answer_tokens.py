@@ -1,4 +1,4 @@
-"""Answers that somebody else wrote, as tokens behind their context, through templates of several families."""
+"""Written answers as tokens behind their context, through templates of several families."""
 
 import pytest
 from chat.spoken import Spoken

@@ -1,8 +1,8 @@
-"""The tokens of an answer that somebody else wrote, as the policy would have sampled them behind its context. Pure.
+"""The tokens of a written answer, such as one of a dataset, as the policy would sample them behind its context. Pure.
 
-Invariant: the tokens follow the generation prompt and end with the token that ends an answer, so that a model
-that is trained on it continues contexts as it meets them. The end is the frame's alone: an answer that holds the text
-of such a token is refused. Fails with ChatRefused, which names the part of the message that cannot be said.
+Invariant: the tokens follow the generation prompt and end with the token that ends an answer, so training matches the
+contexts that the model will see. Only the template writes that token: an answer with its text is refused. Fails with
+ChatRefused, which names the part of the message.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words:
 
 
 def _behind(asked: str, whole: str, answer: Message) -> str | None:
-    """The text that follows the generation prompt; None where ``whole`` does not go on from it."""
+    """The text that follows the generation prompt; None if ``whole`` does not continue it."""
     if whole.startswith(asked):
         return whole[len(asked) :]
     head, opens, tail = asked.rpartition(THINK)
@@ -110,7 +110,7 @@ def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> 
     shown = template.text([_QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
     frame = shown[shown.rfind(ANSWER) + len(ANSWER) :]
     if not rest.endswith(frame):
-        raise ChatRefused(FIELD, "cannot be placed: where it ends in the template's text cannot be told")
+        raise ChatRefused(FIELD, "cannot be placed: its end is not found in the template's text")
     return rest[: len(rest) - len(frame)]
 
 
