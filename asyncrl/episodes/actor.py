@@ -1,12 +1,12 @@
-"""The episode host: runs users' episodes for rollouters, and brings their calls of the policy to them.
+"""The episode host: runs users' episodes for rollouters and passes the episodes' calls of the policy to them.
 
-It plays for the rollouter beside it; one of ``episode.extra_hosts`` plays for each rollouter that asks, as many
-episodes as a rollouter may play, and refuses more.
+A host serves the rollouter on its machine. A host of ``episode.extra_hosts`` serves every rollouter, with as many
+episodes as one rollouter may play, and refuses more.
 
-Invariant: each RunEpisode is answered with the episode's result, from its code or from the end of its worker; one that
-is cancelled, whose deadline is over, or whose rollouter is dead has nothing left that runs. A session's key opens its
-own conversation alone, and that only until the episode has ended. The user hears of each kind of failure, the first
-time with its place. The actor fails when the user's code cannot be had, or no worker can be started any more.
+Invariant: each RunEpisode is answered with the episode's result, from its code or from the end of its worker. After a
+cancellation, a deadline or the death of the rollouter nothing of the episode runs. A session's key opens only its own
+conversation, until the episode has ended. The user sees each kind of failure once, with its place, and then a count.
+The actor fails if the user's code cannot be loaded or no worker can be started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.episodes.pool import EpisodePool
+from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
 from asyncrl.errors import ConfigError, EpisodeHostFull, EpisodeOver
@@ -39,13 +39,13 @@ START_SHARE = 0.8
 LEAVE_SHARE = 0.9
 """Share of the time to leave that is spent on finishing what is begun."""
 QUIET_S = 2.0
-"""Seconds without an episode after which no more are to come from a rollouter that leaves; beyond the longest pause
-before another attempt, for the one beside it."""
+"""Seconds without an episode after which a leaving rollouter sends no more. The longest pause before another attempt
+of the own rollouter is added."""
 LOOK_S = 0.1
 MOST_OVER = 4096
-"""Sessions that have ended and are still known, so that later calls are told the reason."""
+"""Ended sessions that are kept, so that later calls learn the reason."""
 MOST_KINDS = 16
-"""Kinds of failures that are told apart."""
+"""Kinds of failures that are counted separately."""
 LONGEST_TEXT = 600
 """Characters of a failure."""
 OTHERS = "others"
@@ -54,7 +54,7 @@ KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
 
 class EpisodesActor(Actor):
-    """The actor of an episode host; the module tells its rules. It is the Core of its endpoint (http/calls.py)."""
+    """The actor of an episode host, and the Core of its endpoint (http/calls.py)."""
 
     role = "episodes"
 
@@ -78,7 +78,7 @@ class EpisodesActor(Actor):
         try:
             from asyncrl.episodes.http.endpoint import PolicyEndpoint
         except ImportError as error:
-            told = f"the endpoint of episodes cannot be had ({error}); pip install 'asyncrl[episodes]' on this host"
+            told = f"the endpoint of episodes is not installed ({error}); pip install 'asyncrl[episodes]' here"
             raise ConfigError([told]) from error
         self._http = PolicyEndpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
@@ -103,7 +103,7 @@ class EpisodesActor(Actor):
         self.log.info("episodes can be played", kind=config.kind, endpoint=url)
 
     async def close(self) -> None:
-        """End all episodes and all that they have started."""
+        """End all episodes and their processes."""
         for session in self._sessions.values():
             session.end("the episode host ends")
         try:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.episode import EpisodeConfig
+from asyncrl.episodes.episode_pool import EpisodeCounts
 from asyncrl.episodes.playing.task import Task
-from asyncrl.episodes.pool import EpisodeCounts
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import AsyncRLError, EpisodeWorkersEnded
 from asyncrl.messages.episodes import EpisodeDone
@@ -26,8 +26,8 @@ from asyncrl.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
-from asyncrl.workers.pool import OnOutput, Place, WorkerPool
 from asyncrl.workers.process import WorkerProcess
+from asyncrl.workers.worker_pool import OnOutput, Place, WorkerPool
 
 TAIL_BYTES = 1 << 12
 LAST_LINES = 5

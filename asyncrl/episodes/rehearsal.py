@@ -1,15 +1,13 @@
-"""An agent that plays for time: a rehearsal of runs whose episodes have turns, tools, long tails and failures.
+"""A simulated agent: episodes with turns, tools, long tails and failures, for rehearsals of a run.
 
     [episode]
     function = "asyncrl.episodes.rehearsal:play"
     options = {turns = 6.0, tool_s = 2.0}
 
-It is played as any user's function is, through the episode host, the chat template, the conversation and the engine;
-only its tool is a pause, and it sees made-up text. An episode's number of turns, and each tool's time and
-amount of text, are lognormal. They follow from the task's seed and the number of the sample alone, so that a run that
-is repeated plays the same; whether it fails, from the attempt too.
-
-Fails as a user's episode does, with RuntimeError, where ``failure`` says so.
+It runs as any user's function does: through the episode host, the chat template, the conversation and the engine. Only
+its tools are pauses, and its observations made-up text. The number of turns, the time of a tool and the amount of text
+are lognormal. They follow from the task's seed and the sample's number, so a repeated run plays the same. Failures
+follow from the attempt too; a failed episode raises RuntimeError.
 """
 
 from __future__ import annotations

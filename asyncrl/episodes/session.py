@@ -1,7 +1,6 @@
-"""One attempt at a trajectory, on its way between the user's code and the rollouter that asked for it.
+"""One attempt at a trajectory, between the user's code and the rollouter that asked for it.
 
-Invariant: nothing is asked of the rollouter for a session that has ended; the rewards of its turns have arrived before
-its end is told.
+Invariant: a session that has ended makes no call to the rollouter, and the rewards of its turns arrive before its end.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from asyncrl.messages.episodes import (
 )
 
 OnDelta = Callable[[ChatDelta], None]
-TELL_AGAIN_S = 0.1
+CAST_AGAIN_S = 0.1
 """Seconds until a cast is tried again whose rollouter was not connected."""
 
 
@@ -43,7 +42,7 @@ class RolloutPeer(Protocol):
 
 
 class Playing(asyncio.Future[EpisodeDone]):
-    """An episode that is played. When nobody waits any more, ``on_stop`` is called."""
+    """An episode that is played. Its cancellation calls ``on_stop``."""
 
     __slots__ = ("on_stop",)
     on_stop: Callable[[], None]
@@ -55,7 +54,7 @@ class Playing(asyncio.Future[EpisodeDone]):
         return cancelled
 
     def end(self, done: EpisodeDone) -> None:
-        """End the episode, whether anybody waits or not."""
+        """End the episode, if it was not cancelled."""
         if not self.done():
             self.set_result(done)
 
@@ -93,13 +92,13 @@ class PolicySession:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which only the user's code goes on; 0 while the policy is asked. Callable from any thread."""
+        """Seconds since the user's code last waited for the policy; 0 while it waits. Callable from any thread."""
         return 0.0 if self._calls else time.monotonic() - self._quiet_since
 
     def begin(self) -> None:
-        """Tell the rollouter that the user's code has begun."""
+        """Report to the rollouter that the user's code has begun."""
         if not self._over and not self._rollouter.cast(EpisodeBegan(session=self.key)):
-            self._loop.call_later(TELL_AGAIN_S, self.begin)
+            self._loop.call_later(CAST_AGAIN_S, self.begin)
 
     async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
         """Ask the policy. Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer."""

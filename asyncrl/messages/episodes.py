@@ -1,7 +1,7 @@
 """Messages between rollouters and the episode hosts that run users' code: episodes, and their calls of the policy.
 
 No token is in any of it: ids, log-probs and versions stay with the rollouter, in the conversation of the session.
-A session is one attempt at one trajectory, and its key is all that the user's program holds.
+A session is one attempt at one trajectory, and the user's program holds only its key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SessionKey = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f
 
 
 class EpisodeDone(Message, frozen=True, kw_only=True):
-    """The episode has ended by itself, or was ended by its host. ``error`` is empty where it ended well."""
+    """The episode has ended by itself or by its host. ``error`` is empty if it ended well."""
 
     reward: float | None = None
     """Reward that the user's code gave the whole trajectory; None where it gave none."""
@@ -26,17 +26,17 @@ class EpisodeDone(Message, frozen=True, kw_only=True):
     error: str = ""
     """Reason of the failure: the exception with its place, the exit code with the last lines printed."""
     blame: Literal["episode", "host"] = "episode"
-    """Cause of the error. ``host``: the worker died, was killed or stood still, for which this episode need not be the
-    reason. No attempt is counted."""
+    """Cause of the error. ``host``: the worker died, was killed or stalled, perhaps because of another episode; no
+    attempt is counted."""
     user_s: float = 0.0
     """Processor time of the user's code, where it is known."""
 
 
 class RunEpisode(Request, frozen=True, kw_only=True):
-    """Rollouter to episode host: play one task. Cancelling the call ends the episode and all that it has started.
+    """Rollouter to episode host: play one task. Cancelling the call ends the episode and its processes.
 
-    Not to be repeated at another incarnation of the host: the conversation would go on where another has begun. Refused
-    with EpisodeHostFull by a host for all rollouters that plays as many as it may.
+    Must not be repeated at another incarnation of the host, because the conversation has begun. A full host of
+    episode.extra_hosts refuses it with EpisodeHostFull.
     """
 
     reply = EpisodeDone
@@ -102,7 +102,7 @@ class ChatReply(Message, frozen=True, kw_only=True):
 class Chat(Request, frozen=True, kw_only=True):
     """Episode host to rollouter: the assistant's next message. A repeat of a call joins it, or is given what it gave.
 
-    A call that is cancelled keeps what it has sampled: a repeat goes on from there. Refused with EpisodeOver when the
+    A cancelled call keeps its sampled tokens, and a repeat continues them. Refused with EpisodeOver when the
     session is over, or is not known; with ChatRefused where the policy cannot be asked so.
     """
 

@@ -23,15 +23,15 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.data.columns import column_of
-from asyncrl.episodes.pool import EpisodePool
+from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.preflight.inputs import Sample
 from asyncrl.preflight.process import ask_process
 from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.judges.pool import JudgePool, for_trial
-from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.reward.judges.judge_pool import JudgePool, for_trial
+from asyncrl.reward.scoring.reward_pool import RewardPool
 from asyncrl.workers.confinement import Confinement
 
 IMPORT_S = 45.0

@@ -1,9 +1,9 @@
-"""The reward pool's actor: takes Score calls off the wire and puts them into the pool, of processes or of a judge.
+"""The actor of a reward pool: passes Score calls to the pool of processes or to the judge.
 
-Invariant: each Score is answered with its rewards, with RewardFailed or with RewardBroken; a caller that cancels, or
-whose deadline is over, frees its place in the pool. The user hears of each kind of failure, the first time with its
-place. The actor fails when its function cannot be called, when no worker can be started any more, and, which ends the
-run, when the function fails for all that it is given.
+Invariant: each Score is answered with its rewards, with RewardFailed or with RewardBroken. A caller that cancels, or
+whose deadline has passed, frees its place in the pool. The user sees each kind of failure once, with its place, and
+then a count. The actor fails if its function cannot be called or no worker can be started. If the function fails in
+every call, the run ends.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from asyncrl.errors import RewardBroken
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.judges.pool import JudgePool
-from asyncrl.reward.scoring.failure_rate import FailureRate
-from asyncrl.reward.scoring.faults import Faults, RewardFault
-from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.reward.judges.judge_pool import JudgePool
+from asyncrl.reward.scoring.faults import FailureRate, Faults, RewardFault
+from asyncrl.reward.scoring.reward_pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
 from asyncrl.telemetry.trace import FIRST_SLOT
@@ -34,7 +33,7 @@ LONGEST_ERROR = 300
 
 
 class RewardActor(Actor):
-    """The actor of a reward pool; the module tells its rules."""
+    """The actor of a reward pool."""
 
     role = "reward"
 
@@ -83,7 +82,7 @@ class RewardActor(Actor):
         )
 
     async def close(self) -> None:
-        """End the workers and all that they have started."""
+        """End the workers and their descendants."""
         if self._pool is not None:
             await self._pool.close()
 
@@ -117,7 +116,7 @@ class RewardActor(Actor):
         return self._pool.resources() if self._pool is not None else []
 
     def _show(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
-        """Show a task that has ended in the timeline, and note its time among those of all others."""
+        """Add a task that has ended to the timeline and to the histogram."""
         self.histograms.observe("reward/run_s", run_s)
         track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
         if error:
@@ -136,7 +135,7 @@ class RewardActor(Actor):
         broken = self._rate.failed(uid, self.clock.now())
         if broken:
             assert self._pool is not None
-            reason = f"{broken}, so that nothing can be learnt. The first: it {self._faults.first}"
+            reason = f"{broken}, so nothing can be learnt. The first: it {self._faults.first}"
             self._pool.give_up(RewardBroken(self.config.reward.function, reason))
 
     @handler

@@ -1,8 +1,8 @@
-"""Arguments that a reward function may ask for by name: each declared once, with how it follows from a task. Pure.
+"""The arguments of reward functions. Pure.
 
-A function gets those that its signature names (worker.py), the trial before a run tells the same, and
-docs/first-run.md lists them. An argument is a function here under ``trajectory``, ``group`` or ``either``: its name is
-the argument's, its result the value, and its docstring the page's.
+A function receives the arguments that its signature names (reward_worker.py); docs/first-run.md lists them. Each is a
+function here, declared with ``trajectory``, ``group`` or ``either``: its name is the argument's, its result the value,
+and its docstring the text of the page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def group(function: Callable[[RewardTask], Any]) -> Callable[[RewardTask], Any]:
 
 
 def either(function: Callable[[RewardTask], Any]) -> Callable[[RewardTask], Any]:
-    """Declare an argument of both, which is one for the whole task."""
+    """Declare an argument of both kinds of functions, the same for the whole task."""
 
     @functools.wraps(function)
     def of_one(task: RewardTask, at: int) -> Any:
@@ -43,12 +43,12 @@ def either(function: Callable[[RewardTask], Any]) -> Callable[[RewardTask], Any]
 
 
 def names(per: str) -> tuple[str, ...]:
-    """The arguments that there are under this ``reward.per``."""
+    """The names of the arguments under this ``reward.per``."""
     return tuple(_declared(per))
 
 
 def values(task: RewardTask, at: int | None, wanted: set[str]) -> dict[str, Any]:
-    """The wanted arguments of the trajectory at this place of a task; of the group where it is None."""
+    """The wanted arguments of the trajectory at index ``at`` of a task, or of the whole group without an index."""
     if at is None:
         return {name: made(task) for name, made in GROUP.items() if name in wanted}
     return {name: made(task, at) for name, made in TRAJECTORY.items() if name in wanted}

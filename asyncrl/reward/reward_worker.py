@@ -1,9 +1,9 @@
 """A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [HIDDEN]``.
 
-Runs the reward function, one task at a time, in its main thread (some functions use signals). Invariant:
-the function's doings stay here. Its exceptions become the error of a Result, its output goes to the pool's log,
-and when it ends, blocks or eats up the process, the pool takes another. A worker whose memory has run out says so and
-asks to be replaced. It ends when the socket FD does, or its parent.
+Runs the reward function on one task at a time, in its main thread (some functions use signals). Invariant: exceptions
+become the error of a Result, and output goes to the pool's log. If the function ends, blocks or fills the process, the
+pool starts another. A worker without memory reports it and asks to be replaced. It ends with the socket FD or its
+parent.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ KEYS = Keys("reward.function", "reward.options")
 
 
 def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
-    """The function as one that scores a task: found, checked against its options; coroutines are awaited in ``runner``.
+    """The reward function as a scorer of tasks. Coroutines are awaited in ``runner``.
 
-    It is given by keyword, and only what its signature accepts, of the arguments of arguments.py for its ``reward.per``
-    and of ``reward.options``. It returns a number or a mapping of components (see outcome.py), for a group a list of
-    them, and may be async. What can be wrong before the first call is found here: raises NotCallable with a line for
-    each problem.
+    The function receives by keyword what its signature accepts: arguments of arguments.py and ``reward.options``. It
+    returns a number or a mapping of components (outcome.py), or for a group a list of them, and may be async. Raises
+    NotCallable with a line for each problem that can be found before the first call.
     """
     options = setup.options
     if setup.function in BUILT_IN:
@@ -107,7 +106,7 @@ def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
         return maker(**options)
     except ImportError as error:
         raise NotCallable(
-            [f"reward.function: {name} needs a package that is not there ({error}); install asyncrl[train]"]
+            [f"reward.function: {name} needs a package that is not installed ({error}); install asyncrl[train]"]
         ) from error
     except (TypeError, ValueError) as error:
         raise NotCallable([f"reward.options: {error}"]) from error
@@ -139,10 +138,10 @@ def main() -> None:
             except MemoryError:
                 end(NO_MEMORY_EXIT)
             except ConnectionError:
-                # It is an OSError, too, and says that the pool has hung up.
+                # An OSError too: the pool has hung up.
                 raise
             except OSError:
-                # The function has closed the socket, or something else has its number now.
+                # The function has closed the socket; another file may have its number.
                 end(NO_SOCKET_EXIT)
 
 
@@ -163,7 +162,7 @@ def _serve(
             connection.sendall(framed(encoder.encode(last)))
             return
         rewards, components = [o[0] for o in outcomes], [o[1] for o in outcomes]
-        # Others than Python's own allocator say in their own ways that there was no memory.
+        # Other allocators than Python's report a lack of memory in their own ways.
         spent = bool(error) and memory.spent()
         body = encoder.encode(Result(rewards, components, time.perf_counter() - started, error, spent, kind))
         if len(body) > MAX_RESULT_BYTES:

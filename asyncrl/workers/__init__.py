@@ -1,1 +1,1 @@
-"""Worker processes that run users' code: started, spoken to in frames, limited, ended with all they started."""
+"""Processes that run users' code: one pool for rewards and episodes, isolation, memory limits, and a clean end."""

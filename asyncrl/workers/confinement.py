@@ -1,7 +1,9 @@
-"""Users' code kept from the environment of its workers always, and from the run's own where the system lets us.
+"""What users' code may see: a listed environment, and isolation from the run where the system allows it.
 
-Invariant: a worker that is to be isolated runs no code of the user before it is (isolation.py); and where it cannot be,
-nothing starts, or the user is told, as security.isolate_user_code says.
+Invariant: no variable passes that is neither listed here nor named by the user, so no key, token or address of the run
+passes. A listed name that looks like a secret passes only if the user names it. A secret value under another name, such
+as a proxy's address with a password, does pass. A worker is isolated before it runs users' code (isolation.py). If that
+is impossible, the run is refused or the user is warned, as security.isolate_user_code says.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ LISTED = (
 
 
 def users_environment(inherited: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that users' code is given. ``named`` are further ones by their exact names, secret or not."""
+    """The variables for users' code. ``named`` are further ones by their exact names, secret or not."""
     named = frozenset(named)
     return {name: value for name, value in inherited.items() if name in named or _passes(name)}
 
@@ -50,12 +52,12 @@ def _passes(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The confinement of one actor's workers. By default they are not isolated, as where there is no run so far."""
+    """The confinement of one actor's workers. By default they are not isolated, as before a run exists."""
 
     named: Sequence[str] = ()
-    """Variables that they are given beside the usual ones."""
+    """Further variables that they receive."""
     run_dir: Path | None = None
-    """The folder of the run that they are isolated from, as from those beside it; None: they are not."""
+    """The folder of the run from which they are isolated, as from its sibling runs; None: no isolation."""
 
     def env(self) -> dict[str, str]:
         """The environment of a worker that starts now."""
@@ -63,15 +65,15 @@ class Confinement:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of a worker that say what it isolates itself from: none if it does not (isolation.obey)."""
+        """Arguments by which a worker isolates itself (isolation.obey); empty without isolation."""
         return [] if self.run_dir is None else [str(self.run_dir)]
 
 
 UNISOLATED = Confinement()
 
 
-async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], None]) -> Confinement:
-    """The confinement of an actor's workers; ``tell`` gets why they are not isolated. Raises ConfigError."""
+async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], None]) -> Confinement:
+    """The confinement of an actor's workers; ``warn`` receives why they are not isolated. Raises ConfigError."""
     named = config.user_environment
     if config.isolate_user_code == "off":
         return Confinement(named)
@@ -80,7 +82,7 @@ async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], N
         return Confinement(named, run_dir)
     if config.isolate_user_code == "required":
         raise ConfigError([f"security.isolate_user_code: users' code cannot be isolated on this host ({reason})"])
-    tell(
+    warn(
         f"users' code is not isolated on this host ({reason}): it can read the run's keys, and the memory and "
         "environment of processes of the same user; see docs/security.md"
     )
@@ -88,7 +90,7 @@ async def confine(config: SecurityConfig, run_dir: Path, tell: Callable[[str], N
 
 
 async def why_not(run_dir: Path) -> str:
-    """Reason that a worker cannot be isolated from this run here; empty where it can."""
+    """Reason why a worker cannot be isolated from this run on this host; empty if it can."""
     probe = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", isolation.__name__, str(run_dir)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -99,7 +101,7 @@ async def why_not(run_dir: Path) -> str:
         async with asyncio.timeout(PROBE_S):
             _, said = await probe.communicate()
     except TimeoutError:
-        return f"a process that was to isolate itself did not end within {PROBE_S:g} s"
+        return f"a process that should isolate itself did not end within {PROBE_S:g} s"
     finally:
         if probe.returncode is None:
             probe.kill()

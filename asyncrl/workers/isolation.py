@@ -1,13 +1,12 @@
-"""Keeps users' code from what is the run's own. ``python -m asyncrl.workers.isolation RUN`` tries it on itself,
-and ends with exit code 0 or with the reason why it cannot be done here.
+"""Isolates users' code from the run. As a probe, ``python -m asyncrl.workers.isolation RUN`` isolates itself and ends
+with exit code 0 or with the reason why isolation is impossible here.
 
-A process that isolates itself is in a user namespace and a mount namespace of its own from then on, has lost all rights
-over both, and can win none (no_new_privs). Invariant: it and all that it starts find the private folders empty, and may
-neither look into nor trace a process outside (memory, environment, descriptors), for the kernel lets nobody do that
-across user namespaces; a further namespace of theirs cannot take the covers off. Files are otherwise as they were: same
-user, same groups, same folders. Where the user is root all ids are mapped and root's way with files is kept, or root
-could not use those of others. Fails with OSError where the system lets nobody have such namespaces, and in a process
-with threads.
+An isolated process has its own user namespace and mount namespace, no rights over either, and cannot gain any
+(no_new_privs). Invariant: the process and its descendants find the private folders empty. The kernel forbids them to
+inspect or trace a process outside (memory, environment, descriptors), since that is another user namespace. A further
+namespace cannot remove the covers. Other files stay the same: same user, same groups, same folders. For root, all ids
+are mapped and root's access to files is kept, or root could not use other users' files. Fails with OSError if the
+system denies such namespaces, and in a process with threads.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ CAPABILITY_VERSION = 0x20080522
 CHOWN, DAC_OVERRIDE, FOWNER, FSETID = 0, 1, 3, 4
 
 NOT_ISOLATED_EXIT = 122
-"""Exit code of a worker that was to be isolated and could not be."""
+"""Exit code of a worker that could not be isolated."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def obey(arguments: Sequence[str]) -> None:
-    """Isolate this process if a worker's arguments say so (WorkerProcess); end it where that fails."""
+    """Isolate this process if a worker's arguments ask for it (WorkerProcess); end it if that fails."""
     if len(arguments) > 1:
         try:
             isolate(private_folders(Path(arguments[1])))
@@ -44,9 +43,9 @@ def obey(arguments: Sequence[str]) -> None:
 
 
 def private_folders(run_dir: Path) -> list[str]:
-    """Private folders of this run's hosts, and of all runs in the same folder, that are there now.
+    """The existing private folders of this run's hosts and of all runs in the same folder.
 
-    Beside this run one with a lock is a run's; the others are the user's.
+    In another folder a private folder belongs to a run only if it has a lock; otherwise it is the user's.
     """
     # Not by Path.glob, which fails where a folder is deleted meanwhile.
     run, runs = run_dir.absolute(), run_dir.absolute().parent
@@ -63,11 +62,11 @@ def isolate(hidden: Iterable[str]) -> None:
     else:
         uid, gid = os.geteuid(), os.getegid()
         _unshare(CLONE_NEWUSER | CLONE_NEWNS)
-        # The kernel takes a gid_map from a process without rights only after this.
+        # Without rights the kernel accepts a gid_map only after this.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{uid} {uid} 1")
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
-    # Covers stay here; what is mounted outside from now on comes in as it would.
+    # Covers stay here; later mounts outside still appear.
     _mount("none", "/", "", MS_REC | MS_SLAVE, "")
     for folder in hidden:
         if os.path.isdir(folder):
@@ -78,14 +77,14 @@ def isolate(hidden: Iterable[str]) -> None:
 
 
 def _enter_as_root() -> None:
-    """Have the ids mapped by a child that stays outside, for only from there more than one's own may be."""
+    """Let a child that stays outside map the ids; only from there may more than one id be mapped."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
         failed = 1
         try:
             os.close(theirs)
-            # Ends with the parent as well as by its word.
+            # Empty if the parent has died.
             if os.read(ours, 1):
                 for kind in ("uid_map", "gid_map"):
                     mapped = [line.split() for line in Path("/proc/self", kind).read_text().splitlines()]

@@ -1,12 +1,13 @@
 """Keeps one program of the user: ``python -m asyncrl.workers.keeper FD [HIDDEN]``.
 
-The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them, each
-in a file that the owner alone can read and that goes when the program ends. The keeper is a subreaper, in a session of
-its own: a process that the program starts, however it lets go, is a descendant of the keeper, which kills them all
-when the program ends, when the actor hangs up, or when it has died. Should the keeper be killed itself, the program
-is with it. A frame ``terminate`` asks the program to end (SIGTERM to its process group). One frame goes back, JSON: the
-exit code, the last line of the standard output, processor seconds; or why the program cannot be started, and whose
-fault that is. Its output is the keeper's own. Standard library alone, for there is one for each program.
+The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them. Each
+text gets a file that only its owner can read and that is deleted when the program ends. The keeper is a subreaper in a
+session of its own, so every process that the program starts is a descendant of the keeper. The keeper kills them all
+when the program ends, when the actor hangs up, and when the actor dies. If the keeper is killed, the program dies too.
+
+A frame ``terminate`` sends SIGTERM to the program's process group. The keeper sends one frame, JSON: exit code, last
+line of standard output and processor seconds; or why the program cannot be started, and whose fault that is. The output
+of the program is the keeper's own. Standard library only, because each program has a keeper.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ OF_PROGRAM = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG}
 )
-"""Errors of a start that are the program's own fault, and not a want of the host's."""
+"""Errors of a start that are the program's own fault and not the host's."""
 END_S = 0.8
 """Time for killed processes to be gone."""
 
 
 def main() -> None:
-    """Run the program, tell its end, end what it leaves."""
+    """Run the program, report its end, and end what it leaves."""
     isolation.obey(sys.argv[1:])
     for number in IGNORED:
         signal.signal(number, lambda *_: None)
@@ -56,7 +57,7 @@ def main() -> None:
                 return
             bodies += frames.feed(data)
         if len(bodies) > 1:
-            # Asked to end what has not begun.
+            # Asked to end before the beginning.
             return
         setup: dict[str, Any] = json.loads(bodies[0])
         paths: list[str] = []
@@ -68,20 +69,20 @@ def main() -> None:
                 setup["env"][variable] = path
                 with open(file, "w") as opened:
                     opened.write(text)
-            told = _keep(connection, frames, setup)
+            answer = _keep(connection, frames, setup)
         except OSError as error:
             # As on a full disk.
-            told = {"error": f"cannot be started: {error}", "blame": "host"}
+            answer = {"error": f"cannot be started: {error}", "blame": "host"}
         end_children(END_S)
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
         with contextlib.suppress(OSError):
-            connection.sendall(framed(json.dumps(told).encode()))
+            connection.sendall(framed(json.dumps(answer).encode()))
 
 
 class OutputLines:
-    """One output of the program, passed on in whole lines, so that the other is not mixed into them."""
+    """One output of the program, passed on in whole lines, so that the two outputs do not mix within a line."""
 
     def __init__(self, pipe: int, to: int = 1) -> None:
         self.pipe, self._to = pipe, to
@@ -90,7 +91,7 @@ class OutputLines:
         self.tail = b""
 
     def copy(self) -> bool:
-        """Pass on what was printed; False where there is nothing now, or nothing more to come."""
+        """Pass on what was printed; False if there is nothing now or the output has ended."""
         try:
             data = os.read(self.pipe, READ_BYTES)
         except BlockingIOError:
@@ -104,7 +105,7 @@ class OutputLines:
         return bool(data)
 
     def flush(self) -> None:
-        """Pass on what has no end of a line."""
+        """Pass on an incomplete line."""
         held, self._held = self._held, b""
         self._write(held)
 
@@ -152,7 +153,7 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
                 program.kill()
                 waiting.unregister(control)
     for lines in (out, err):
-        # All that the program has printed is in the pipe now. Others may hold its other end, and go on printing.
+        # The pipe holds the rest of the output now. Other processes may still hold its other end and print.
         for _ in range(0, fcntl.fcntl(lines.pipe, fcntl.F_GETPIPE_SZ), READ_BYTES):
             lines.copy()
         lines.flush()

@@ -1,10 +1,10 @@
-"""The memory that a worker takes, and the limits that it is given.
+"""The memory of a worker and its limits.
 
-Two nets, for neither holds everything. The worker limits its private memory (RLIMIT_DATA, inherited by what it starts),
-so that the user's code gets a MemoryError at the very allocation that is too much; memory that is only reserved does
-not count. The actor looks at what the worker and all its descendants hold together, shared memory included, and kills.
-Invariant: measuring never fails, it only sees less: a process that is gone holds nothing, and on a kernel without lists
-of children only the worker itself is seen.
+There are two limits, because neither catches everything. The worker limits its private memory (RLIMIT_DATA, which its
+children inherit), so the user's code gets a MemoryError at the allocation that is too much; reserved memory does not
+count. The actor measures the worker and all its descendants together, with shared memory, and kills. Invariant: a
+measurement never fails but may see less. A process that has ended holds nothing; on a kernel without lists of children
+only the worker is seen.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import os
 import resource
 
 REPORT_BYTES = 32 << 20
-"""Bytes beyond the limit, for telling that it was reached."""
+"""Bytes beyond the limit, for the report that it was reached."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryLimit:
-    """Lets this process take ``more_bytes`` of private memory beyond what it holds now, and some for its last words."""
+    """Lets this process take ``more_bytes`` of private memory beyond what it holds, and a reserve for its report."""
 
     def __init__(self, more_bytes: int) -> None:
         self.more_bytes = more_bytes
@@ -36,7 +36,7 @@ class MemoryLimit:
         return _private_bytes() - self._at_start > self.more_bytes // 2
 
     def open_reserve(self) -> None:
-        """Give this process what was kept for its last words."""
+        """Give this process the reserve for its report."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
@@ -72,7 +72,7 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     found = [pid]
     # The list grows while it is gone through.
     for one in found:

@@ -1,9 +1,8 @@
-"""One worker process, seen from its actor: started, spoken to, watched, ended.
+"""One worker process, as its actor sees it: starts it, sends frames, reads frames and output, ends it.
 
-Works by callbacks of the event loop alone. Invariant: ``on_end`` is called exactly once for each process
-that was started, after it has been reaped, and nothing else is called after that. Must be made in a thread
-that outlives the process, for Linux ends a child with the thread that started it. Fails with OSError when
-there is no process to be had.
+Works by callbacks of the event loop. Invariant: ``on_end`` is called exactly once for each started process, after it
+was reaped, and is the last callback. Create it in a thread that outlives the process: Linux ends a child with the
+thread that started it. Fails with OSError if no process can be started.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
 PIPE_BYTES = 1 << 20
-"""Size of a pipe that is asked of the kernel; it may give less to one who holds many."""
+"""Requested size of a pipe; the kernel may give less to a user with many."""
 ROUNDS = 64
-"""Turns of one drain, so that a worker that never stops printing holds up nobody else."""
+"""Turns of one drain, so that a worker that prints without end does not block the others."""
 
 
 class WorkerProcess:
     """A process that runs ``python -m MODULE FD``, below a warden (warden.py) or in a session of its own, confined.
 
-    ``on_frame`` gets the body of each frame that it sends, at most ``max_frame_bytes``, and raises ValueError for one
-    that is not understood, which ends the process; ``on_end`` gets what became of it, in words, where ``memory_key`` is
-    the key of the configuration that limits its memory. ``output`` is what it prints, ``max_output_bytes`` of it a
-    call and the last ``tail_bytes`` of all, and drained by this object; ``on_output`` says that there is more.
-    Where it is to be isolated the folders to hide are its second argument (isolation.py).
+    ``on_frame`` receives the body of each frame from the process, at most ``max_frame_bytes``; its ValueError ends the
+    process. ``on_end`` receives the reason of the end in words; ``memory_key`` is the key that limits its memory.
+    ``output`` holds what the process prints, up to ``max_output_bytes`` in a call, and the last ``tail_bytes`` of the
+    whole; ``on_output`` reports that there is more. If the process isolates itself, its second argument is the folder
+    of the run (isolation.py).
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class WorkerProcess:
     def pid(self) -> int:
         """Process id of the worker; that of its warden as long as the warden has not started it."""
         if self._worker is None and not self._own_session and self._process.returncode is None:
-            # While the worker lives, what it leaves behind is below it and not beside it.
+            # While the worker lives, it is the only child of the warden.
             self._worker = next(iter(children_of(self._process.pid)), None)
         return self._worker or self._process.pid
 
@@ -148,7 +147,7 @@ class WorkerProcess:
                         self._on_frame(self, frame)
             except (ValueError, msgspec.MsgspecError) as error:
                 # The user's code has written to a descriptor that is not its own.
-                self.kill(f"sent what is no result: {error}")
+                self.kill(f"sent an invalid frame: {error}")
             if len(data) < READ_BYTES:
                 return
 
@@ -158,7 +157,7 @@ class WorkerProcess:
             self._hang_up()
 
     def kill(self, reason: str) -> None:
-        """End the process and all that it has started, now. ``reason`` is what ``on_end`` will say."""
+        """End the process and its descendants now. ``on_end`` receives ``reason``."""
         self._fault = self._fault or reason
         self.killed = True
         # As long as it is not reaped no other process or group can have its number.
@@ -184,7 +183,7 @@ class WorkerProcess:
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
-            # Closed by everybody who held it.
+            # Every holder has closed it.
             self._loop.remove_reader(self.output.read_fd)
         self._on_output(self)
 
@@ -212,7 +211,7 @@ class WorkerProcess:
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            # What a keeper that was killed has left behind; its number is its own until it is reaped.
+            # Ends what a killed keeper has left; its number stays its own until it is reaped.
             kill_group(self._process.pid)
             # The keeper of a program that ends with 0 has ended its session itself; else some may be left there.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
@@ -268,12 +267,11 @@ def describe_exit(code: int, memory_key: str) -> str:
 
 
 class Output:
-    """The output of a worker and of the processes that it starts, taken off them without ever holding them up.
+    """The output of a worker and of its children, which never have to wait for a reader.
 
-    Both outputs are one pipe: this is its reading end, ``write_fd`` is for the process and closed by ``started``.
-    Invariant: of what is printed in one call at most ``limit`` bytes are kept, in order; all else is thrown away unread
-    and counted. ``tail`` is the end of all that was printed, of ``tail_bytes``. Fails with OSError where no pipe can be
-    made.
+    Both outputs are one pipe: this is its reading end; ``write_fd`` is for the process and closed by ``started``.
+    Invariant: the first ``limit`` bytes of one call are kept, in order; the rest is discarded unread and counted.
+    ``tail`` holds the last ``tail_bytes`` of the whole output. Fails with OSError if no pipe can be made.
     """
 
     def __init__(self, limit: int, *, tail_bytes: int = 0) -> None:
@@ -343,6 +341,6 @@ class Output:
         return text, dropped
 
     def close(self) -> None:
-        """Nobody listens any more."""
+        """Close the pipe."""
         os.close(self.read_fd)
         os.close(self._nowhere)

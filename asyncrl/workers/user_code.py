@@ -1,7 +1,7 @@
-"""A user's function or class: found by MODULE:NAME, held against what it will be given, and its exceptions in words.
+"""A user's function or class: loads MODULE:NAME, checks its signature, and describes its exceptions.
 
-Invariant: what can be wrong with it before the first call is found by ``load`` and ``accepted``, which raise
-NotCallable with a line for each problem, the key of the configuration first.
+Invariant: ``load`` and ``accepted`` raise NotCallable with a line for each problem that can be found before the first
+call; a line begins with the key of the configuration.
 """
 
 from __future__ import annotations

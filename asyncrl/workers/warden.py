@@ -76,7 +76,7 @@ def fork_worker(parent: int) -> None:
 
 
 def _keep(worker: int) -> NoReturn:
-    """End with the worker, and with all that it leaves. Does not return."""
+    """End with the worker and with its descendants. Does not return."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
     _let_go_of_files()

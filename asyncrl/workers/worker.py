@@ -1,7 +1,9 @@
-"""The worker's side of a worker process: its socket, its signals, its end.
+"""A worker process from the inside: its frames, its signals and its end. Standard library only (keeper.py).
 
-Invariant: a worker ends with its actor, and only by it, by the user's code or by the kernel; signals that are meant for
-the whole job do not reach it. Programs that the user's code starts are below the worker, so that they end with it.
+A frame on the socket to the actor is a length (4 bytes, little-endian) and a body, usually MessagePack. Neither side
+unpickles anything. Invariant: only its actor, the user's code or the kernel ends a worker, and a worker ends with its
+actor. Signals for the whole job do not reach it. Programs that the user's code starts are descendants of the worker, so
+they end with it. Invalid bytes raise ValueError (msgspec's errors are ValueErrors).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import NoReturn
 from asyncrl.runtime.linux import become_subreaper, die_with_parent
 
 NO_MEMORY_EXIT = 120
-"""Exit code of a worker that has not even the memory to say so."""
+"""Exit code of a worker without the memory for a report."""
 NO_SOCKET_EXIT = 121
 """Exit code of a worker whose socket the user's code has closed."""
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

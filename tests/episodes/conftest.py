@@ -245,7 +245,7 @@ class Box:
 
 
 def lock(it: threading.Lock):
-    """Nothing that the policy can be told of."""
+    """No error that the policy may see."""
 '''
 
 

@@ -106,7 +106,7 @@ async def waits(rollouter: Rollouter, request: Chat) -> str:
 
 
 class Controller:
-    """A run that goes on for ever, and tells where its actors are."""
+    """The controller of an endless run that knows the addresses of its actors."""
 
     def __init__(self, net: Net) -> None:
         self.net = net
@@ -208,7 +208,7 @@ class Hosted:
 
 
 def below() -> list[psutil.Process]:
-    """All that this process has started and that lives."""
+    """Living descendants of this process."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:

@@ -82,7 +82,7 @@ async def test_a_key_opens_its_own_conversation_while_the_episode_is_played(tmp_
                     heard += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
                 if heard == "hello":
                     going_on.set()
-        assert heard == "hello!", "text streams as the rollouter tells it"
+        assert heard == "hello!", "text streams as the rollouter sends it"
         # A request under way ends with its episode, and so does one that comes later.
         asking = asyncio.create_task(asked(host, key))
         await until(lambda: len(rollouter.chats) == 3)
@@ -139,7 +139,7 @@ async def test_word_of_a_death_that_comes_late_ends_no_episode_of_the_successor(
         assert await playing == EpisodeDone(reward=3.0)
 
 
-async def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_have(tmp_path):
+async def test_an_extra_host_plays_for_every_rollouter_as_many_as_one_may_have(tmp_path):
     """Each episode asks the rollouter that it belongs to, and what is too much is refused."""
     tree = FUNCTION.model_dump(mode="json")
     tree["episode"]["extra_hosts"] = 1
@@ -157,7 +157,7 @@ async def test_a_host_for_all_plays_for_whoever_asks_as_many_as_a_rollouter_may_
         assert (refused.value.code, refused.value.retryable) == (EpisodeHostFull.code, True)
         calls.pop().cancel()
         await until(lambda: host.figure("open") == 2)
-        # Of a rollouter that dies nothing is left; others' go on.
+        # The episodes of a dead rollouter end; those of others continue.
         waiting = peer.call(requested("wait"))
         await until(lambda: host.figure("open") == 3)
         host.actor.fence([Dead("rollouter/0", 1)])
@@ -172,7 +172,7 @@ async def test_a_reward_that_cannot_be_noted_fails_the_episode_and_one_out_of_bo
     async with hosting(FUNCTION, tmp_path, rollouter) as host:
         done = await host.play("turns 1")
         assert (done.error.partition(": ")[0], done.blame) == ("the reward of a turn could not be noted", "host")
-        # Who asks for a reward behind the end has not lost any.
+        # A reward after the end is not lost.
         rollouter.refusal = EpisodeOver("time")
         assert await host.play("turns 1") == EpisodeDone()
         playing = host.run("wait", session=key)
@@ -203,7 +203,7 @@ async def test_a_host_that_leaves_stays_for_the_last_episodes(tmp_path, monkeypa
         waiting.cancel()
         failed = host.actor.clock.now()
         await until(lambda: host.actor.draining)
-        # Of three attempts the last comes 1 s after the second has failed, at the latest.
+        # The last of three attempts comes at most 1 s after the second has failed.
         assert host.actor.clock.now() - failed > 1.2
 
 

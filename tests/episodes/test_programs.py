@@ -199,7 +199,7 @@ async def test_output_and_memory_are_bounded_lines_stay_whole_and_the_reward_beh
         assert (await host.play("flood")).reward == 5.0
         assert sum(len(text) for _, text, _ in printed) == 100_000
         assert sum(dropped for *_, dropped in printed) == 3000 * 1001 + 2 - 100_000
-        # What is printed last tells why it failed, also beyond the limit.
+        # The last output shows why it failed, even beyond the limit.
         failed = await host.play("flood enough")
         assert "enough" in failed.error.split(" | ") and len(failed.error) < 6000
         printed.clear()

@@ -25,7 +25,7 @@ COMMANDS, CONFIG = (re.findall(rf"```{kind}\n(.*?)```", SECTION, re.DOTALL) for 
 DOCUMENTED = "/venvs/verifiers/bin/python"
 SIMULATED = ["--rollout.engine", "sim", "--learner.backend", "sim", "--episode.start_timeout_s", "300"]
 TIMEOUTS = {"start_timeout_s": 300.0, "turn_timeout_s": 300.0}
-"""Importing verifiers takes seconds of a core, of which others may have most."""
+"""Importing verifiers takes seconds of a core, and the machine may be busy."""
 needs_verifiers = pytest.mark.skipif(not PYTHON, reason="ASYNCRL_VERIFIERS_PYTHON names no interpreter with verifiers")
 
 

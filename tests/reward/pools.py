@@ -1,4 +1,4 @@
-"""A reward pool at work on a user's module that does whatever a reward function may do to its worker."""
+"""A reward pool at work on a user's module that does everything a reward function may do to its worker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,7 +8,7 @@ import psutil
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.reward.scoring.reward_pool import RewardPool
 from tools.live_run import title
 
 MODULE = """
@@ -249,5 +249,5 @@ def lives(pid: int) -> bool:
 
 
 def workers() -> list[int]:
-    """Pids of all pools' workers; helpers of other tests may live beside them."""
+    """Pids of all pools' workers; helpers of other tests may live too."""
     return [p.pid for p in psutil.Process().children(recursive=True) if "asyncrl reward worker" in title(p)]

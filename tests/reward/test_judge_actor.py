@@ -31,7 +31,7 @@ def request(*values, uid="0-1"):
     return Score(uid=uid, prompt="p", row={}, completions=completions)
 
 
-async def test_a_judge_serves_rollouters_and_tells_its_figures(tmp_path):
+async def test_a_judge_serves_rollouters_and_reports_its_metrics(tmp_path):
     async with judge_server(right) as server, serving(judged_by(server, tries=1), tmp_path) as served:
         calls = [served.rollouter.call(request(0.0, 1.0, uid=f"0-{at}")) for at in range(20)]
         assert [found.rewards for found in await asyncio.gather(*calls)] == [[0.0, 1.0]] * 20

@@ -77,7 +77,7 @@ def test_all_that_is_wrong_with_an_answer_is_said():
 
 
 @pytest.mark.parametrize("before", ["", "<think>hm</think>", '<think>{"scores": []} or "</think>", {"</think>'])
-def test_an_answer_may_quote_the_end_of_reasoning_and_a_draft_is_none(before):
+def test_an_answer_may_quote_the_end_of_reasoning_and_a_draft_does_not_count(before):
     entries = [{"id": id, "explanation": "its </think> is missing", "score": 1} for id in "ab"]
     assert read_entries(f"{before}So: {json.dumps({'scores': entries})}", "scores") == entries
     for draft in ({"scores": []}, {"scores": entries}):
@@ -119,7 +119,7 @@ def test_a_question_is_the_same_for_the_same_vote_and_shows_each_trajectory_once
     for other in (another, of_another):
         assert not shown({"messages": other.messages}).keys() & trajectories.keys(), "each vote has ids of its own"
     assert sorted(trajectories.values()) == texts
-    # Whatever the order and the ids: the score of a text goes to the completion that it is of.
+    # In any order and with any ids the score of a text goes to its own completion.
     answer = json.dumps({"scores": [{"id": id, "score": int(text[-1]) / 10} for id, text in trajectories.items()]})
     assert question.read(answer) == [at / 10 for at in range(count)]
 

@@ -19,9 +19,9 @@ from judge_server import CRITERION, chat, cut, cut_at_once, hang, judge_server, 
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.judges import pool as pool_module
+from asyncrl.reward.judges import judge_pool as pool_module
+from asyncrl.reward.judges.judge_pool import JudgePool, make_judge
 from asyncrl.reward.judges.options import RelativeOptions, RubricOptions
-from asyncrl.reward.judges.pool import JudgePool, make_judge
 
 WORTH = [0.25, 0.75, 0.0, 1.0]
 RUN = uvloop.run
@@ -95,7 +95,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("answer", [permuted, in_prose, said_again, late(0.2)], ids=lambda a: a.__name__)
-async def test_scores_go_by_id_whatever_the_form_and_the_order(answer):
+async def test_scores_go_by_id_in_any_form_and_order(answer):
     async with judging(answer) as (server, pool):
         found = await pool.score(group())
         assert found.rewards == WORTH
@@ -233,7 +233,7 @@ async def test_a_server_that_takes_no_schema_is_asked_without():
             return web.Response(status=400, text="response_format is not supported")
         return chat(right(body))
 
-    # The refusal is none of the tries: the server is there, and answers what it is asked next.
+    # The refusal does not count as a try: the server answers the next request.
     async with judging(picky, tries=1) as (server, pool):
         for _ in range(2):
             assert (await pool.score(group())).rewards == WORTH
@@ -386,7 +386,7 @@ async def test_a_trajectory_under_a_rubric_closes_no_block_and_opens_none():
 
 
 @pytest.mark.parametrize(("answer", "requests"), [("", 1), ('{"verdicts": [{"name": "ri', 2)])
-async def test_an_answer_that_was_cut_is_told_as_such_and_sent_back_if_there_is_any(answer, requests):
+async def test_a_cut_answer_is_reported_and_sent_back_unless_it_is_empty(answer, requests):
     async def short(request, body):
         choice = {"message": {"role": "assistant", "content": answer}, "finish_reason": "length"}
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 9, "completion_tokens": 5}})

@@ -20,13 +20,13 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.reward.actor import RewardActor
-from asyncrl.reward.scoring import pool as pool_module
+from asyncrl.reward.scoring import reward_pool as pool_module
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.telemetry.catalogue import edges_of
 from asyncrl.wire.keys import Credentials, create_credentials
 from asyncrl.wire.zeromq import ZmqTransport
-from asyncrl.workers import pool as workers_pool
+from asyncrl.workers import worker_pool as workers_pool
 from asyncrl.workers.confinement import why_not
 
 pytestmark = pytest.mark.usefixtures("user_module")
@@ -170,7 +170,7 @@ async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
             await asyncio.wait_for(served.life, 60)
 
 
-async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path):
+async def test_a_function_that_fails_in_every_call_ends_the_run(tmp_path):
     async with serving(config_with(), tmp_path) as served:
         calls = [
             asyncio.ensure_future(served.failing("raise", f"0-{number % 4}", timeout=600.0)) for number in range(64)
@@ -179,7 +179,7 @@ async def test_a_function_that_fails_whatever_it_is_given_ends_the_run(tmp_path)
             await asyncio.wait_for(served.life, 60)
         assert "The first: it raised KeyError: 'no such judge'" in str(caught.value)
         assert (caught.value.exit_code, caught.value.restartable) == (1, False)
-        # Those that did not make it to a worker are nobody's fault.
+        # Tasks that reached no worker are not at fault.
         done, waiting = await asyncio.wait(calls, timeout=1)
         for call in waiting:
             call.cancel()

@@ -65,7 +65,7 @@ async def test_a_task_that_harms_its_worker_fails_alone_and_the_worker_is_replac
 
 async def test_the_limit_holds_for_all_that_the_function_starts_and_for_its_threads():
     async with started(timeout_s=2.0, max_memory_bytes=LIMIT) as pool:
-        # Its own MemoryError ends the child; the function goes on.
+        # Its own MemoryError ends the child; the function continues.
         assert await reward(pool, "child_allocates") == 1.0
         before = await reward(pool, "pid")
         # One that cannot even say that it is full is replaced.

@@ -17,8 +17,8 @@ from reward.pools import MODULE, lives, request, reward, started, workers
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward.scoring.pool import RewardPool
-from asyncrl.workers import pool as pool_module
+from asyncrl.reward.scoring.reward_pool import RewardPool
+from asyncrl.workers import worker_pool as pool_module
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")
 RUN = uvloop.run
@@ -82,7 +82,7 @@ async def test_a_response_that_runs_over_its_time_gets_the_number_that_was_asked
         assert (scores.rewards, scores.components, scores.run_s) == ([-0.5], [{"timed_out": -0.5}], 1.0)
         # It is a fault all the same.
         assert [(uid, fault.kind) for uid, fault in faults if fault] == [("0-7", "timed out")]
-        # The penalty of five tokens where all that is longer than none is too long.
+        # The penalty of five tokens if any token is too long.
         assert [scores.rewards for scores in await asyncio.gather(*others)] == [[3.0 - 33 / 128]] * 20
         counted = pool.counters
         assert (counted.scored, counted.failed, counted.timed_out, counted.workers_killed) == (21, 0, 1, 1)
@@ -291,7 +291,7 @@ async def test_quick_tasks_are_sent_ahead_and_given_back_when_one_of_them_is_not
         slow.cancel()
 
 
-async def test_a_task_that_runs_twice_or_is_cancelled_after_it_was_sent_is_answered_to_nobody():
+async def test_the_second_answer_to_a_task_and_the_answer_to_a_cancelled_one_are_ignored():
     async with started() as pool:
         await are_quick(pool)
         # The first keeps the worker busy, so that the others wait in the queue and are sent together.

@@ -1,6 +1,6 @@
 """``python robbed.py FOLDER MODE WAY``: has thief.py play in FOLDER, in a worker that is confined as a run's is.
 
-MODE is security.isolate_user_code, WAY ``reward`` or ``keeper``. Prints what the user was told and what was got (JSON).
+MODE is security.isolate_user_code, WAY ``reward`` or ``keeper``. Prints the warning to the user and the loot (JSON).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.config.operation import SecurityConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.scoring.pool import RewardPool
+from asyncrl.reward.scoring.reward_pool import RewardPool
 from asyncrl.wire.keys import create_credentials
 from asyncrl.workers.confinement import Confinement, confine
 from asyncrl.workers.process import WorkerProcess
@@ -61,7 +61,7 @@ async def main(folder: Path, mode: str, way: str) -> None:
     os.environ["RUN_PASSWORD"] = os.environ["HF_TOKEN"] = os.environ["SANDBOX"] = MARK
     run.mkdir()
     create_credentials(run / "private", "id", ["rollouter/0"], attempts=1, curve=False)
-    # One of ours, which holds what nobody may see.
+    # A process of ours with a secret.
     other = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", f"import time; print('{MARK}', flush=True); time.sleep(100)"], stdout=subprocess.PIPE
     )

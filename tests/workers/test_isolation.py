@@ -74,7 +74,7 @@ def test_a_thief_gets_what_the_user_has_named_and_nothing_else(folder: Path, way
 
 
 @isolated
-def test_where_there_are_no_namespaces_the_user_is_told_and_the_worker_plays(folder: Path) -> None:
+def test_without_namespaces_the_user_is_warned_and_the_worker_plays(folder: Path) -> None:
     unshare = shutil.which("unshare")
     if unshare is None:
         pytest.skip("needs unshare")

@@ -94,7 +94,7 @@ def test_it_keeps_a_program_at_any_number_of_its_connection() -> None:
 
 
 def test_a_start_that_fails_for_want_of_the_host_s_is_no_fault_of_the_program(tmp_path: Path) -> None:
-    """As on a full disk: the folder for its files is none."""
+    """As on a full disk: the folder for its files does not exist."""
     setup = {"argv": ["true"], "env": dict(os.environ), "files": {"TASK": "{}"}}
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -122,7 +122,7 @@ def test_what_a_program_leaves_behind_is_ended_though_it_prints_without_end(tmp_
         keeper = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert keeper.stdout is not None
         try:
-            # Nobody takes its output: it stands still when the program ends.
+            # Its output is not read, so it blocks when the program ends.
             wait_until(lambda: held(keeper.stdout) > 60_000)
             may_end.touch()
             wait_until(lambda: any(c.status() == "zombie" for c in psutil.Process(keeper.pid).children()))

@@ -91,7 +91,7 @@ def test_a_character_that_is_printed_in_two_parts_is_one() -> None:
 
     try:
         assert [taken(b"a\xe6\x97"), taken(b"\xa5"), taken(b"b")] == [("a", 0), ("日", 0), ("b", 0)]
-        # What the limit cuts off never comes, and the next call begins with its own.
+        # Output beyond the limit is lost, and the next call starts with its own.
         assert [taken("日".encode()), taken(b"", end_of_call=True), taken(b"c")] == [("", 0), ("\ufffd", 1), ("c", 0)]
     finally:
         output.started()

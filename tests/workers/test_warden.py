@@ -116,7 +116,7 @@ def test_it_does_not_start_a_worker_for_a_process_that_is_dead(folder: Path) -> 
 
 
 def test_a_killed_warden_takes_its_worker_along(folder: Path) -> None:
-    """What that has started is then a child of the next subreaper."""
+    """Its children then belong to the next subreaper."""
     process = start(folder, "stay")
     (worker,) = [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
     process.kill()

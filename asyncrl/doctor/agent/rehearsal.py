@@ -29,8 +29,8 @@ from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
 from asyncrl.doctor.agent.speaker import Speaker
 from asyncrl.doctor.agent.verdict import Played, RehearsedTurn
+from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
-from asyncrl.episodes.pool import EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta
 from asyncrl.episodes.session import PolicySession as Playing

@@ -1,9 +1,9 @@
-"""Environments of Gymnasium with countable actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
+"""Environments of Gymnasium with discrete actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
 
-episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names, by number; by default the numbers), ``prompt``
-(text in front of the first observation; by default the row's prompt, whose messages begin the conversation) and
-arguments of gymnasium.make. The last action that a message names is taken; one that names none costs a turn. Each
-step's reward is that of its turn. Without a picture as text, an observation is shown as JSON. Source: gymnasium 1.4.
+episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names by number; default: the numbers), ``prompt`` (text
+before the first observation; default: the row's prompt, whose messages begin the conversation), and arguments of
+gymnasium.make. The last action that a message names is taken; a message without one costs a turn. Each step's reward is
+that of its turn. An observation without a text picture is shown as JSON. Source: gymnasium 1.4.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym with several tries: env = "asyncrl.episodes.adapters.reasoning_gym:ReasoningGym".
 
 With data.source = "reasoning_gym" the row is the task; else episode.options names it: ``task`` (chain_sum) and
-``task_options``; which item it is follows from the seed. ``tries`` answers may be given, the last of which counts, and
-``tag`` is the one around an answer. Source: reasoning-gym 0.1.25.
+``task_options``; which item it is follows from the seed. Of ``tries`` answers the
+last counts; ``tag`` encloses an answer. Source: reasoning-gym 0.1.25.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Games of TextArena for one player: env = "asyncrl.episodes.adapters.textarena:TextArena".
 
-episode.options: ``env_id`` (GuessTheNumber-v0), and arguments of the game's maker. The game tells its rules itself,
-so the row's prompt is not used; its task follows from the seed. The reward comes with the last turn. Source: textarena
+episode.options: ``env_id`` (GuessTheNumber-v0), and arguments of the game's maker. The game states its rules, so
+the row's prompt is not used; its task follows from the seed. The reward comes with the last turn. Source: textarena
 0.7.
 """
 
@@ -24,7 +24,7 @@ class TextArena:
     """One game. Games draw from Python's one generator; each is given a state of its own, so that seeds hold."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
-        # The plain game says only news; the wrappers of its other names repeat all that was said.
+        # The plain game says only news; wrappers under its other names repeat the whole conversation.
         self._game = textarena.make(env_id if env_id.endswith("-raw") else f"{env_id}-raw", **options)
         self._state: Any = None
 

@@ -1,8 +1,12 @@
-"""The calls of the core that HTTP requests are waiting for, or have stopped waiting for.
+"""The calls of the policy that HTTP requests wait for, and their retries.
 
-A call outlives the connection that asked for it: for a grace in which a marked retry may come and listen to it again.
-Then it is cancelled, which keeps its sampled tokens; a later retry calls the core again by the same name, and goes on.
-Its outcome is kept for a while, and answers a retry as well. One task, ``watch``, does the forgetting.
+A call outlives the connection that made it, by a grace in which a marked retry may join it. Then it is cancelled, which
+keeps its sampled tokens; a later retry makes the same call and continues them. Outcomes are kept for a while and answer
+retries too. The task ``watch`` forgets calls.
+
+Invariant: a request without the mark of a retry is a new sample, even if its body was seen before. A marked one gets a
+call of the same body: first one without a listener, whose connection broke; then the newest answered one; then one with
+a listener. Memory is bounded by the number of calls in a session and by the time since they ended.
 """
 
 from __future__ import annotations
@@ -10,21 +14,107 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from asyncrl.episodes.http.call_book import Call, CallBook
 from asyncrl.episodes.http.dialects.dialect import ChatRequest
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.telemetry.logging import Logger
 
+MOST_KEPT = 16
+"""Calls of a session without a listener, kept for retries."""
+
+Outcome = Sequence[ChatReply] | Exception
 MOST_OPEN = 1024
 """Calls of a session at a time."""
 WATCH_SHARE = 0.25
 """Share of the shorter of grace and keeping that is the pause between two looks."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """One request to the policy, whose n choices are as many calls of the core."""
+
+    number: int
+    """Number within the session, from 0."""
+    identity: bytes
+    """Digest of the request; a retry has the same."""
+    created: int
+    """Unix seconds."""
+    texts: list[str]
+    """Content of each choice so far."""
+    running: bool = False
+    outcome: Outcome | None = None
+    """The replies, one for each choice, or the error in their place."""
+    delivered: bool = False
+    listeners: set[asyncio.Event] = field(default_factory=set)
+    """Events that are set when there is more of the call."""
+    left: float = 0.0
+    """Time when the last listener left, or the call ended without any."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is one that a retry is to be given too."""
+        return not isinstance(self.outcome, Exception | None) or isinstance(self.outcome, EpisodeOver | ChatRefused)
+
+    def hear(self, choice: int, delta: ChatDelta) -> None:
+        """Add the new text of ``delta``. One behind a gap adds nothing: the reply has it all."""
+        text = self.texts[choice]
+        known = len(text) - delta.offset
+        if 0 <= known < len(delta.text):
+            self.texts[choice] = text + delta.text[known:]
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake the listeners."""
+        for listener in self.listeners:
+            listener.set()
+
+
+class CallBook:
+    """The calls of one session."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        """Calls of the session, oldest first."""
+        self.nodes: dict[int, int] = {}
+        """Nodes of the first choices by call number, for ids that were given out before the node was known."""
+        self._next = 0
+
+    def new(self, identity: bytes, *, choices: int, created: int) -> Call:
+        """A call for a new sample."""
+        call = Call(number=self._next, identity=identity, created=created, texts=[""] * choices)
+        self._next += 1
+        self.calls.append(call)
+        return call
+
+    def retried(self, identity: bytes) -> Call | None:
+        """The call that a marked retry is of, if it is still known."""
+        same = [call for call in self.calls if call.identity == identity]
+        unheard = [call for call in same if not call.listeners and not call.delivered]
+        if unheard:
+            return unheard[0]
+        answered = [call for call in same if not call.listeners]
+        return (answered or same)[-1] if same else None
+
+    def open(self) -> int:
+        """Number of calls that run or have a listener."""
+        return sum(1 for call in self.calls if call.running or call.listeners)
+
+    def given_up(self, now: float, *, grace_s: float) -> Iterator[Call]:
+        """Calls under way that no retry has come for in time."""
+        return (call for call in self.calls if call.running and not call.listeners and now - call.left >= grace_s)
+
+    def forget(self, now: float, *, kept_s: float) -> None:
+        """Drop those that have ended too long ago, and the oldest of too many."""
+        ended = [call for call in self.calls if not call.running and not call.listeners]
+        surplus = len(ended) - MOST_KEPT
+        dropped = {call for at, call in enumerate(ended) if at < surplus or now - call.left >= kept_s}
+        self.calls = [call for call in self.calls if call not in dropped]
 
 
 class Core(Protocol):
@@ -34,15 +124,15 @@ class Core(Protocol):
     """The name under which the policy answers, under any name that it is asked by."""
 
     def knows(self, key: str) -> bool:
-        """Whether there is such a session. It stays known for a while after its end, so that calls are told why.
+        """Whether there is such a session. It stays known for a while after its end, so that calls learn why.
 
-        A key is 128 random bits and is looked up by its hash: the time it takes tells nothing of another.
+        A key is 128 random bits and is looked up by its hash, so timing reveals nothing about other keys.
         """
 
     async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
         """The next message of the assistant; it waits for as long as that takes.
 
-        The same call again goes on from its sampled tokens. Raises EpisodeOver, ChatRefused.
+        The same call again continues its sampled tokens. Raises EpisodeOver, ChatRefused.
         """
 
     async def turn_reward(self, key: str, node: int | None, value: float) -> int:
@@ -125,7 +215,7 @@ class Calls:
                     del self._books[key]
 
     async def close(self) -> None:
-        """Cancel all that is under way."""
+        """Cancel the running calls."""
         self._closed = True
         tasks = list(self._tasks.values())
         for task in tasks:
@@ -179,6 +269,6 @@ class Calls:
                 ]
         except ExceptionGroup as failed:
             told = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
-            # An error that the client can be told is worth more than one of which it can only hear that there was one.
+            # Prefer an error that the client may see.
             raise (told[0] if told else failed.exceptions[0]) from None
         return [each.result() for each in chats]

@@ -1,31 +1,33 @@
-"""The policy as programs know it: the APIs of OpenAI and Anthropic over HTTP, on this host's loopback.
+"""The policy for programs: the APIs of OpenAI and Anthropic over HTTP, on this host's loopback.
 
-Invariant: a request reaches the conversation of its own key and no other, and no key is in any log. A request is
-checked before it waits; it then waits as long as the policy takes, and is kept alive meanwhile, so that no client sees
-a pause, a new version of the weights, or the death of an engine. A client that neither reads nor sends is closed.
+Invariant: a request reaches only the conversation of its own key, and no key is in a log. A request is checked first.
+Then it waits as long as the policy needs and is kept alive, so no client sees a pause, a new version of the weights or
+the death of an engine. A client that neither reads nor sends is closed.
 
-Failures are told with a status as long as none is sent, and by a closed connection or an event of the stream after
-that. A call of an episode that is over is answered with a 400, so that no client tries again.
+A failure is a status until one is sent; after that it is a closed connection or an event of the stream. A call of an
+episode that is over gets status 400, so that no client tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from aiohttp import web
 
-from asyncrl.episodes.http.answers import CutConnection, HttpAnswer, send
-from asyncrl.episodes.http.bodies import LARGE_BODY, InvalidJson, decoded, digest, reward_of
 from asyncrl.episodes.http.calls import Calls, Core, TooManyCalls
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.dialects.messages import Messages
 from asyncrl.episodes.http.dialects.responses import Responses
+from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
 from asyncrl.errors import ChatRefused, EpisodeOver, WireError
+from asyncrl.outcome import BadOutcome, read_number
 from asyncrl.runtime.notices import Notify
 from asyncrl.telemetry.logging import Logger
 
@@ -43,8 +45,17 @@ REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
 MOST_COUNTED = 256
 """Names that are counted apart: programs choose some of them."""
+LARGE_BODY = 256 << 10
+"""Bytes from which on a body is read in a thread."""
+COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
+"""An id that was given to an answer."""
+_RAW_OBJECT, _RAW_LIST = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[msgspec.Raw])
 UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an answer that is not to be trained."""
+
+
+class InvalidJson(ValueError):
+    """The body is no JSON object."""
 
 
 class RejectedRequest(Exception):
@@ -104,7 +115,7 @@ class PolicyEndpoint:
         await self.calls.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        # All that is written is with the kernel when the write is done (answers.py).
+        # A finished write has handed everything to the kernel (http_answer.py).
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
         dialect = SERVED.get(request.path, SERVED["/v1/chat/completions"])
@@ -170,7 +181,7 @@ class PolicyEndpoint:
             value, node = reward_of(body, lambda number: self.calls.node(key, number))
             credited = await self._core.turn_reward(key, node, value)
         except (EpisodeOver, ChatRefused) as error:
-            raise RejectedRequest(self._told(error)) from None
+            raise RejectedRequest(self._failure_of(error)) from None
         return await self._send(request, {"completion": f"chatcmpl-{credited}", "node": credited, "value": value})
 
     async def _chat(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
@@ -180,7 +191,7 @@ class PolicyEndpoint:
         try:
             asked = dialect.parse(body)
         except ChatRefused as refused:
-            raise RejectedRequest(self._told(refused)) from None
+            raise RejectedRequest(self._failure_of(refused)) from None
         self._note(asked)
         self.counts["streamed"] += asked.stream
         retried = "Idempotency-Key" in request.headers or _retry_count(request) > 0
@@ -195,7 +206,7 @@ class PolicyEndpoint:
             asked,
             call,
             model=self._core.model,
-            explain=self._told,
+            explain=self._failure_of,
             keep_alive_s=self._keep_alive_s,
             timeout_s=self._client_timeout_s,
         )
@@ -259,8 +270,8 @@ class PolicyEndpoint:
         self.counts[name] += 1
         self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
-    def _told(self, error: Exception) -> Failure:
-        """An error of the core as the client is told it."""
+    def _failure_of(self, error: Exception) -> Failure:
+        """The failure that the client receives for an error of the core."""
         if isinstance(error, EpisodeOver):
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)
@@ -293,3 +304,52 @@ def _silent_logger() -> logging.Logger:
     logger = logging.Logger("asyncrl.episodes.http")
     logger.disabled = True
     return logger
+
+
+def decoded(raw: bytearray) -> Body:
+    """The body as an object. Raises InvalidJson."""
+    try:
+        body = msgspec.json.decode(raw) if len(raw) < LARGE_BODY else _decoded_in_parts(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidJson(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidJson("the body is no JSON object")
+    return body
+
+
+def digest(raw: bytearray, salt: str) -> bytes:
+    """A digest, the same for the same body and salt."""
+    made = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
+    made.update(raw)
+    return made.digest()
+
+
+def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[float, int | None]:
+    """The value of a reward, and the node it is for; None: the one answered last. Raises ChatRefused."""
+    for name in body.keys() - {"value", "completion"}:
+        raise ChatRefused(name, "is not a field that is known here")
+    value, completion = body.get("value"), body.get("completion")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ChatRefused("value", "must be a finite number")
+    try:
+        reward = read_number(value, "is")
+    except BadOutcome as error:
+        raise ChatRefused("value", str(error)) from None
+    if completion is None:
+        return reward, None
+    found = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
+    node = None if found is None else node_of_call(int(found[2])) if found[1] else int(found[2])
+    if node is None:
+        raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
+    return reward, node
+
+
+def _decoded_in_parts(raw: bytearray) -> Body:
+    """The body, decoded element by element: the interpreter, which a decoder holds, is free in between."""
+    body: Body = {}
+    for name, value in _RAW_OBJECT.decode(raw).items():
+        if memoryview(value)[0] == ord("["):
+            body[name] = [msgspec.json.decode(each) for each in _RAW_LIST.decode(value)]
+        else:
+            body[name] = msgspec.json.decode(value)
+    return body

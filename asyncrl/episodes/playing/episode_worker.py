@@ -1,8 +1,11 @@
 """A worker process of the episode host: ``python -m asyncrl.episodes.playing.episode_worker FD [HIDDEN]``.
 
-Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: what an episode raises,
-prints and starts stays its own; its tasks have ended before it is said to have, but for those that do not end by being
-cancelled, which the host is told of. A worker ends when the socket FD does, or its parent.
+Runs many episodes at a time as tasks of one event loop; plain code runs in threads. Invariant: errors, output and tasks
+of an episode stay its own. Its tasks end before the episode does; those that ignore their cancellation are reported to
+the host. A worker ends with the socket FD or with its parent.
+
+Output is separated by a context variable, which tasks and threads of an episode inherit. Other output (of programs, of
+code in other languages, at import) is the worker's own. The first ``limit`` bytes of an episode's output are kept.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TextIO
 from weakref import WeakSet
 
 import msgspec
@@ -25,7 +28,6 @@ from asyncrl.episodes.playing import frames
 from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve
-from asyncrl.episodes.playing.printing import Printer, current, tell_apart
 from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
@@ -35,8 +37,81 @@ from asyncrl.workers.user_code import NotCallable, Ready, describe, find_place, 
 from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, end, find_modules_here, framed, stay_alone
 
 STOPPED = "it was stopped"
+LINES_BYTES = 8192
+"""Text without a line's end is held back up to this size."""
 CHAT_PLACE = re.compile(r"\$\[1\]\.")
 """Place of a call in its frame."""
+
+
+class Printer:
+    """Output of one episode. ``send`` gets text and the bytes dropped since the last; callable from any thread."""
+
+    def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
+        self._left, self._send = limit, send
+        self._held: list[str] = []
+        self._size = self._dropped = 0
+
+    def write(self, text: str) -> None:
+        """Take in text."""
+        # Half of a surrogate pair, which could not be sent, is written out.
+        data = text.encode(errors="backslashreplace")
+        if len(data) > self._left:
+            # Cut without leaving a part of a character, and nothing is kept behind a cut.
+            kept = data[: self._left].decode(errors="ignore").encode()
+            self._dropped += len(data) - len(kept)
+            data, self._left = kept, len(kept)
+        if not data:
+            return
+        text = data.decode()
+        self._left -= len(data)
+        self._size += len(data)
+        self._held.append(text)
+        if "\n" in text or self._size >= LINES_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send the text that is held back."""
+        held, self._held, self._size = self._held, [], 0
+        dropped, self._dropped = self._dropped, 0
+        if held or dropped:
+            self._send("".join(held), dropped)
+
+
+current: ContextVar[Printer | None] = ContextVar("current", default=None)
+"""Printer of the episode whose code runs."""
+
+
+class Apart:
+    """A standard stream whose text goes to the episode that runs; bytes go to the worker's own output."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write text for the episode whose code runs."""
+        printer = current.get()
+        if printer is None:
+            return self._stream.write(text)
+        printer.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write lines as ``write`` does."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Do nothing: an episode's text is sent by lines."""
+        if current.get() is None:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def separate_output() -> None:
+    """Separate the output of episodes from now on, in this process."""
+    sys.stdout, sys.stderr = Apart(sys.stdout), Apart(sys.stderr)
 
 
 class PlayedEpisode:
@@ -118,7 +193,7 @@ class EpisodeWorker:
             case frames.StopEpisode(key):
                 if key in self._sessions:
                     self._sessions[key].end(STOPPED)
-                    # Before and after the user's code its task is the worker's own, which has to tell the end.
+                    # Before and after the user's code its task is the worker's own, which has to report the end.
                     if self._sessions[key].running:
                         self._episodes[key].cancel()
 
@@ -179,11 +254,11 @@ class EpisodeWorker:
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
         ended = await self._outcome(key, session, printer, self._player(task, client))
-        # Before its tasks are ended: one that calls the policy meanwhile is told that it is over.
+        # Before its tasks are ended, so that a call of the policy meanwhile raises EpisodeOver.
         session.end("the user's code has ended")
         ended = msgspec.structs.replace(ended, left=await self._end_tasks(session))
         printer.flush()
-        # The end goes behind all that others have sent for this episode.
+        # Sent behind the messages that threads have queued for this episode.
         self._loop.call_soon(self._over, ended)
 
     def _over(self, ended: frames.Ended) -> None:
@@ -192,7 +267,7 @@ class EpisodeWorker:
             body = self._encoder.encode(ended)
         except Exception as error:
             body = self._encoder.encode(
-                frames.Ended(ended.session, error=f"ended in what cannot be told: {describe(error)}")
+                frames.Ended(ended.session, error=f"ended with a result that cannot be sent: {describe(error)}")
             )
         if len(body) > frames.SMALL_BYTES:
             body = self._encoder.encode(
@@ -217,7 +292,7 @@ class EpisodeWorker:
             if isinstance(error, asyncio.CancelledError) and session.over:
                 return frames.Ended(key, error=STOPPED)
             if isinstance(error, BaseExceptionGroup) and error.split(EpisodeOver)[1] is None:
-                # Of calls in a TaskGroup: nothing else has failed.
+                # Calls in a TaskGroup: nothing else has failed.
                 return frames.Ended(key)
             return frames.Ended(key, error=f"raised {describe(error)}", kind=kind_of(error))
         finally:
@@ -292,7 +367,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     stay_alone(connection, "asyncrl episodes worker")
     find_modules_here()
-    tell_apart()
+    separate_output()
     try:
         with contextlib.suppress(ConnectionError):
             asyncio.run(serve(connection))

@@ -13,7 +13,7 @@ import msgspec
 from asyncrl.messages.episodes import Chat, ChatReply
 
 SMALL_BYTES = 1 << 20
-"""Bytes of a frame beside the messages of a chat."""
+"""Bytes of a frame without the messages of a chat."""
 
 
 class EpisodeSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
@@ -68,7 +68,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True, tag="asked"):
 
 
 class GaveUp(msgspec.Struct, frozen=True, array_like=True, tag="gave_up"):
-    """Nobody waits for the answer to an Asked any more; there is none."""
+    """An Asked was cancelled; no answer is sent to it."""
 
     session: str
     call: str
@@ -91,9 +91,7 @@ class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    """A call of a tool; ``error`` tells the tool's error, ``kind`` without its text, ``mistaken`` that the policy
-    has called a tool that there is not.
-    """
+    """A call of a tool, with its error and the kind of that. ``mistaken``: the policy is at fault."""
 
     session: str
     tool: str

@@ -1,10 +1,9 @@
 """An episode that is the user's own function: ``async def episode(task, client) -> reward``.
 
-A plain function runs in a thread and is given a client whose calls wait (BlockingClient).
+A plain function runs in a thread with a blocking client (BlockingClient).
 
-Invariant of ``call``, for all users' code in a worker: no plain code keeps the event loop from others; and a call has
-not ended before its code has, also where the episode is stopped meanwhile, so that nothing of an episode runs on behind
-its end.
+Invariant of ``call``, for all users' code in a worker: plain code never blocks the event loop. A call ends only after
+its code has ended, even if the episode is stopped meanwhile, so nothing of an episode runs after its end.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A thread cannot be cancelled.
         await asyncio.wait([running])
         if not running.cancelled():
-            # Looked at, or asyncio would tell of an error that nobody has retrieved.
+            # Retrieved, or asyncio would log it.
             running.exception()
         raise
     return await value if inspect.isawaitable(value) else value

@@ -1,7 +1,7 @@
-"""From the configuration to a player: the user's function, environment or tools, found and held against their options.
+"""Players from the configuration: the user's function, environment or tools, loaded and checked against their options.
 
-Invariant: what can be wrong before the first episode is found by ``resolve``, which raises NotCallable with a line for
-each problem; nothing of the user's is made or called by it.
+Invariant: ``resolve`` raises NotCallable with a line for each problem that can be found before the first episode. It
+neither makes nor calls users' objects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """A player with tools. Options are those of the classes, or, where there is none, of the functions."""
+    """A player with tools. Options are arguments of the classes."""
     functions: list[Tool] = []
     classes: list[Callable[[Task], Any]] = []
     names: list[str] = []
@@ -64,7 +64,7 @@ def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
     loaded = [(spec, load(spec, keys.code, "MODULE:FUNCTION or MODULE:CLASS")) for spec in code]
     problems = []
     if options and not any(inspect.isclass(each) for _, each in loaded):
-        problems.append(f"{OPTIONS}: are for tools that are classes, and there is none in episode.tools")
+        problems.append(f"{OPTIONS}: are arguments of classes, and episode.tools names no class")
     for spec, each in loaded:
         try:
             if inspect.isclass(each):

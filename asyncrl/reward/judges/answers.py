@@ -1,7 +1,7 @@
-"""Reading of a judge's answer: JSON found in its text, and its entries matched with those that were asked for.
+"""Reads a judge's answer: finds the JSON in its text and matches its entries with those that were asked for. Pure.
 
-Pure. Invariant: an answer is taken only where it says one thing of each entry that was asked, and of no other; else
-BadAnswer says all that is wrong, in words that the judge can mend it by.
+Invariant: an answer is accepted only if it has one entry for each that was asked and no other. Otherwise BadAnswer
+lists the problems, in words that help the judge to correct them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OBJECT_START = re.compile(r'\{\s*"')
 
 
 class BadAnswer(ValueError):
-    """An answer that cannot be used; ``problems`` has a line each."""
+    """An answer that cannot be used; ``problems`` has a line for each problem."""
 
     def __init__(self, problems: list[str]) -> None:
         more = len(problems) - MOST_PROBLEMS
@@ -113,7 +113,7 @@ def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
 
 
 def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys differ: which of two equal ones is meant cannot be told."""
+    """An object with unique keys; of two equal keys either could be meant."""
     value = dict(pairs)
     if len(value) != len(pairs):
         raise ValueError("a key is there twice")

@@ -1,8 +1,8 @@
-"""Answers that judges have given, kept in the run's folder by their questions, so a resumed run asks nothing twice.
+"""Answers of judges, kept in the run's folder by question, so that a resumed run asks nothing twice.
 
-An entry is a file, written aside and renamed. Invariant: an answer found was kept for the very same question, and
-a cache that cannot be read or written costs a question, never a run. It keeps no more than ``most`` entries: past that
-the tenth that was written first goes. Blocks; for a thread.
+An entry is a file, written under another name and renamed. Invariant: an answer is found only for the same question,
+and an unreadable or unwritable cache costs a question, never a run. Beyond ``most`` entries the oldest tenth is
+deleted. Blocks; call it in a thread.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class AnswerCache:
         for _, path in written[: max(1, len(written) - self._most + self._most // 10)]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
-        # Counted anew: other reward pools of the run keep answers there, too.
+        # Counted again: other reward pools of the run keep answers there too.
         self._count = len(os.listdir(self._folder))
 
 
 def key_of(*parts: object) -> str:
-    """A name for a question: a hash of all that decides the answer."""
+    """A name for a question: a hash of everything that determines the answer."""
     return hashlib.blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=20).hexdigest()

@@ -1,8 +1,8 @@
-"""The questions that judges are asked, and the rewards that their answers come to.
+"""The questions to judges, and the rewards from their answers. Pure.
 
-Pure. A question is the messages of a chat, the JSON schema of its answer and a function that reads it (BadAnswer); a
-Judge makes the questions of a request, one for each vote, and rewards of their answers. Invariant: the reward
-of a trajectory is made of the answers on it by name, in each vote under an order and names of its own.
+A question has the messages of a chat, the JSON schema of its answer and a function that reads the answer (BadAnswer). A
+Judge makes the questions of a request, one for each vote, and computes rewards from the answers. Invariant: answers are
+matched to trajectories by random names, and each vote has its own names and order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Answer with JSON alone, an entry for each of the criteria, the reason before the
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request to a judge; the module tells its parts."""
+    """One request to a judge."""
 
     messages: list[dict[str, str]]
     schema: dict[str, Any]

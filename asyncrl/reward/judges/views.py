@@ -1,8 +1,8 @@
-"""Trajectories as text for a judge: the part that all share once, each one's own part, and no more than it may read.
+"""Trajectories as bounded text for a judge: the shared part once, then the rest of each. Pure.
 
-Pure. A conversation is given as its main line and a summary of each branch; a text that is too long loses its middle,
-and says so. Invariant: all that is given has at most ``limit`` characters (but for a line where something was left out,
-and a few words for each trajectory), and trajectories that would read the same are one.
+A conversation is shown as its main line and a summary of each branch. A text that is too long loses its middle, with a
+mark. Invariant: the text has at most ``limit`` characters, not counting marks and a few words for each trajectory.
+Trajectories with the same text are shown once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def view(prompt: str, completions: Sequence[Completion], limit: int) -> View:
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:
-    """Room for each of ``sizes`` in ``total``: its size where there is enough, and the same for all that get less."""
+    """Room for each of ``sizes`` in ``total``: its size if there is enough; those that get less get the same."""
     rooms = [0] * len(sizes)
     left = total
     for done, at in enumerate(sorted(range(len(sizes)), key=lambda at: sizes[at])):

@@ -60,4 +60,4 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     last: bool = False
     kind: str = ""
-    """Kind of the error, as far as the worker can say: faults of one kind are told once."""
+    """Kind of the error, by which notices are grouped; empty if unknown."""

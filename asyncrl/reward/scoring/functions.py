@@ -1,8 +1,8 @@
 """The built-in reward functions.
 
-Each is a maker: called once in each worker with ``reward.options``, it checks them (ValueError) and returns
-the function that scores one trajectory. Invariant: a wrong answer is 0, but a row that cannot be judged
-raises, so that a fault of the data is never taken for a fault of the model.
+Each is a maker: a worker calls it once with ``reward.options``. It checks the options (ValueError) and returns the
+function that scores one trajectory. Invariant: a wrong answer scores 0, and a row that cannot be judged raises, so a
+fault of the data never counts as a fault of the model.
 """
 
 from __future__ import annotations

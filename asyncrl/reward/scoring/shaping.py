@@ -1,7 +1,7 @@
-"""Rewards that the configuration makes or changes: by the length of a response, and past the timeout.
+"""Rewards that the configuration makes or changes: by the length of a response, and after a timeout. Pure.
 
-Pure. Only ``truncated = "penalty"`` changes a reward here; under ``"mask"`` the learner leaves the truncated
-response out of its loss, and under ``"score"`` nothing is done at all.
+Here only ``truncated = "penalty"`` changes a reward. Under ``"mask"`` the learner masks a truncated response; under
+``"score"`` nothing changes.
 """
 
 from __future__ import annotations

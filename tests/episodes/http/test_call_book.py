@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_core import KEY, reply
 
-from asyncrl.episodes.http.call_book import MOST_KEPT, Call, CallBook
+from asyncrl.episodes.http.calls import MOST_KEPT, Call, CallBook
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import ChatDelta
 
@@ -64,7 +64,7 @@ def test_only_what_another_try_cannot_change_is_given_again(outcome, settled):
 
 
 @given(st.text(min_size=1), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
-def test_whatever_deltas_come_what_is_known_is_the_beginning_of_the_answer(text, cuts):
+def test_the_text_of_a_call_is_always_the_beginning_of_its_answer(text, cuts):
     call = Call(number=0, identity=A, created=0, texts=["", ""])
     best = 0
     for start, end in cuts:

@@ -210,7 +210,7 @@ def test_blocks_of_a_message_become_messages():
 
 
 def streamed(request_of, answer, pieces, **more):
-    """All that is sent for an answer whose first letters were told in pieces, and the data of each event."""
+    """The whole stream of an answer whose first letters came in pieces, and the data of each event."""
     events = request_of[0].events(parse(request_of, **more), STAMP)
     sent = [answer.content[at : at + 2] for at in range(0, 2 * pieces, 2)]
     raw = b"".join(events.text(0, piece) for piece in sent if piece) + events.end([answer])
@@ -283,7 +283,7 @@ def test_the_events_of_a_message_add_up_to_it(answer, pieces):
     assert data[-2]["delta"]["stop_reason"] == whole["stop_reason"] and data[-2]["usage"] == whole["usage"]
 
 
-def test_a_message_tells_the_stop_sequence_that_ended_it():
+def test_a_message_has_the_stop_sequence_that_ended_it():
     stopped = msgspec.structs.replace(reply("Act. "), stop_sequence="Observation:")
     ended = {"stop_reason": "stop_sequence", "stop_sequence": "Observation:"}
     whole = MESSAGE[0].reply(parse(MESSAGE), STAMP, [stopped])

@@ -163,7 +163,7 @@ async def test_what_agents_choose_is_ignored_or_relaxed_aloud_and_what_cannot_be
         core.script = refuses
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**ASKED)
-        assert refused.value.param == "messages[3].tool_calls", "the rollouter's refusal is told as well"
+        assert refused.value.param == "messages[3].tool_calls", "the rollouter's refusal is passed on too"
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -178,14 +178,14 @@ async def test_an_episode_that_is_over_is_not_tried_again(late, stream):
         with pytest.raises(openai.APIError) as over:
             await ask()
     assert over.value.code == "episode_over" and "32 turns" in over.value.message
-    # A body of JSON that had begun could only break off: the client asks again, and is told with a status.
+    # A JSON body that had begun could only break off: the client retries and receives a status.
     again = late and not stream
     assert (served.counts["/v1/chat/completions"], served.counts["replayed"]) == ((2, 1) if again else (1, 0))
     assert (type(over.value) is openai.BadRequestError) == (not (late and stream))
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_the_end_of_an_episode_is_told_to_a_stream_of_anthropic(late):
+async def test_a_stream_of_anthropic_ends_with_the_episode(late):
     async with anthropic_client(ends(late)) as (_, served, client):
         with pytest.raises(anthropic.APIStatusError, match="32 turns"):
             async with client.messages.stream(**ASKED, max_tokens=5) as told:
@@ -236,7 +236,7 @@ async def test_a_response_is_answered_whole_and_streamed():
         cut = await client.responses.create(model="m", input=[*whole.output, *HI], max_output_tokens=3)
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     assert whole.output_text == "Let me see." and whole.output[2].call_id == "call_7_0"
-    # What the client has parsed of it besides.
+    # The fields that the client parsed from it.
     parsed = {"parsed_arguments": True, "content": {"__all__": {"parsed"}}}
     assert [item.model_dump(exclude=parsed) for item in streamed.output] == [item.model_dump() for item in whole.output]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"

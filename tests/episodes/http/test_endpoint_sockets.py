@@ -51,7 +51,7 @@ async def socket_to(served, sent, **options):
 
 
 async def closed(reader):
-    """All that is sent until the connection is closed."""
+    """Everything that is sent until the connection closes."""
     async with asyncio.timeout(30):
         try:
             return await reader.read()
@@ -60,7 +60,7 @@ async def closed(reader):
 
 
 class Gate(ScriptedCore):
-    """Its calls wait until they are let through, and go on from what they told before they were cancelled."""
+    """Its calls wait until they are released, and continue the text from before their cancellation."""
 
     def __init__(self, text="once upon a time"):
         super().__init__(Gate.answer)
@@ -103,7 +103,7 @@ async def test_a_retry_joins_what_is_under_way_and_an_equal_body_does_not():
         assert answered.json()["id"] == "chatcmpl-1"
         ids = [(await task).json()["id"] for task in fresh]
         assert set(ids) == {"chatcmpl-2", "chatcmpl-3", "chatcmpl-4"}
-        # What was answered last is given again, and to nobody else.
+        # The last answer is given again, to its own client only.
         assert (await client.post(CHAT, json=HI, headers=RETRY)).json()["id"] == ids[0]
         assert (await client.post(CHAT, json=HI)).json()["id"] == "chatcmpl-5"
         assert (served.counts["joined"], served.counts["replayed"]) == (1, 1)
@@ -113,7 +113,7 @@ async def test_a_retry_joins_what_is_under_way_and_an_equal_body_does_not():
     assert len({(call.session, call.call) for call in gate.asked}) == 6
 
 
-async def test_a_retry_goes_on_where_its_call_was_cut_off():
+async def test_a_retry_continues_where_its_call_was_cut_off():
     gate, body = Gate(), HI | {"stream": True}
     async with http_client(gate, grace_s=0.1) as (served, client):
         for at in range(3):
@@ -243,7 +243,7 @@ async def test_too_long_a_body_is_refused_however_it_is_sent():
             assert response.status_code == 413
             assert "episode.max_request_bytes" in response.json()["error"]["message"]
         assert served.counts["too_large"] == 3 and core.asked == []
-        # A client that asks first is told so before it sends its body.
+        # A client that asks first gets the answer before it sends its body.
         for length, told in ((500, b"HTTP/1.1 100"), (50_000, b"HTTP/1.1 413")):
             asks = request(length=length)[:-2] + b"Expect: 100-continue\r\n\r\n"
             async with socket_to(served, asks) as (reader, writer):
@@ -255,7 +255,7 @@ async def test_too_long_a_body_is_refused_however_it_is_sent():
 
 async def test_a_long_body_is_read_as_a_short_one_is():
     core = ScriptedCore()
-    # With all that JSON has, and blanks where it may have them.
+    # With everything that JSON has, and blanks where they are allowed.
     tool = {"type": "function", "function": {"name": "f", "parameters": {"a": [1, -2.5e3, None, True, {}, []]}}}
     body = {"messages": [{"role": "user", "content": "ü" * (1 << 18)}, *HI["messages"]], "tools": [tool], "user": None}
     body["metadata"] = {"a": "b"}

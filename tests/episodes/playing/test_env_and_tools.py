@@ -73,7 +73,7 @@ async def test_tools_are_called_until_the_policy_calls_none(tmp_path):
         }
         said = {each["tool_call_id"]: each["content"] for each in chat.messages if each["role"] == "tool"}
         assert said.pop("call_1_0").startswith("error: 1 validation error")
-        # What fails to validate inside a tool is the tool's error.
+        # A validation error inside a tool is the tool's error.
         assert said.pop("call_2_1").startswith("error: ValidationError: 1 validation error")
         assert said == {
             "call_0_0": "3",
@@ -91,7 +91,7 @@ async def test_tools_are_called_until_the_policy_calls_none(tmp_path):
         assert printed[-1] == ("0-1", "box closed with 1\n", 0)
 
 
-async def test_half_of_a_surrogate_pair_in_the_result_of_a_tool_is_told_escaped(tmp_path):
+async def test_half_of_a_surrogate_pair_in_the_result_of_a_tool_is_escaped(tmp_path):
     rollouter = Rollouter([("character", '{"code": 55357}')], "done")
     async with hosting(config_with(tools=["plays:character"], workers=1), tmp_path, rollouter) as host:
         assert await host.play("use it") == EpisodeDone()

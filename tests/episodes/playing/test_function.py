@@ -13,12 +13,11 @@ from episodes.hosted import Rollouter, config_with, hosting, until, waits, worke
 from harness import RUN_ID
 
 from asyncrl.episodes.playing import frames
-from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodeWorker
-from asyncrl.episodes.playing.printing import Printer
+from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodeWorker, Printer
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.wire.keys import create_credentials
-from asyncrl.workers import pool as pool_module
+from asyncrl.workers import worker_pool as pool_module
 from asyncrl.workers.confinement import why_not
 from asyncrl.workers.worker import FrameReader
 
@@ -83,7 +82,7 @@ RAISED = {
     "leave": r"raised SystemExit: 3 \(.*/plays\.py:\d+\)",
     "odd": r"returned str 'good'; a finite number is expected \(.*/plays\.py:\d+\)",
     "surrogate raise": r"raised ValueError: file \\udcff\.txt \(.*",
-    "surrogate return": "ended in what cannot be told: UnicodeEncodeError: .*",
+    "surrogate return": "ended with a result that cannot be sent: UnicodeEncodeError: .*",
 }
 MALFORMED = {
     "temperature 0.5": "temperature: is not for an episode to say; the run's own sampling holds (",
@@ -117,7 +116,7 @@ async def test_what_the_code_raises_fails_its_episode_alone_and_the_user_hears_o
         beside.cancel()
 
 
-async def test_what_is_stopped_or_given_up_ends_and_what_goes_on_behind_the_end_reaches_nobody(tmp_path):
+async def test_stopped_episodes_and_cancelled_calls_end_and_nothing_after_the_end_is_sent(tmp_path):
     rollouter = Rollouter(waits, waits, "a")
     async with hosting(play(close_timeout_s=1.0), tmp_path, rollouter) as host:
         printed = host.watch_output()
@@ -193,7 +192,7 @@ async def test_an_episode_that_is_stopped_before_its_code_or_behind_it_says_that
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_an_end_that_a_task_group_is_told_of_is_no_failure(fails):
+async def test_the_end_of_an_episode_inside_a_task_group_is_no_failure(fails):
     async def fumbles(client):
         try:
             await client.chat([])
@@ -236,7 +235,7 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
         stopped.cancel()
         await until(lambda: host.figure("open") == 0)
         assert host.figure("workers_killed") == 0
-        # A thread that hangs costs the worker, and the others in it are told apart.
+        # A thread that hangs costs the worker; the other episodes in it are not blamed.
         hanging, beside = host.run("sleep"), host.run("go", uid="0-2")
         await until(lambda: host.figure("open") == 2)
         hanging.cancel()
@@ -260,7 +259,7 @@ async def test_the_guilty_of_the_death_of_workers_is_found_and_the_innocent_are_
         await dies("native", 0, r"stood still for 4 s \(episode.stall_timeout_s\)")
         await dies("eat 200000000", 1, "took more than 100000000 bytes of memory")
         assert host.figure("suspects") == 2
-        # Both are played alone from here on, beside the worker for all others.
+        # Both get lone workers from here on.
         bad, good = await asyncio.gather(host.play("exit", attempt=2), host.play("reply", uid="0-2"))
         assert (good, bad.blame) == (EpisodeDone(reward=3.0), "episode")
         assert "ended its worker process (exit code 1)" in bad.error
@@ -302,7 +301,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
-    # Whose workers are given ten seconds.
+    # Its workers have ten seconds.
     async with hosting(play(supervision={"start_timeout_s": 12.5}), tmp_path) as host:
         (worker,) = worker_pids()
         assert (await host.play("fork")).reward == 1.0
@@ -340,7 +339,7 @@ async def test_an_episode_that_steals_finds_neither_the_keys_of_the_run_nor_a_wa
         loot.unlink()
 
 
-async def test_output_is_told_apart_and_bounded(tmp_path):
+async def test_output_is_separated_by_episode_and_bounded(tmp_path):
     async with hosting(play(max_output_bytes=100_000), tmp_path) as host:
         printed = host.watch_output()
         await asyncio.gather(*(host.play("print", uid=f"0-{number}") for number in range(5)))
@@ -356,7 +355,7 @@ async def test_output_is_told_apart_and_bounded(tmp_path):
         assert 90_000 < kept <= 100_000
         assert kept + sum(dropped for *_, dropped in printed) == 2000 * 1001
         assert host.figure("output_dropped_bytes") == 2000 * 1001 - kept
-        # Beyond Python's streams the limit is one for all up to the end of an episode, whichever others are open.
+        # Output that does not pass through Python's streams has one limit for all, up to the end of an episode.
         printed.clear()
         beside = host.run("wait", uid="0-2")
         await until(lambda: host.figure("open") == 1)

@@ -1,7 +1,7 @@
 """OpenAI's chat completions, the dialect that the policy's own messages are written in.
 
 Source: https://platform.openai.com/docs/api-reference/chat. Reasoning is in ``reasoning_content``, as vLLM and DeepSeek
-have it. A stream tells the role first, then reasoning, content and calls, the finish reason, the usage where it is
+have it. A stream has the role first, then reasoning, content and calls, the finish reason, the usage where it is
 asked for, and [DONE].
 """
 
@@ -141,7 +141,7 @@ def message(reply: ChatReply) -> Body:
 
 
 def usage(replies: Sequence[ChatReply]) -> Body:
-    """Tokens of the context, which all choices share, and of all that was sampled."""
+    """Tokens of the context, which all choices share, and of all sampled tokens."""
     prompt, sampled = replies[0].prompt_tokens, sum(reply.completion_tokens for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 

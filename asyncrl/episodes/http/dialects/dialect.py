@@ -66,7 +66,9 @@ class ReplyStream(Protocol):
         """More of the content of a choice, from the beginning on and without gaps."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The end of the stream: all that is not told yet. Each reply's content begins with the texts of its choice."""
+        """The end of the stream: everything that was not sent yet. Each reply's content begins with the texts of its
+        choice.
+        """
 
     def failed(self, failure: Failure) -> bytes:
         """The last event of a stream that has failed."""
@@ -95,7 +97,7 @@ def error_type(status: int) -> str:
 
 
 def openai_failure(failure: Failure) -> Body:
-    """An error as OpenAI's APIs tell it."""
+    """An error in the form of OpenAI's APIs."""
     error = {
         "message": failure.message,
         "type": error_type(failure.status),

@@ -1,9 +1,8 @@
-"""The one table of the fields of requests: those that are honoured, that do nothing, and that are refused.
+"""The table of request fields: honoured, harmless, ignored, relaxed or refused.
 
-Invariant: no field is ignored in silence. A field that would change how tokens are sampled is ignored with a notice,
-for the learner's log-probs are of the run's own sampling; one that would mask the sampler's support is relaxed
-with a notice, for the learner's is not masked; one that asks for what cannot be given, and every unknown one, is
-refused by its name.
+Invariant: no field is ignored silently. A field that would change sampling is ignored with a notice, because the
+learner's log-probs are those of the run's sampling. A field that would mask the sampler's support is relaxed with a
+notice, because the learner's support is not masked. A field that cannot be served, or is unknown, is refused by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Anthropic's Messages.
 
-Source: https://docs.anthropic.com/en/api/messages. Blocks become messages: results of tools are messages of the role
-tool, in their order, before the text that stands beside them; thinking that is sent back is left out, for the rollouter
-has the sampled tokens. A stream tells each block of the content from its start to its stop.
+Source: https://docs.anthropic.com/en/api/messages. Blocks become messages. Results of tools become messages of the role
+tool, in order, before the text of the same message. Thinking that is sent back is left out, because the rollouter has
+the sampled tokens. A stream sends each block of the content from its start to its stop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """OpenAI's Responses, without state: each request holds the whole conversation.
 
-Source: https://platform.openai.com/docs/api-reference/responses. Items become messages: a message of the assistant and
-the calls that follow it are one message, as they were when the policy sampled them; reasoning that is sent back is left
-out, for the rollouter has the sampled tokens. A stream tells each item of the output from its addition to its end.
+Source: https://platform.openai.com/docs/api-reference/responses. Items become messages. A message of the assistant and
+the calls behind it become one message, as the policy sampled them. Reasoning that is sent back is left out, because the
+rollouter has the sampled tokens. A stream sends each item of the output from its addition to its end.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.episodes.pool import MOST, EpisodePlace, Open, Suspects, silence, unended
+from asyncrl.episodes.episode_pool import MOST, EpisodePlace, Open, Suspects, silence, unended
 
 
 def place(heard: float, **stopped: float) -> EpisodePlace:

@@ -24,7 +24,7 @@ from asyncrl.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorker
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
-from asyncrl.workers.pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool
+from asyncrl.workers.worker_pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool
 
 BEATS = 8
 """Beats of a worker in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -350,8 +350,8 @@ def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | No
 class Suspects:
     """Deaths of workers, counted by the ids of the episodes in them, over all attempts. Pure.
 
-    A worker plays many episodes, most of which did not cause its end. An episode that was in two deaths gets a lone
-    worker, and only a death there is its own. Invariant: an episode that never ends its worker is never blamed.
+    A worker plays many episodes, and most did not cause its end. An episode that was in two deaths gets a lone worker,
+    and only a death there is its own. Invariant: an episode that never ends its worker is never blamed.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Invariant: each call of ``score`` ends within ``timeout_s`` of its start in a worker. It ends with the rewards that the
 function returned, with RewardFailed, or after a timeout with the reward that reward.on_timeout sets. The timeout counts
-from the moment at which a worker can begin the task; time in the queue does not count. What one task does to its worker
+from the moment at which a worker can begin the task; time in the queue does not count. A task that harms its worker
 (loop, exit, crash, memory, output) fails no other task.
 
 Each worker has a socket of its own and runs its tasks in order, so the task at which it died is known. While tasks are
@@ -32,8 +32,8 @@ from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Resu
 from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
-from asyncrl.workers.pool import OnOutput, Place, WorkerCounts, WorkerPool
 from asyncrl.workers.process import WorkerProcess
+from asyncrl.workers.worker_pool import OnOutput, Place, WorkerCounts, WorkerPool
 
 AHEAD_S = 0.002
 """Seconds of work that a worker is sent ahead, by the recent time of a task; none if one task takes longer."""
@@ -45,7 +45,7 @@ LATE_S = 0.05
 PACE_WEIGHT = 0.2
 """Weight of the latest task in the recent time of a task."""
 CANCEL_GRACE_S = 1.0
-"""Seconds that a cancelled task may go on: about the cost of starting another worker."""
+"""Seconds that a cancelled task may still run: about the cost of starting another worker."""
 
 
 class Pending(asyncio.Future[Scores]):
@@ -84,7 +84,7 @@ class RewardPlace(Place):
     began: float = 0.0
     """Time at which the first of the given could begin."""
     forsaken: float = math.inf
-    """If the first of the given was cancelled: the time of that or of its beginning, whichever is later."""
+    """If the first of the given was cancelled: the time of that, or of its beginning if that is later."""
     late: bool = False
     """Whether the tasks that were sent ahead have gone back to the queue."""
     timer: asyncio.TimerHandle | None = None

@@ -1,10 +1,10 @@
-"""The pool of a judge: takes what a RewardPool takes, and asks a language model.
+"""The pool of a judge: answers the same calls as RewardPool, by asking a language model.
 
-The calls of a judge wait for a server and run no code of the user's, so they share one process, one set of limits and
-one cache. A function that is added to the judge (``also``) is the user's: it runs in a RewardPool.
+The calls of a judge wait for a server and run no users' code, so they share one process, one set of limits and one
+cache. A function that is added to the judge (``also``) runs in a RewardPool.
 
-Invariant: each call of ``score`` ends in rewards that the judge gave for it, by more than half of its votes, or in
-RewardFailed: an unjudged call is never 0. Fails as a whole only when its owner gives it up.
+Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed;
+a call without a judgement is never 0. The pool fails as a whole only if its owner gives it up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.scoring.faults import RewardFault
-from asyncrl.reward.scoring.pool import RewardCounts, RewardPool
+from asyncrl.reward.scoring.reward_pool import RewardCounts, RewardPool
 from asyncrl.reward.scoring.shaping import shaped
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable
@@ -48,7 +48,7 @@ def make_judge(config: RewardConfig) -> Judge:
         what = "single trajectories" if judge.per == "trajectory" else "groups"
         problems.append(f'reward.per: {config.function} scores {what}; set it to "{judge.per}"')
     if config.on_timeout != "fail":
-        problems.append('reward.on_timeout: a judge that is late says nothing of a response; set it to "fail"')
+        problems.append('reward.on_timeout: a late judge says nothing about a response; set it to "fail"')
     taken = (JUDGE_COMPONENT, SPREAD_COMPONENT, _component(judge.options.also))
     names = [criterion.name for criterion in getattr(judge.options, "rubric", [])]
     problems += [f"reward.options.rubric: the name {name} is taken" for name in names if name in taken]
@@ -58,16 +58,15 @@ def make_judge(config: RewardConfig) -> Judge:
 
 
 def for_trial(config: RewardConfig) -> RewardConfig:
-    """The configuration for a few calls before the run, which tell soon where there is no judge."""
+    """The configuration for a few calls before the run, which fail soon without a judge."""
     return config.model_copy(update={"options": {**config.options, "tries": 2}})
 
 
 class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
-    ``folder`` is the run's, for answers to be found again; without one none is kept. ``on_request`` gets the seconds of
-    each request; ``confined`` is for the added function. The rest is as of RewardPool, as are ``start``, ``score`` and
-    ``close``.
+    ``folder`` is the run's, where answers are kept; without it none is. ``on_request`` receives the seconds of each
+    request; ``confined`` is for the added function. Everything else is as in RewardPool.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class JudgePool:
         """End all calls, connections and processes."""
         if not self._end.done():
             self._end.set_result(None)
-        # Marks it as seen, for there need not be anyone who watches.
+        # Retrieved: nothing need have watched.
         self._end.exception()
         running = list(self._running)
         for task in running:
@@ -260,7 +259,7 @@ class JudgePool:
             return None, error
 
     async def _added(self, request: Score) -> list[Outcome]:
-        """The added function's outcome for each completion, nothing where there is none. Raises RewardFailed."""
+        """The added function's outcome for each completion; zeros without one. Raises RewardFailed."""
         if self._also is None:
             return [(0.0, {})] * len(request.completions)
         options = self._judge.options
@@ -271,7 +270,7 @@ class JudgePool:
         try:
             scores = await asyncio.gather(*calls)
         finally:
-            # Where one has failed the others are given up; to those that are done it means nothing.
+            # If one has failed, the others are cancelled; on finished ones this has no effect.
             for call in calls:
                 call.cancel()
         name = _component(options.also)

@@ -211,7 +211,7 @@ class WorkerPool(Generic[P]):
         raise NotImplementedError
 
     def _find_fault(self, place: P, since: float, now: float) -> str:
-        """Reason to kill a ready worker; empty if there is none. ``since`` is the time of the last look."""
+        """Reason to kill a ready worker, or empty. ``since`` is the time of the last look."""
         return ""
 
     def _failure(self, reason: str) -> AsyncRLError:
@@ -345,7 +345,7 @@ class WorkerPool(Generic[P]):
     # --- output ---
 
     def _printed(self, place: P, process: WorkerProcess) -> None:
-        """Pass output on soon, with all that comes right behind it."""
+        """Pass output on soon, together with the output that follows at once."""
         if place.output_timer is None:
             place.output_timer = self._loop.call_later(GATHER_S, self._hand_out, place, process)
 

@@ -1,8 +1,7 @@
-"""Sending of the policy's answer: at once where it is there at once, else kept alive until it is.
+"""Sends the policy's answer, and keeps the connection alive until there is one.
 
-A body of JSON begins with blanks, a stream holds comments, one for each keep-alive; both are nothing to a client but a
-sign of life. From the first on the status is sent: a failure after that cuts the connection, or is an event. Every
-write has a deadline.
+A body of JSON begins with blanks and a stream holds comments, one for each keep-alive; clients ignore both. The first
+one sends the status, so a later failure cuts the connection or is an event. Every write has a deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from asyncrl.episodes.http.call_book import Call
+from asyncrl.episodes.http.calls import Call
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure, ReplyStream, Stamp
 
 BLANK = b" "
@@ -33,7 +32,7 @@ class CutConnection(Exception):
 
 @asynccontextmanager
 async def _in_time(timeout_s: float) -> AsyncIterator[None]:
-    """A deadline on writing: all that is written is with the kernel then, so it is one on the reader."""
+    """A deadline on writing. The kernel holds no more than its buffer, so it is one on the reader."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -89,7 +88,7 @@ class HttpAnswer:
                 return await send(self._request, body, 200, timeout_s=self._timeout_s, headers=self._notices())
             return await self._finish(msgspec.json.encode(body))
         if self._response is not None:
-            # The status was sent. A client that tries again is told with a status of its own.
+            # The status was sent. A retry of the client gets a status for it.
             self._explain(outcome)
             raise CutConnection("failed late")
         return await self._fail(self._explain(outcome))
