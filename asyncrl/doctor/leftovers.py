@@ -32,9 +32,7 @@ SCRATCH = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
 """Mount options under which the locks of other hosts are not seen."""
-TITLE = re.compile(
-    r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.runtime\.workers\.(keeper|warden) "
-)
+TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.workers\.(keeper|warden) ")
 """Command line of an actor's process, or of one of its workers."""
 ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
 LAUNCHER = "asyncrl.launcher."
