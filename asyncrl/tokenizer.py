@@ -180,7 +180,7 @@ class ByteTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of ids; invalid UTF-8 becomes U+FFFD."""
         if not keep_special:
             return bytes(id for id in ids if 0 <= id < _BYTES).decode(errors="replace")
         end = BYTES_END.encode()
@@ -421,7 +421,7 @@ def _text(token: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
+    """A JSON object; empty if the file does not exist."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:

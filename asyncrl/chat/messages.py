@@ -165,7 +165,7 @@ def read_arguments(given: Any, field: str = "arguments") -> dict[str, Any] | str
 
 
 def _can_be_sent(value: dict[str, Any]) -> bool:
-    """Whether there is no integer beyond 64 bits in it, and no half of a surrogate pair."""
+    """Whether MessagePack holds it: no integer beyond 64 bits, no half of a surrogate pair."""
     try:
         msgspec.msgpack.encode(value)
     except (OverflowError, UnicodeEncodeError, RecursionError):
@@ -185,7 +185,7 @@ def read_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(number: str) -> float:
@@ -208,7 +208,7 @@ def _text(value: Any, field: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ChatRefused(field, "holds half of a surrogate pair, which is no text") from None
+        raise ChatRefused(field, "holds half of a surrogate pair, which is not text") from None
     return value
 
 

@@ -154,7 +154,7 @@ def _read_calls(text: str) -> list[ParsedCall]:
 
 
 def make_call(name: Any, arguments: Any) -> ParsedCall | None:
-    """A call of a name with an object, or with the text of one; None where it is no call that could be sent."""
+    """A call of a name with an object, or with the JSON text of one; None if it is not a valid call."""
     if isinstance(arguments, str):
         # Some models write the text of the object.
         arguments = read_json(arguments)

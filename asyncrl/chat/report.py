@@ -42,7 +42,7 @@ class ChatReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def works(self) -> bool:
-        """Whether conversations can be had at all."""
+        """Whether any kind of conversation is possible."""
         return any(case.verdict != "refused" for case in self.cases)
 
     def lines(self) -> list[str]:

@@ -30,6 +30,7 @@ from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.awaits import most_telling
 from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.workers.confinement import NOTICE, confine
+from asyncrl.workers.user_code import FaultKinds
 
 if TYPE_CHECKING:
     from asyncrl.episodes.http.endpoint import PolicyEndpoint
@@ -44,11 +45,6 @@ of the own rollouter is added."""
 LOOK_S = 0.1
 MOST_OVER = 4096
 """Ended sessions that are kept, so that later calls learn the reason."""
-MOST_KINDS = 16
-"""Kinds of failures that are counted separately."""
-LONGEST_TEXT = 600
-"""Characters of a failure."""
-OTHERS = "others"
 ENDED = "it has ended"
 KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
@@ -65,8 +61,7 @@ class EpisodesActor(Actor):
         self._sessions: dict[str, PolicySession] = {}
         self._over: OrderedDict[str, str] = OrderedDict()
         """Reasons that sessions have ended, by key, the newest last."""
-        self._faults: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._faults = FaultKinds()
         self._most = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
         """Episodes that may be open at a time; None where the one rollouter sees to it."""
         self._players: EpisodePool | Programs | None = None
@@ -222,15 +217,8 @@ class EpisodesActor(Actor):
         self.log.info("printed", uid=uid, text=self._masked(text), dropped_bytes=dropped)
 
     def _fault(self, kind: str, text: str) -> None:
-        """A failure of the user's code."""
-        if kind not in self._first and len(self._first) >= MOST_KINDS - 1:
-            kind, text = OTHERS, f"fails in further ways, first: {text}"
-        line = " ".join(self._masked(text).split())
-        if len(line) > LONGEST_TEXT:
-            line = f"{line[: LONGEST_TEXT // 2]} ... {line[-LONGEST_TEXT // 2 :]}"
-        self._faults[kind] += 1
-        told = self._first.setdefault(kind, line)
-        self.notify(f"episode: {kind}", f"episode ({self._named()}): {told}", count=self._faults[kind])
+        kind, first, count = self._faults.add(kind, self._masked(text))
+        self.notify(f"episode: {kind}", f"episode ({self._named()}): {first}", count=count)
 
     def _masked(self, text: str) -> str:
         """The text without the keys of sessions."""

@@ -39,7 +39,7 @@ async def play(
     failure: float = 0.0,
     http: bool = False,
 ) -> float:
-    """Play a task; the reward is 0 or 1, each as often.
+    """Play a task; the reward is 0 or 1 with equal chance.
 
     ``turns``, ``tool_s`` (s) and ``observation`` (characters) are medians, each with the sigma of its lognormal;
     ``failure`` is the chance of an attempt to fail at one of its tools; ``http`` asks through the endpoint.
@@ -77,8 +77,9 @@ def text(chance: random.Random, characters: float) -> str:
 
 @asynccontextmanager
 async def _asking(client: Client, *, http: bool) -> AsyncIterator[Callable[[list[Message]], Awaitable[Message]]]:
-    """The agent's way to the policy's answer, as a message: the client, or with ``http`` the endpoint, as of a program
-    that knows the policy by its address alone. Raises EpisodeOver, and RuntimeError where the endpoint refuses.
+    """A function that asks the policy for a message: through the client, or with ``http`` through the endpoint.
+
+    Raises EpisodeOver, and RuntimeError if the endpoint refuses.
     """
 
     async def directly(messages: list[Message]) -> Message:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import inspect
 import socket
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -25,7 +24,6 @@ from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
 from asyncrl.reward.scoring.functions import BUILT_IN
 from asyncrl.wire.codec import encodable
-from asyncrl.workers import isolation
 from asyncrl.workers.memory import MemoryLimit
 from asyncrl.workers.user_code import (
     Keys,
@@ -41,11 +39,10 @@ from asyncrl.workers.user_code import (
 from asyncrl.workers.worker import (
     NO_MEMORY_EXIT,
     NO_SOCKET_EXIT,
+    begin,
     end,
-    find_modules_here,
     framed,
     frames,
-    stay_alone,
 )
 
 Scorer = Callable[[RewardTask], list[Outcome]]
@@ -114,10 +111,7 @@ def _make(name: str, options: dict[str, Any]) -> Callable[..., Any]:
 
 def main() -> None:
     """Serve the pool at the other end of the socket whose file descriptor is the first argument."""
-    isolation.obey(sys.argv[1:])
-    with socket.socket(fileno=int(sys.argv[1])) as connection, asyncio.Runner() as runner:
-        stay_alone(connection, "asyncrl reward worker")
-        find_modules_here()
+    with begin("asyncrl reward worker") as connection, asyncio.Runner() as runner:
         bodies = frames(connection, MAX_TASK_BYTES)
         with contextlib.suppress(ConnectionError):
             first = next(bodies, None)

@@ -1,4 +1,4 @@
-"""Reading JSON that anybody may have written: every fault of it is a ValueError."""
+"""Reads JSON from unknown sources: every fault is a ValueError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError: of what is no JSON, of too many digits, and of too deep nesting."""
+    """The value of a JSON text. Raises ValueError for invalid JSON, too many digits and too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -17,7 +17,7 @@ LARGEST_EXACT = 1e8
 
 
 def _of_what_is_known(words: Callable[..., str]) -> Callable[..., str]:
-    """``words``, with ABSENT for None, and for what is no number the word for that."""
+    """``words``, with ABSENT for None and a word for numbers that are not finite."""
 
     @wraps(words)
     def said(value: float | None, *rest: int) -> str:

@@ -26,6 +26,11 @@ import msgspec
 from asyncrl.files import find_source
 from asyncrl.wire.codec import encodable
 
+MOST_KINDS = 16
+OTHERS = "others"
+LONGEST_TEXT = 600
+"""Characters of a failure."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -64,7 +69,7 @@ def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., An
         raise NotCallable(
             [
                 f"{key}: there is no module {error.name!r}{near}; "
-                f"it must be installed or lie in the working directory ({os.getcwd()})"
+                f"it must be installed or be in the working directory ({os.getcwd()})"
             ]
         ) from error
     except BaseException as error:
@@ -126,12 +131,34 @@ def _import_failure(module: str, error: BaseException) -> str:
     return f"importing {module} failed: {describe(error)}"
 
 
+class FaultKinds:
+    """Failures of users' code by kind: each kind keeps its first case and a count.
+
+    Invariant: at most MOST_KINDS kinds; further ones are counted together as OTHERS.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, kind: str, text: str) -> tuple[str, str, int]:
+        """Count a failure; returns its kind, the first case of that in one line, and the count."""
+        if kind not in self._first and len(self._first) >= MOST_KINDS - 1:
+            kind, text = OTHERS, f"has failed in further ways, first: {text}"
+        line = " ".join(text.split())
+        if len(line) > LONGEST_TEXT:
+            # The end holds the place.
+            line = f"{line[: LONGEST_TEXT // 2]} ... {line[-LONGEST_TEXT // 2 :]}"
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        return kind, self._first.setdefault(kind, line), self._counts[kind]
+
+
 def describe(error: BaseException) -> str:
     """An exception in a line: type, text, and its place."""
     try:
         text = str(error)
     except Exception:
-        text = "(its text cannot be had)"
+        text = "(its text raises an error)"
     place = _place(error)
     return encodable(f"{type(error).__name__}{': ' if text else ''}{text[:2000]}{f' ({place})' if place else ''}")
 
@@ -159,7 +186,7 @@ def find_place(spec: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """FILE:LINE, the innermost in the user's own code, or in a library where none of it is there; or nothing."""
+    """FILE:LINE of the innermost frame in the user's own code, else in a library; empty without one."""
     theirs = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

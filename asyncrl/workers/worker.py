@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from asyncrl.runtime.linux import become_subreaper, die_with_parent
+from asyncrl.workers import isolation
 
 NO_MEMORY_EXIT = 120
 """Exit code of a worker without the memory for a report."""
@@ -69,18 +70,16 @@ def end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def find_modules_here() -> None:
-    """Let the user's modules be found in the working directory."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def begin(title: str) -> socket.socket:
+    """Prepare this process for users' code and return the socket to the actor; ``title`` is for ps.
 
-
-def stay_alone(connection: socket.socket, title: str) -> None:
-    """End with the parent, but not by its signals; be the first to go when memory runs out. ``title`` is for ps.
-
-    Processes of the user's code stay below this one, even when it lets go of them: the actor ends them all together.
+    The process ends with its parent and not by the parent's signals; it is the first to go when memory runs out.
+    Processes of the users' code stay its descendants, so the actor ends them all together. Users' modules are also
+    found in the working directory.
     """
-    # Only the actor may see this end closed, and only because this process is gone.
+    isolation.obey(sys.argv[1:])
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # Only the actor may see this end closed, and only because this process has ended.
     connection.set_inheritable(False)
     if sys.platform == "linux":
         die_with_parent(signal.SIGKILL)
@@ -91,10 +90,13 @@ def stay_alone(connection: socket.socket, title: str) -> None:
         signal.signal(number, lambda *_: None)
     _leave_children_alone(connection.close)
     _set_title(title)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return connection
 
 
 def _leave_children_alone(close: Callable[[], None]) -> None:
-    """A child has no part in the socket, and gets its signals."""
+    """Let a child close the socket and receive signals."""
 
     def in_child() -> None:
         close()

@@ -68,7 +68,7 @@ def test_gymnasium_shows_a_board_and_takes_the_action_that_is_named_last():
     numbered = Gymnasium("Taxi-v4", prompt="Drive.")
     assert numbered.reset(task(seed=2**40)).endswith("Answer with one action of: 0, 1, 2, 3, 4, 5.")
     assert numbered.step(said("action 10 or 1"))[1] == -1.0
-    with pytest.raises(ValueError, match="actions that are no numbers"):
+    with pytest.raises(ValueError, match="actions that are not discrete"):
         Gymnasium("Pendulum-v1")
 
 

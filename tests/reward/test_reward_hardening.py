@@ -26,7 +26,7 @@ RUN = uvloop.run
 FULL = {"workers_killed", "out_of_memory"}
 AT_ONCE = {
     "exit": ("exit code 3", {"workers_died"}),
-    "scribble": ("no result", {"workers_killed"}),
+    "scribble": ("sent an invalid frame", {"workers_killed"}),
     "allocate": (rf"raised MemoryError \(.*act_rewards.py:\d+\); {LIMIT} bytes are allowed \(reward.max_memory", FULL),
     "swallow": ("raised RuntimeError: cannot allocate", FULL),
     "share": (

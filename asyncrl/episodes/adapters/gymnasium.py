@@ -31,7 +31,7 @@ class Gymnasium:
             self._env = gymnasium.make(env_id, **options)
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
-            raise ValueError(f"{env_id} has actions that are no numbers: {space}; write an env of your own for it")
+            raise ValueError(f"{env_id} has actions that are not discrete: {space}; write your own env for it")
         self._first = int(space.start)
         self._names = [str(name) for name in actions or range(self._first, self._first + int(space.n))]
         self._prompt = prompt

@@ -118,10 +118,10 @@ class CallBook:
 
 
 class Core(Protocol):
-    """The policy, for all sessions of this host."""
+    """The policy as the endpoint sees it, with all sessions of this host."""
 
     model: str
-    """The name under which the policy answers, under any name that it is asked by."""
+    """Name of the policy in answers; requests may use any name."""
 
     def knows(self, key: str) -> bool:
         """Whether there is such a session. It stays known for a while after its end, so that calls learn why.
@@ -130,7 +130,7 @@ class Core(Protocol):
         """
 
     async def chat(self, key: str, call: Chat, on_delta: Callable[[ChatDelta], None]) -> ChatReply:
-        """The next message of the assistant; it waits for as long as that takes.
+        """The next message of the assistant; waits without a deadline.
 
         The same call again continues its sampled tokens. Raises EpisodeOver, ChatRefused.
         """
@@ -184,7 +184,7 @@ class Calls:
 
     @contextmanager
     def listening(self, call: Call) -> Iterator[asyncio.Event]:
-        """An event that is set, for as long as this lasts, whenever there is more of the call."""
+        """An event that is set whenever there is more of the call, during the context."""
         news = asyncio.Event()
         call.listeners.add(news)
         try:
@@ -199,18 +199,18 @@ class Calls:
         return None if book is None else book.nodes.get(number)
 
     async def watch(self) -> None:
-        """Give up and forget calls; a task of the actor's own, for as long as the endpoint lives."""
+        """Give up and forget calls, while the endpoint lives; the actor owns this task."""
         pause = WATCH_SHARE * min(self._grace_s, self._kept_s)
         while True:
             await asyncio.sleep(pause)
             now = asyncio.get_running_loop().time()
             for key, book in list(self._books.items()):
                 for call in book.given_up(now, grace_s=self._grace_s):
-                    # It has another grace to end in.
+                    # It has another grace for its end.
                     call.left = now
                     self._tasks[call].cancel()
                 book.forget(now, kept_s=self._kept_s)
-                # A session that has calls is over only when these are.
+                # A session lasts until its calls have ended.
                 if not self._core.knows(key) and not book.open():
                     del self._books[key]
 

@@ -44,22 +44,22 @@ SERVED: dict[str, Dialect] = {
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
 MOST_COUNTED = 256
-"""Names that are counted apart: programs choose some of them."""
+"""Names that are counted separately: programs choose some of them."""
 LARGE_BODY = 256 << 10
 """Bytes from which on a body is read in a thread."""
 COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
 """An id that was given to an answer."""
 _RAW_OBJECT, _RAW_LIST = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[msgspec.Raw])
 UNTRAINED = "x-asyncrl-untrained"
-"""Header of a request for an answer that is not to be trained."""
+"""Header of a request for an untrained answer."""
 
 
 class InvalidJson(ValueError):
-    """The body is no JSON object."""
+    """The body is not a JSON object."""
 
 
 class RejectedRequest(Exception):
-    """A request that is answered with an error before it has called anything."""
+    """A request that is answered with an error before any call."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
@@ -67,7 +67,7 @@ class RejectedRequest(Exception):
 
 
 class PolicyEndpoint:
-    """The HTTP server of a host's sessions. ``counts`` grows with each notable thing that happens, by its name."""
+    """The HTTP server of a host's sessions. ``counts`` counts events by name."""
 
     def __init__(
         self,
@@ -231,10 +231,10 @@ class PolicyEndpoint:
         raw = bytearray()
         try:
             if (request.content_length or 0) <= most:
-                # Only here: a client that asks first does not even send a body that is too long.
+                # Only here: a client that asks first does not send a body that is too long.
                 if request.headers.get("Expect", "").lower() == "100-continue":
                     await request.writer.write(CONTINUE)
-                    # aiohttp takes an answer for begun where something was written, and would not send another.
+                    # aiohttp considers a response begun once something was written, and would not send another.
                     request.writer.output_size = 0
                 async with asyncio.timeout(self._client_timeout_s):
                     async for chunk in request.content.iter_any():
@@ -256,17 +256,17 @@ class PolicyEndpoint:
         for name in asked.ignored:
             self._count(
                 f"ignored/{name}",
-                f"an agent sets {name} in its requests; it does nothing, for the run's own sampling holds",
+                f"an agent sets {name} in its requests; the field has no effect, because the run's own sampling holds",
             )
         for name in asked.relaxed:
             self._count(
                 f"relaxed/{name}",
-                f"an agent constrains its answers by {name}; they are sampled without, for what is sampled under a "
-                "constraint cannot be trained: the agent must take an answer that does not keep to it",
+                f"an agent constrains its answers by {name}; they are sampled without, because constrained "
+                "samples cannot be trained: the agent must accept an answer that does not comply",
             )
 
     def _count(self, name: str, text: str) -> None:
-        """Count a thing that the user is to hear of, in the words of its first time."""
+        """Count an event and notify the user, with the text of its first time."""
         self.counts[name] += 1
         self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
@@ -292,7 +292,7 @@ def _retry_count(request: web.BaseRequest) -> int:
 
 
 def _outer(field: str) -> str:
-    """The field without its place in lists, and not as long as a program likes."""
+    """The field without its place in lists, cut to a bounded length."""
     return re.split(r"[.\[]", field)[0][:64]
 
 
@@ -313,7 +313,7 @@ def decoded(raw: bytearray) -> Body:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
-        raise InvalidJson("the body is no JSON object")
+        raise InvalidJson("the body is not a JSON object")
     return body
 
 
@@ -345,7 +345,7 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
 
 
 def _decoded_in_parts(raw: bytearray) -> Body:
-    """The body, decoded element by element: the interpreter, which a decoder holds, is free in between."""
+    """The body, decoded element by element, so that the interpreter is free in between."""
     body: Body = {}
     for name, value in _RAW_OBJECT.decode(raw).items():
         if memoryview(value)[0] == ord("["):

@@ -1,7 +1,6 @@
-"""The policy as an episode sees it: messages in, the assistant's next message out, and rewards of turns.
+"""The client of the policy in an episode: messages in, the assistant's next message out, and rewards of turns.
 
-An episode that is over learns it by EpisodeOver, from each call that it still makes. It need not catch it: an episode
-that ends by it has ended well.
+After the end of an episode each call raises EpisodeOver. An episode that ends with this error has ended well.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SAMPLING = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty", "response_format", "tool_choice", "model"),
     }
 )
-"""Arguments of other clients, which would go to the chat template unseen."""
+"""Arguments of other clients, which would otherwise go to the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class Client:
         ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for an invalid call.
         """
         if sampling := SAMPLING.intersection(template_options):
-            raise ChatRefused(min(sampling), "is not for an episode to say; the run's own sampling holds")
+            raise ChatRefused(min(sampling), "cannot be set by an episode; the run's own sampling holds")
         self._calls += 1
         chat = Chat(
             session=self._session,
@@ -116,7 +115,7 @@ class Client:
     def reward(self, value: float) -> None:
         """Credit the turn that was answered last; a second value replaces the first. Raises ValueError."""
         if self._node is None:
-            raise ValueError("there is no turn to reward: the policy has not answered so far")
+            raise ValueError("there is no turn to reward yet: the policy has not answered")
         self._policy.reward(self._node, read_number(value, "gave the turn reward"))
 
     def blocking(self) -> BlockingClient:
@@ -132,9 +131,9 @@ class BlockingClient:
         self.model, self.base_url, self.api_key = client.model, client.base_url, client.api_key
 
     def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Any:
-        """Ask the policy, as Client.chat: a Reply; on the worker's event loop an awaitable of one.
+        """Ask the policy, as Client.chat: returns a Reply, or on the worker's event loop an awaitable of one.
 
-        A coroutine is there that a plain function has returned, as a decorator does which is not asynchronous itself.
+        A coroutine that a plain function has returned runs there, as with a decorator that is not asynchronous.
         """
         asked = self._client.chat(messages, *args, **kwargs)
         if _running_loop() is self._loop:

@@ -32,9 +32,8 @@ from asyncrl.episodes.playing.task import Task
 from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.outcome import BadOutcome, read_outcome
-from asyncrl.workers import isolation
 from asyncrl.workers.user_code import NotCallable, Ready, describe, find_place, kind_of
-from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, end, find_modules_here, framed, stay_alone
+from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, begin, end, framed
 
 STOPPED = "it was stopped"
 LINES_BYTES = 8192
@@ -363,10 +362,7 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[frames.ToWork
 
 def main() -> None:
     """Serve the host at the other end of the socket whose file descriptor is the first argument."""
-    isolation.obey(sys.argv[1:])
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    stay_alone(connection, "asyncrl episodes worker")
-    find_modules_here()
+    connection = begin("asyncrl episodes worker")
     separate_output()
     try:
         with contextlib.suppress(ConnectionError):

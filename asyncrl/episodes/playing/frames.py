@@ -46,7 +46,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
 
 
 class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
-    """Refusal of an Asked: the episode is over, or ``field`` of the call is refused, or the policy cannot be had."""
+    """Refusal of an Asked: the episode is over, ``field`` of the call is refused, or the policy is unreachable."""
 
     session: str
     call: str

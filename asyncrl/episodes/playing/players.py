@@ -72,7 +72,7 @@ def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
                 found = [Tool(name, method) for name, method in methods(each)]
                 names += [tool.name for tool in found]
                 if not found:
-                    problems.append(f"{keys.code}: {spec} has no public method, so there is no tool in it")
+                    problems.append(f"{keys.code}: {spec} has no public method, so it holds no tool")
             else:
                 functions.append(Tool(each.__name__, each))
                 names.append(each.__name__)

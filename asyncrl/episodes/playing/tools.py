@@ -28,7 +28,7 @@ from asyncrl.messages.episodes import ToolCall
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)
 """A line of a docstring that describes an argument: NAME: TEXT, or NAME (TYPE): TEXT, indented."""
 Note = Callable[[str, Exception | None, bool], None]
-"""Listener to calls of tools: the tool's name, its error, and whether that is the fault of the policy."""
+"""Receives calls of tools: the tool's name, its error, and whether the policy is at fault."""
 
 
 class WrongArguments(ValueError):
@@ -117,7 +117,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
     async def play(task: Task, client: Client) -> None:
         objects: list[Any] = []
         try:
-            # One by one: where a later one cannot be made, those before it are closed.
+            # One by one: if a later one cannot be made, the earlier ones are closed.
             for make in classes:
                 objects.append(await call(make, task))  # noqa: PERF401
             tools = {tool.name: tool for tool in functions}
@@ -132,7 +132,7 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
                     said = said.encode(errors="backslashreplace").decode()
                     messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
         finally:
-            # One that fails to close keeps none of the others from it.
+            # If one fails to close, the others are closed all the same.
             async with AsyncExitStack() as closing:
                 for made in reversed(objects):
                     if callable(close := getattr(made, "close", None)):
@@ -147,7 +147,7 @@ async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
             raise LookupError(f"there is no tool {called.name!r}; there are {', '.join(tools)}")
         said = await tools[called.name].call(called.arguments)
     except EpisodeOver:
-        # The end of the episode is no error of a tool, and the policy is not asked again.
+        # The end of the episode is not an error of the tool, and the policy is not asked again.
         raise
     except Exception as error:
         mistaken = isinstance(error, WrongArguments) or called.name not in tools

@@ -33,7 +33,9 @@ class BadAnswer(ValueError):
 
 
 def read_entries(text: str, name: str) -> list[dict[str, Any]]:
-    """The objects in the list ``name`` of the JSON object in ``text``, which may stand in prose. Raises BadAnswer."""
+    """The objects in the list ``name`` of the JSON object in ``text``, which may be embedded in prose. Raises
+    BadAnswer.
+    """
     if not text.strip():
         raise BadAnswer(["the answer is empty"])
     if len(text) > LONGEST_ANSWER:
@@ -47,7 +49,7 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
             break
     if not found:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
-    # Not by equality, for which 1 and true are the same.
+    # Not by equality: 1 and true would be equal.
     if any(repr(each[name]) != repr(found[0][name]) for each in found):
         raise BadAnswer([f'there are {len(found)} different JSON objects with the key "{name}" in the answer'])
     entries = found[0][name]
@@ -97,7 +99,7 @@ def read_number(value: Any, low: float, high: float) -> float:
 
 
 def _objects(text: str, begin: int) -> list[tuple[dict[str, Any], int]]:
-    """JSON objects that stand in ``text`` from ``begin`` on, outside of one another, with the place of their end."""
+    """The outermost JSON objects in ``text`` from ``begin`` on, with the index of their end."""
     decoder = json.JSONDecoder(object_pairs_hook=_single)
     found, at = [], begin
     for _ in range(MOST_STARTS):

@@ -189,7 +189,7 @@ class JudgePool:
 
     def longest_task(self) -> tuple[str, float] | None:
         """The uid and the seconds of the call that has run longest; None if nothing runs. Callable from any thread."""
-        # A copy, for the event loop may change it meanwhile.
+        # A copy, because the event loop may change it meanwhile.
         running = list(self._running.copy().values())
         if not running:
             return None

@@ -56,7 +56,7 @@ class MinuteLimit:
 
 
 class JudgeLimits:
-    """Limits of one judge, for all its calls."""
+    """The limits of all requests to one judge."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class JudgeLimits:
 
     @asynccontextmanager
     async def turn(self, tokens: int) -> AsyncIterator[Spent]:
-        """A place for one request of about so many tokens, for as long as the context lasts."""
+        """A turn for one request of about ``tokens`` tokens, during the context."""
         self.waiting += 1
         waits = True
         try:

@@ -92,7 +92,7 @@ class RubricOptions(JudgeOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     rubric: list[Criterion] = []
     """Criteria of the rubric."""
     rubric_key: str = ""
-    """Column of the row that holds further criteria, of this row alone; they are no components."""
+    """Column with further criteria of its row; they are not components."""
     instructions: str = ""
     """Further instructions for the judge."""
 

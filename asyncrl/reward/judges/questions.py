@@ -196,7 +196,7 @@ def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
     def worth(entry: dict[str, Any]) -> float:
         known, verdict = levels[entry["name"]], entry.get("verdict")
         if not isinstance(verdict, str) or verdict.strip().casefold() not in known:
-            raise ValueError(f"the verdict {json.dumps(verdict, default=str)[:80]} is none of {', '.join(known)}")
+            raise ValueError(f"the verdict {json.dumps(verdict, default=str)[:80]} is not one of {', '.join(known)}")
         return known[verdict.strip().casefold()]
 
     return match(read_entries(text, "verdicts"), "name", levels, worth)
@@ -213,7 +213,7 @@ def rubric_reward(criteria: Sequence[Criterion], worth: Mapping[str, float]) -> 
 
 
 def draw_ids(drawn: random.Random, count: int, texts: Sequence[str]) -> list[str]:
-    """Names at random, all different, that stand in none of the texts."""
+    """Different random names that occur in none of the texts."""
     ids: list[str] = []
     while len(ids) < count:
         name = "".join(drawn.choices(ID_LETTERS, k=ID_LENGTH))
@@ -242,7 +242,7 @@ def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
 
 
 def _task_blocks(drawn: random.Random, shared: str, row: str, others: Sequence[str]) -> list[str]:
-    """The blocks that stand before the trajectories, under an id that neither they nor ``others`` hold."""
+    """The blocks before the trajectories, under an id that occurs in no text."""
     (id,) = draw_ids(drawn, 1, [shared, row, *others])
     return [_block("task", id, shared), *([_block("reference", id, row)] if row else [])]
 
@@ -256,7 +256,7 @@ def _chat(system: str, user: str) -> list[dict[str, str]]:
 
 
 def _schema(name: str, properties: dict[str, str]) -> dict[str, Any]:
-    """Schema of a list of objects under ``name``; the order of the properties is that in which they are written."""
+    """Schema of a list of objects under ``name``, with properties in the order in which they are written."""
     entry = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},

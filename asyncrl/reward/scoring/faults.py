@@ -1,7 +1,7 @@
 """The failures of a reward function: what the user is shown of them, and whether the function is broken. Pure.
 
 ``Faults`` groups failures by kind: a type of exception with its place, or a way in which a worker ended. Each kind is
-shown with its first case and then counted. Invariant: at most MOST_KINDS kinds; further ones are counted together.
+shown with its first case and then counted.
 
 ``FailureRate`` finds a broken function: one that fails in all of its latest calls, for several prompts. Only prompts
 count that came after the newest one with a reward, so a few bad rows end nothing. Invariant: two failing prompts are
@@ -16,12 +16,9 @@ import re
 from dataclasses import dataclass
 
 from asyncrl.config import Config
+from asyncrl.workers.user_code import FaultKinds
 
-MOST_KINDS = 16
-OTHERS = "others"
 TIMED_OUT = "timed out"
-LONGEST_TEXT = 600
-"""Characters of a fault."""
 MIN_PROMPTS, MOST_PROMPTS = 3, 32
 """Prompts that are needed, at least and at most."""
 CHANCE = 1e-6
@@ -46,31 +43,25 @@ def fault_of(text: str, kind: str = "") -> RewardFault:
     return RewardFault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
 
 
-@dataclass(slots=True)
-class _Seen:
-    text: str
-    count: int = 0
-
-
 class Faults:
     """Faults of a run so far."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._seen: dict[str, _Seen] = {}
+        self._kinds = FaultKinds()
         self.first = ""
         """The first fault of all, with its prompt."""
 
     def add(self, fault: RewardFault, uid: str) -> tuple[str, str, int, str]:
         """Take in a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
-        told = f"{_shortened(fault.text)} (prompt {uid})"
-        self.first = self.first or told
-        key = fault.kind
-        if key not in self._seen and len(self._seen) >= MOST_KINDS - 1:
-            key, told = OTHERS, f"has failed in further ways, first: {told}"
-        seen = self._seen.setdefault(key, _Seen(f"reward function {self._config.reward.function} {told}"))
-        seen.count += 1
-        return f"reward: {key}", seen.text, seen.count, self._consequence(fault)
+        kind, first, count = self._kinds.add(fault.kind, f"{fault.text} (prompt {uid})")
+        self.first = self.first or first
+        return (
+            f"reward: {kind}",
+            f"reward function {self._config.reward.function} {first}",
+            count,
+            self._consequence(fault),
+        )
 
     def _consequence(self, fault: RewardFault) -> str:
         rollout, reward = self._config.rollout, self._config.reward
@@ -86,15 +77,6 @@ class Faults:
         if timed_out and reward.per == "trajectory":
             told += "; reward.on_timeout = NUMBER would give such a response that reward"
         return told
-
-
-def _shortened(text: str) -> str:
-    """The text in one line, with its end, where the place stands."""
-    line = " ".join(text.split())
-    if len(line) <= LONGEST_TEXT:
-        return line
-    half = LONGEST_TEXT // 2
-    return f"{line[:half]} ... {line[-half:]}"
 
 
 @dataclass(slots=True)

@@ -161,9 +161,7 @@ def episode() -> RewardFunction:
     """The reward that the episode itself returns or credits to its turns; an episode without one is an error."""
 
     def reward() -> float:
-        raise ValueError(
-            "the episode said no reward: let it return one or credit its turns, or name a function (reward.function)"
-        )
+        raise ValueError("the episode gave no reward: return one, credit its turns, or set reward.function")
 
     return reward
 
@@ -193,7 +191,7 @@ def _finder(option: str, pattern: str, match: str) -> Callable[[str], str | None
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{option} {pattern!r} is no regular expression: {error}") from None
+        raise ValueError(f"{option} {pattern!r} is not a regular expression: {error}") from None
     group: int | str = "answer" if "answer" in compiled.groupindex else min(compiled.groups, 1)
 
     def find(text: str) -> str | None:
@@ -227,7 +225,7 @@ def _number(text: str) -> str:
 
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# Without traps, a text that is no number or too large for one is not finite.
+# Without traps, invalid and too large numbers are not finite.
 _DECIMAL = Context(prec=1000, traps=[])
 _NORMALIZERS: dict[str, Callable[[str], str]] = {
     "none": lambda text: text,

@@ -85,7 +85,7 @@ RAISED = {
     "surrogate return": "ended with a result that cannot be sent: UnicodeEncodeError: .*",
 }
 MALFORMED = {
-    "temperature 0.5": "temperature: is not for an episode to say; the run's own sampling holds (",
+    "temperature 0.5": "temperature: cannot be set by an episode; the run's own sampling holds (",
     "max_tokens 0": "max_tokens: Expected `int` >= 1",
     "stop [1]": "stop[0]: Expected `str`, got `int`",
     'stop ""': "stop[0]: Expected `str` of length >= 1",

@@ -222,7 +222,7 @@ def strings(body: Body, name: str) -> list[str]:
     value = body.get(name)
     listed = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(each, str) and each for each in listed):
-        raise ChatRefused(name, "must be text, or a list of texts, and none of them empty")
+        raise ChatRefused(name, "must be text or a list of texts, without empty ones")
     return listed
 
 
