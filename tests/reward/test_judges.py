@@ -438,7 +438,7 @@ def of_rubric(*criteria):
         ({"also": "exakt"}, "reward.options.also: there is no built-in function 'exakt'; did you mean exact?"),
         ({"extra": {"n": 2}}, "reward.options.extra.n: is not to be set here"),
         ({"per": "trajectory"}, 'reward.per: relative_judge scores groups; set it to "group"'),
-        ({"on_timeout": 0.0}, "reward.on_timeout: a judge that is late says nothing"),
+        ({"on_timeout": 0.0}, "reward.on_timeout: a late judge says nothing"),
         ({"function": "rubric", "per": "trajectory"}, "reward.options.rubric: at least one criterion is required"),
         (of_rubric({"name": "a b", "text": "t"}), "reward.options.rubric[0].name"),
         (of_rubric({"name": "judge", "text": "t"}), "the name judge is taken"),

@@ -224,7 +224,7 @@ def test_a_function_is_given_the_arguments_that_it_accepts(scored):
         ("exact", "trajectory", {"answr_key": "a"}, "options.answr_key: .* mean answer_key?"),
         ("exact", "trajectory", {"normalize": "upper"}, "options: normalize must be one of none, strip, text, number"),
         ("regex", "trajectory", {}, "options.pattern: is required by regex"),
-        ("regex", "trajectory", {"pattern": "("}, "options: .*no regular expression"),
+        ("regex", "trajectory", {"pattern": "("}, "options: .*not a regular expression"),
         ("regex", "trajectory", {"pattern": "a", "answer_pattern": "["}, "options: answer_pattern"),
         ("regex", "trajectory", {"pattern": "a", "match": "all"}, "options: .*first"),
         ("constant", "trajectory", {"duration_s": -1}, "options: duration_s"),

@@ -169,7 +169,7 @@ PROBLEMS = [
     ("env", [""], {}, "episode.env: 'plays:' is not of the form MODULE:CLASS"),
     ("tools", ["add", "Box"], {"size": 3}, None),
     ("tools", ["add", "add"], {}, "episode.tools: there are several tools 'add'"),
-    ("tools", ["add"], {"size": 3}, "episode.options: are for tools that are classes"),
+    ("tools", ["add"], {"size": 3}, "episode.options: are arguments of classes"),
     ("tools", ["ad", "Counting"], {}, "episode.tools: module plays"),
     ("tools", ["lock"], {}, "episode.tools: plays:lock cannot be described to the policy: Pydantic"),
 ]
