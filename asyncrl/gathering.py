@@ -1,11 +1,11 @@
 """Groups of trajectories: the members end, the failure rule decides, the whole group is scored.
 
-``finish_group`` does that for one group: the rollouter plays a lease with it, ``gather_groups`` a script's groups.
-``gather_groups`` hands each group over as soon as it is finished; there is no barrier over all of them.
+``finish_group`` does that for one group: the rollouter calls it for each lease, ``gather_groups`` for the groups of a
+script. ``gather_groups`` yields each group as soon as it is finished, without a barrier over all of them.
 
-Invariant: an error is never a trajectory and never a group. It is counted, and past ``max_failures`` it ends the
-gathering with TooManyFailures. Cancellation passes through, and once ``gather_groups`` is left nothing that it was
-given goes on.
+Invariant: an error is never a trajectory and never a group. It is counted, and more than ``max_failures`` end the
+gathering with TooManyFailures. Cancellation passes through. When ``gather_groups`` ends, everything that it was given
+has ended.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def finish_group(
     needed: int,
     may_drop: bool,
 ) -> R:
-    """Run all members at once and, when the last has ended, go on with those that did not fail: score them.
+    """Run all members at once; when the last has ended, call ``then`` with those that did not fail, to score them.
 
     ``failure`` is the error by which a member fails; any other ends its siblings and comes as ExceptionGroup. Raises
     GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and the errors of
@@ -104,14 +104,14 @@ async def gather_groups(
     """Run all groups at once and yield each as soon as it is finished.
 
     A group is an iterable of trajectories or of awaitables that give them, or an awaitable that gives such an iterable.
-    ``after_each`` is called with a group as soon as that group is complete, while others go on, and returns the group
-    to keep, None to drop it, or a list of groups to split it; it may be async. A failed member is left out of its
-    group; a group of which fewer than two are left (one, where it is of one) is lost, and so is one for which
+    ``after_each`` is called with each group as soon as it is complete, while others still run. It returns the group to
+    keep it, None to drop it, or a list of groups to split it; it may be async. A failed member is left out of its
+    group. A group with fewer than two members left is lost (with none left, if it had one), and so is a group for which
     ``after_each`` raises.
 
-    ``max_failures`` counts the trajectories that were lost so, or below 1 is their share of all trajectories, where a
-    group that is still awaited counts as one; ``math.inf`` allows any number. Past it TooManyFailures is raised.
-    Cancellation is not counted: it ends the gathering. To leave early, use ``contextlib.aclosing``, or drop the
+    ``max_failures`` is the number of trajectories that may be lost in this way, or below 1 their share of all; a group
+    that is still awaited counts as one trajectory, and ``math.inf`` allows any number. Beyond it TooManyFailures is
+    raised. Cancellation is not counted: it ends the gathering. To leave early, use ``contextlib.aclosing``, or drop the
     iterator.
     """
     is_fraction = 1 < max_failures < math.inf and max_failures != int(max_failures)
@@ -235,7 +235,7 @@ def _cause(error: Exception) -> Exception:
 
 
 def _drop(given: object) -> None:
-    """Close a coroutine, which would complain that nobody awaited it; a task is the script's own, and was cancelled."""
+    """Close a coroutine, which would warn that it was never awaited; cancel a task."""
     if inspect.iscoroutine(given):
         given.close()
     elif isinstance(given, asyncio.Future):

@@ -5,7 +5,7 @@ the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-
 fixed size, so a file is read record by record, and any streaming reader of MessagePack can read it too.
 
 Invariants: a record is read whole and as it was written, or not at all; a reader holds one record at a time;
-nothing is unpickled. A record of asyncrl 0.1, whose trajectories had no sequences, is read in today's form.
+nothing is unpickled.
 
 Fails with DataError, which names the file and the number of the record, counted from 1.
 """
@@ -72,31 +72,9 @@ def read_groups(file: BinaryIO) -> Iterator[Group]:
         if xxhash.xxh3_64_intdigest(body) != checksum:
             raise _error(file, number, "is damaged: its checksum is wrong")
         try:
-            try:
-                group = decoder.decode(body)
-            except msgspec.ValidationError:
-                if (raw := _in_sequences(body)) is None:
-                    raise
-                group = msgspec.convert(raw, Group, dec_hook=_decode_array)
-            yield group
+            yield decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise _error(file, number, f"cannot be read: {error}") from None
-
-
-def _in_sequences(body: bytes) -> dict[str, Any] | None:
-    """The body of asyncrl 0.1, where a trajectory was one response, all of it sampled, in the form of today;
-    None where it is no such body.
-    """
-    group = msgspec.msgpack.decode(body)
-    try:
-        for trajectory in group["trajectories"]:
-            dtype, _, mask = trajectory.pop("loss_mask")
-            if dtype != "uint8" or not all(mask):
-                return None
-            trajectory["sequences"] = [{name: trajectory.pop(name) for name in ("tokens", "logprobs", "spans")}]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return group  # type: ignore[no-any-return]
 
 
 def _error(file: BinaryIO, number: int, problem: str) -> DataError:

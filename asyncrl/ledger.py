@@ -9,22 +9,20 @@ number of epochs that ended alike. So it is bounded by the epochs that are open,
 the same in an epoch of any size. The learner owns it and keeps it in its checkpoints. With the learner's buffer it is
 the truth about every prompt; the dataloader's book of leases and a rollouter's held leases are derived from it.
 
-Fails with ValueError on a state that is no ledger's: epochs out of order, a set in another form than its own, outcomes
-that were not counted; in the form of older checkpoints, intervals that are empty, out of order, or in two outcomes.
+Fails with ValueError on an invalid state: epochs out of order, a set that is not in its only form, or counts that
+differ from the sets.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
 
-from asyncrl.messages.groups import ConcludedEpochs, EpochIntervals, LedgerState
+from asyncrl.messages.groups import ConcludedEpochs, LedgerState
 
 Kind = Literal["trained", "filtered", "quarantined", "left_out"]
 """The outcomes of a prompt. ``left_out``: a rule of the data left it out before any lease; this is no failure."""
@@ -126,19 +124,16 @@ class Ledger:
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
-        """The ledger of a ``state``, also one of asyncrl 0.1. Raises ValueError."""
+        """The ledger of a ``state``. Raises ValueError."""
         ledger = cls()
-        if state.outcomes:
-            ledger._take_over(state.outcomes)
-        else:
-            ledger._runs = list(map(_run_of, state.concluded))
-            if any(left.end > right.first for left, right in pairwise(ledger._runs)):
-                raise ValueError("epochs of the ledger are not ascending")
-            ledger._counts |= state.counts
-            found = sum((run.end - run.first) * len(run.concluded) for run in ledger._runs)
-            counted = sum(ledger._counts.values())
-            if found != counted:
-                raise ValueError(f"{found} prompts have an outcome, and {counted} outcomes are counted")
+        ledger._runs = list(map(_run_of, state.concluded))
+        if any(left.end > right.first for left, right in pairwise(ledger._runs)):
+            raise ValueError("epochs of the ledger are not ascending")
+        ledger._counts |= state.counts
+        found = sum((run.end - run.first) * len(run.concluded) for run in ledger._runs)
+        counted = sum(ledger._counts.values())
+        if found != counted:
+            raise ValueError(f"{found} prompts have an outcome, and {counted} outcomes are counted")
         ledger.attempts = dict(state.attempts)
         ledger.first_epoch = state.first_epoch
         return ledger
@@ -222,40 +217,6 @@ class Ledger:
         """Make one of a run and the next, where they join."""
         if 0 <= at < len(self._runs) - 1 and self._runs[at].joins(self._runs[at + 1]):
             self._runs[at].end = self._runs.pop(at + 1).end
-
-    def _take_over(self, outcomes: Iterable[EpochIntervals]) -> None:
-        """Take outcomes in the form of asyncrl 0.1: intervals by kind and epoch. Raises ValueError."""
-        spans: dict[int, dict[str, np.ndarray]] = defaultdict(dict)
-        for item in outcomes:
-            if item.kind not in KINDS or item.epoch < 0 or len(item.bounds) % 2:
-                raise ValueError(f"not intervals of a ledger: {item.kind} in epoch {item.epoch}")
-            if max(item.bounds, default=0) > MAX_PROMPTS:
-                raise ValueError(f"epoch {item.epoch} has more than {MAX_PROMPTS:,} prompts")
-            bounds = np.array(item.bounds, np.int64)
-            if (np.diff(bounds, prepend=-1) <= 0).any():
-                raise ValueError(f"intervals of {item.kind} in epoch {item.epoch} are not ascending")
-            if item.kind in spans[item.epoch]:
-                raise ValueError(f"{item.kind} in epoch {item.epoch} is there twice")
-            spans[item.epoch][item.kind] = bounds
-            self._counts[item.kind] += int((bounds[1::2] - bounds[::2]).sum())
-        for epoch, of_kinds in sorted(spans.items()):
-            times = _times(list(of_kinds.values()))
-            if (times > 1).any():
-                raise ValueError(f"prompts of epoch {epoch} have two outcomes")
-            if times.any():
-                concluded = IndexSet.of(np.packbits(times > 0, bitorder="little").tobytes())
-                self._runs.append(_EpochRun(epoch, epoch + 1, concluded))
-                self._join(len(self._runs) - 2)
-
-
-def _times(intervals: Sequence[np.ndarray]) -> np.ndarray:
-    """Number of these lists of intervals (start, end, start, ...) that hold each index: int8 [up to the last end]."""
-    steps = np.zeros(max(int(bounds.max(initial=0)) for bounds in intervals) + 1, np.int8)
-    for bounds in intervals:
-        steps[bounds[::2]] += 1
-        steps[bounds[1::2]] -= 1
-    times: np.ndarray = np.cumsum(steps[:-1], dtype=np.int8)
-    return times
 
 
 def _run_of(item: ConcludedEpochs) -> _EpochRun:

@@ -1,12 +1,12 @@
 """A teacher on a server: one request, the log-probs of the tokens of a sequence.
 
-The client asks ``/completions`` of a server like OpenAI's that gives log-probs of a prompt given as ids, as vLLM's
-does (``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). These are
-of the model as it stands, at temperature 1. Invariant: the answer is one finite number of at most 0 for each token
-asked for, of that very id; anything else is an error that names the URL. No redirect is followed, so that the key goes
-nowhere else, and no answer is read beyond MOST_BYTES.
+The client calls ``/completions`` of an OpenAI-compatible server that returns log-probs of a prompt of ids, as vLLM does
+(``prompt_logprobs``, https://docs.vllm.ai/en/latest/api/vllm/entrypoints/openai/completion/protocol/). They are those
+of the model at temperature 1. Invariant: the result is one finite number, at most 0, for each requested token and of
+the same id; anything else is an error that names the URL. Redirects are not followed, so that no other server gets the
+key, and no more than MOST_BYTES of a reply are read.
 
-Fails with TeacherFailed, which says whether the same may be asked again.
+Fails with TeacherFailed, which says whether the request may be repeated.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 MOST_BYTES = 256 << 20
 CONNECT_S = 10.0
 ABOVE_ZERO = 1e-4
-"""A log-prob may be above 0 by rounding."""
+"""Rounding may leave a log-prob above 0 by this much."""
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Statuses that say nothing about the request."""
 
 
 class TeacherFailed(Exception):
-    """No log-probs. ``passing``: the same may be asked again."""
+    """No log-probs. ``passing``: the request may be repeated."""
 
     def __init__(self, reason: str, *, passing: bool) -> None:
         self.reason, self.passing = reason, passing
@@ -79,7 +79,7 @@ class TeacherClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def model(self) -> tuple[str, int | None]:
-        """The name of the teacher, and the longest sequence that its server takes, where that is told."""
+        """The name of the teacher, and the longest sequence that its server accepts, if it says so."""
         found: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
         named = [each for each in found.data if self._model in (None, each.id)]
         if not named:
@@ -93,7 +93,7 @@ class TeacherClient:
         return named[0].id, named[0].max_model_len
 
     async def text(self, ids: Sequence[int]) -> str | None:
-        """The text of ids; None where the server does not say, since no OpenAI-compatible one has to."""
+        """The text of ids; None from a server that has no ``/detokenize``."""
         if self._model is None:
             await self.model()
         url = f"{self.url.removesuffix('/v1')}/detokenize"
@@ -139,7 +139,7 @@ class TeacherClient:
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
         headers = {"Content-Type": "application/json"}
         if self._config.api_key_env:
-            # One that was read from a file may end with a newline, which no header takes.
+            # A key that was read from a file may end with a newline, which a header cannot hold.
             headers["Authorization"] = f"Bearer {os.environ.get(self._config.api_key_env, '').strip()}"
         data = msgspec.json.encode(body) if body is not None else None
         try:

@@ -72,24 +72,6 @@ def test_concurrency_is_a_number_or_what_the_engine_bears():
     assert load_config([], {**{"data.source": "synthetic", "model.path": "m"}, "rollout.concurrency": "auto"})
 
 
-@pytest.mark.parametrize(
-    ("table", "key", "once", "now"),
-    [
-        ("rollout", "spool", True, None),
-        ("learner", "activation_checkpointing", True, "full"),
-        ("learner", "activation_checkpointing", False, "off"),
-    ],
-)
-def test_what_an_earlier_release_wrote_is_read_and_wrong_in_a_file(table, key, once, now):
-    (told,) = problems(SIMULATED | {table: SIMULATED[table] | {key: once}})
-    assert told.startswith(f"{table}.{key}: ")
-    config = validate_config(SIMULATED)
-    written = json.loads(config_to_json(config))
-    written[table][key] = once
-    read = config_from_json(json.dumps(written))
-    assert read == config if now is None else read.learner.activation_checkpointing == now
-
-
 def test_every_problem_is_reported_at_once():
     found = problems(
         {

@@ -111,36 +111,6 @@ def test_what_is_no_array_is_refused(array):
         read(framed(msgpack.packb(body)))
 
 
-def of_0_1(group, mask=b"\1\1\1"):
-    """The record as asyncrl 0.1 wrote it, with the fields that it had, in their order."""
-    body = msgpack.unpackb(pack_group(group)[group_file.HEAD.size :])
-    body["trajectories"] = [
-        {
-            "sample": t["sample"],
-            "tokens": t["sequences"][0]["tokens"],
-            "logprobs": t["sequences"][0]["logprobs"],
-            "loss_mask": ["uint8", [len(mask)], mask],
-            "spans": [span[:4] for span in t["sequences"][0]["spans"]],
-            **{name: t[name] for name in ("finish_reason", "text", "reward", "components", "resumes", "attempts")},
-            **{name: t[name] for name in ("generate_s", "score_s")},
-        }
-        for t in body["trajectories"]
-    ]
-    return framed(msgpack.packb(body))
-
-
-def test_a_record_of_an_earlier_release_is_read_as_what_it_means_now():
-    old, new = make_group("0-1"), make_group("0-2")
-    assert same([old, new], read(of_0_1(old) + pack_group(new)))
-
-
-def test_but_not_one_that_no_release_has_written():
-    with pytest.raises(DataError, match="record 1 cannot be read: .*`sequences`"):
-        read(of_0_1(make_group(), b"\1\0\1"))
-    with pytest.raises(DataError, match="record 1 cannot be read: .*required field"):
-        read(framed(msgpack.packb({"trajectories": [{"loss_mask": 5}]})))
-
-
 def framed(body):
     return group_file.HEAD.pack(0x92, 0xCF, group_file.xxhash.xxh3_64_intdigest(body), 0xC6, len(body)) + body
 

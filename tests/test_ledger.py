@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.ledger import KINDS, MAX_PROMPTS, IndexSet, Kind, Ledger, position_of
-from asyncrl.messages.groups import ConcludedEpochs, EpochIntervals, LedgerState
+from asyncrl.messages.groups import ConcludedEpochs, LedgerState
 from asyncrl.wire.codec import Codec
 
 Outcomes = dict[tuple[int, int], Kind]
@@ -56,18 +56,6 @@ def holds(ledger: Ledger, outcomes: Outcomes) -> None:
         assert left.first + left.epochs + alike <= right.first
 
 
-def by_intervals(outcomes: Outcomes) -> LedgerState:
-    """As asyncrl 0.1 wrote it, and in adjacent intervals too."""
-    items = []
-    for kind, epoch in sorted({(kind, epoch) for (epoch, _), kind in outcomes.items()}):
-        indices = sorted(index for at, index in outcomes if at == epoch and outcomes[at, index] == kind)
-        starts = [index for index in indices if index - 1 not in indices]
-        ends = [index + 1 for index in indices if index + 1 not in indices]
-        bounds = [bound for span in zip(starts, ends, strict=True) for bound in span]
-        items.append(EpochIntervals(kind=kind, epoch=epoch, bounds=bounds))
-    return LedgerState(outcomes=items)
-
-
 @settings(max_examples=examples(60))
 @given(
     OUTCOMES, st.randoms(use_true_random=False), st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1, 9))
@@ -77,9 +65,9 @@ def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
 ) -> None:
     ledger = made(outcomes)
     holds(ledger, outcomes)
-    # Neither the order of the outcomes nor the form of an older checkpoint leaves a trace.
+    # The order of the outcomes leaves no trace.
     shuffled = random.sample(list(outcomes.items()), len(outcomes))
-    assert ledger.state == made(dict(shuffled)).state == Ledger.restore(by_intervals(outcomes)).state
+    assert ledger.state == made(dict(shuffled)).state
     ledger.attempts, ledger.first_epoch = attempts, 2
     codec = Codec()
     body, *buffers = codec.encode(ledger.state)
@@ -91,13 +79,6 @@ def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
         again.record("trained", 5, 30)
         holds(again, outcomes | {(5, 30): "trained"})
         assert again.state != state, "a state is of the moment it was taken"
-
-
-def test_a_ledger_of_a_release_without_left_out_prompts_is_read() -> None:
-    ledger = made({(0, 5): "trained", (0, 6): "quarantined"})
-    counts: dict[Kind, int] = {"trained": 1, "filtered": 0, "quarantined": 1}
-    again = Ledger.restore(msgspec.structs.replace(ledger.state, counts=counts))
-    assert [again.count(kind) for kind in KINDS] == [1, 0, 1, 0]
 
 
 def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
@@ -189,24 +170,6 @@ def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
 
 
 # --- what is refused ---
-
-
-@pytest.mark.parametrize(
-    ("items", "match"),
-    [
-        ([("trained", 0, [3])], "not intervals"),
-        ([("lost", 0, [3, 5])], "not intervals"),
-        ([("trained", 0, [3, 3])], "not ascending"),
-        ([("trained", 0, [5, 6, 3, 4])], "not ascending"),
-        ([("trained", 0, [3, 4]), ("trained", 0, [5, 6])], "there twice"),
-        ([("trained", 0, [3, 5]), ("filtered", 0, [4, 6])], "two outcomes"),
-        ([("trained", 0, [0, 1 << 60])], "more than"),
-    ],
-)
-def test_intervals_that_are_no_ledger_are_refused(items: list[tuple[Any, int, list[int]]], match: str) -> None:
-    state = LedgerState(outcomes=[EpochIntervals(kind=k, epoch=e, bounds=b) for k, e, b in items])
-    with pytest.raises(ValueError, match=match):
-        Ledger.restore(state)
 
 
 @pytest.mark.parametrize(

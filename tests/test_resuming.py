@@ -7,7 +7,7 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.config.keys import known_keys
-from asyncrl.config.load import config_from_json, config_to_json
+from asyncrl.config.load import config_to_json
 from asyncrl.config.resuming import TABLE, Applies, applies, changes
 
 KEYS = [key for key, *_ in known_keys()]
@@ -103,6 +103,3 @@ def test_a_key_that_an_earlier_release_did_not_have_counts_as_its_default():
     assert changes(tree, simulated_run()) == []
     (found,) = changes(tree, simulated_run(rollout={"temperature": 0.5}))
     assert found.difference == "was 1.0, is 0.5"
-    # A key that is gone is not of this release.
-    tree["rollout"]["spool"] = 3
-    assert changes(tree, config_from_json(config_to_json(simulated_run()))) == []

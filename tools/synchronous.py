@@ -29,11 +29,12 @@ from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.signal import has_signal
+from asyncrl.learner.algorithm.advantage.group_check import has_signal
 from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.learner.fsdp.trainer import Trainer
+from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.learner.metrics.records import RecordFiles
-from asyncrl.learner.steps.step_planner import plan_step
+from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.reward.reward_worker import resolve
@@ -58,7 +59,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     order = EpochOrder(prompts.fingerprint, config.run.seed, len(prompts), shuffle=config.data.shuffle)
     places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)
     scorer = resolve(RewardSetup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
-    plan = partial(plan_step, config=config, backend=trainer)
+    plan = partial(plan_step, config=config, backend=trainer, advantage=find_advantage(config.learner))
     episode = make_episode(config, tokenizer, stops) if config.episode.function else None
     runner.run(load(engine, trainer, version=0))
     for version in range(learner.steps // learner.steps_per_version):

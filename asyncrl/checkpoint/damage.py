@@ -1,8 +1,8 @@
-"""Damage to a checkpoint, told apart from everything else that can keep it from being read.
+"""Errors of reading a checkpoint: damage to its files, and everything else.
 
-A file that is not there, has another size or another checksum than was noted when it was written, or that the disk
-cannot give back, is damaged: DamagedCheckpoint. A disk that is away, a file that this user may not read, or a lack of
-memory or descriptors says nothing of the checkpoint: CheckpointError. Both name the file.
+A file is damaged if it is missing, if its size or checksum differs from the recorded one, or if the disk cannot read
+it: DamagedCheckpoint. An unmounted disk, a file that this user may not read, and a lack of memory or descriptors are no
+damage: CheckpointError. Both name the file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from asyncrl.errors import CheckpointError, DamagedCheckpoint, DataError
 from asyncrl.files import Digest, difference
 
 DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
-"""Numbers of reading errors that are of the file itself."""
+"""Error numbers that mean damage to the file itself."""
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """Error of a checkpoint that the operating system refuses, naming the file of ``error``, or ``path``."""
+    """The CheckpointError for an error of the operating system; it names the file of ``error``, else ``path``."""
     where = error.filename if isinstance(error.filename, str) else str(path)
     return CheckpointError(where, error.strerror or str(error), full=full_errno(error))
 
@@ -39,7 +39,7 @@ def reading(path: Path) -> Iterator[None]:
         kind = DamagedCheckpoint if error.errno in DAMAGE else CheckpointError
         raise kind(str(path), f"cannot be read: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
-        # A damaged file looks otherwise: its checksum was right before anybody decodes it.
+        # Not damage: the checksum was right before this file was decoded.
         reason = f"cannot be read, as if another version of asyncrl had written it: {error}"
         raise CheckpointError(str(path), reason) from error
     except (msgspec.DecodeError, UnicodeDecodeError, DataError) as error:
@@ -47,7 +47,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path, written: Digest) -> None:
-    """Hold a file against its size and checksum. Raises DamagedCheckpoint or CheckpointError."""
+    """Check the size and checksum of a file. Raises DamagedCheckpoint or CheckpointError."""
     with reading(path):
         problem = difference(path, written)
     if problem is not None:
@@ -55,8 +55,9 @@ def check_file(path: Path, written: Digest) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, Digest], limit_bytes: int | None) -> None:
-    """Hold the files of a folder against their sizes, and against their checksums from the smallest on, as far as
-    ``limit_bytes`` of reading go (None: all). Raises DamagedCheckpoint or CheckpointError.
+    """Check the sizes of a folder's files, and their checksums, the smallest file first.
+
+    At most ``limit_bytes`` are read for checksums (None: all). Raises DamagedCheckpoint or CheckpointError.
     """
     for name, written in files.items():
         path = folder / name

@@ -1,25 +1,24 @@
 """The folder of a run's checkpoints on disk.
 
     CHECKPOINT_DIR/
-        writer.json                          {"incarnation": ...}: the newest learner; an older one may not write
-        latest                               name of the newest, for people; nothing reads it
-        v00000012/                           complete: it holds COMPLETE
-            COMPLETE                         {"version", "step", "files"}: the checksums of the files beside it
+        writer.json                          {"incarnation": ...}: the newest learner; older ones may not write
+        latest                               name of the newest checkpoint, for people; nothing reads it
+        v00000012/                           a complete checkpoint: it holds COMPLETE
+            COMPLETE                         {"version", "step", "files"}: the checksums of the other files
             state.json  groups.msgpack  trainer/
-        v00000012.1/                         version 12 written once more, with groups that came in since
-        abandoned-v00000031/                 newer than the one that the run was resumed from
-        damaged-v00000012/                   was the newest and is not whole: the run went on from the one before
+        v00000012.1/                         version 12 written again, with groups that came in since
+        abandoned-v00000031/                 newer than the checkpoint that the run was resumed from
+        damaged-v00000012/                   was the newest, and is damaged: the run continued from an older one
         .v00000013.partial-INCARNATION/      being written
         .dead-...                            being removed
 
-Invariant: after any death at any moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the
-one being committed, whole. A checkpoint is written aside, flushed, marked COMPLETE, flushed, and appears by one
-rename; a complete one is never written to, and removed only once it has been renamed away and a newer one is there.
-Nothing is committed below the newest, neither by its version nor by its step: the newest is always the one with the
-most training.
+Invariant: after a crash at any moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the one
+that was being committed, whole. A checkpoint is written under another name, flushed, marked COMPLETE, flushed, and
+appears by one rename. A complete one is never written to; it is renamed before it is removed, and only if a newer one
+exists. Nothing is committed with a lower version or step than the newest has.
 
-An older learner that wakes up does no harm: it finds a newer incarnation in writer.json, and its unfinished folder has
-been renamed away by the newer one's ``claim``, so that its own last rename fails.
+An older learner that wakes up does no harm. It finds a newer incarnation in writer.json. The newer learner's ``claim``
+has renamed its unfinished folder, so its last rename fails.
 
 Fails with CheckpointError, which names the file; complete checkpoints stay.
 """
@@ -32,25 +31,25 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.checkpoint.contents import CONTENTS, STATE, TRAINER, read_state, read_trainer_contents
 from asyncrl.checkpoint.damage import check_files, reading, refused
-from asyncrl.checkpoint.retention import Found, superfluous
 from asyncrl.config import Config
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.files import Digest, digest_file, replace_file, sync, write_file
 
 COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
 LOOKS = 10
-"""Times that a folder in which somebody removes checkpoints is looked at."""
+"""Times that the folder is read while another process removes checkpoints."""
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
-"""Version in the name of a folder of any kind, unfinished, set aside and half removed ones among them."""
+"""Version in the name of any folder: also unfinished, renamed and half removed ones."""
 _DEAD = ".dead-"
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
@@ -66,15 +65,13 @@ class _Complete(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, Digest]
 
 
-class _Stand(msgspec.Struct, frozen=True):
+class _Progress(msgspec.Struct, frozen=True):
     step: int
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a folder of this name holds a checkpoint that is not finished, or half removed.
-
-    Nobody needs such a folder once its learner is gone.
-    """
+    """Whether a folder of this name holds an unfinished or half removed checkpoint: garbage once its learner is
+    gone."""
     return _LEFTOVER.match(name) is not None
 
 
@@ -83,6 +80,17 @@ def checkpoint_dir(config: Config, run_dir: Path) -> Path:
     if config.checkpoint.dir is None:
         return run_dir / "checkpoints"
     return Path(config.checkpoint.dir) / run_dir.name
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Found:
+    """A complete checkpoint. Found sorts from the oldest to the newest."""
+
+    version: int
+    serial: int
+    """0, or higher where the same version was written again: the highest counts."""
+    step: int
+    path: Path
 
 
 class CheckpointFolder:
@@ -95,9 +103,9 @@ class CheckpointFolder:
     # --- reading ---
 
     def newest(self) -> Found | None:
-        """The newest complete checkpoint; None if there is none. Raises CheckpointError.
+        """The newest complete checkpoint, or None without any. Raises CheckpointError.
 
-        While a learner writes, one that was the newest may be gone the next moment: then a newer one is there.
+        While a learner writes, the newest may be removed at any moment: then a newer one exists.
         """
         for _ in range(LOOKS):
             names = self._complete_names()
@@ -109,7 +117,7 @@ class CheckpointFolder:
             except CheckpointError:
                 if (path / COMPLETE).exists():
                     raise
-        raise CheckpointError(str(self.folder), f"its newest checkpoint was gone each of the {LOOKS} times it was read")
+        raise CheckpointError(str(self.folder), f"its newest checkpoint was removed {LOOKS} times while it was read")
 
     def of_version(self, version: int) -> Found | None:
         """The complete checkpoint of a version, the last that was written of it. Raises CheckpointError."""
@@ -117,29 +125,29 @@ class CheckpointFolder:
         return self.at(self.folder / max(names)[-1]) if names else None
 
     def at(self, path: Path) -> Found:
-        """The complete checkpoint of that name. Raises CheckpointError if it is none."""
+        """The complete checkpoint in this folder. Raises CheckpointError if it is not complete."""
         name = _NAME.match(path.name)
         mark = path / COMPLETE
         if name is None:
-            raise CheckpointError(str(path), "its name is not that of a checkpoint, as v00000012 is")
+            raise CheckpointError(str(path), "is not named like a checkpoint (v00000012)")
         complete = _read_complete(mark)
         if complete.version != int(name[1]):
             raise DamagedCheckpoint(str(mark), f"it is of version {complete.version}; the folder was renamed")
         return Found(complete.version, int(name[2] or 0), complete.step, path)
 
     def older(self) -> list[str]:
-        """Names of the complete checkpoints beside the newest, oldest first. Raises CheckpointError."""
+        """Names of the complete checkpoints except the newest, oldest first. Raises CheckpointError."""
         return [name for *_, name in sorted(self._complete_names())][:-1]
 
     def candidates(self) -> list[Path]:
-        """The checkpoints, the newest first, damaged ones too: everything that has the name of one and holds a file.
+        """The checkpoints, newest first, damaged ones too: each folder with such a name and a file in it.
 
         Raises CheckpointError.
         """
         return [self.folder / name for *_, name in sorted(self._named(_holds_a_file), reverse=True)]
 
     def highest_version(self) -> int:
-        """The highest version in any name here, also of unfinished and of set-aside checkpoints; -1 for none.
+        """The highest version in any name here, also of unfinished and renamed checkpoints; -1 without any.
 
         Raises CheckpointError.
         """
@@ -147,17 +155,21 @@ class CheckpointFolder:
         return max((int(match[1]) for match in found if match), default=-1)
 
     def verify(self, found: Found) -> None:
-        """Hold the files that ``commit`` was given against their checksums. Raises CheckpointError naming one."""
+        """Check the files that ``commit`` was given against their checksums. Raises CheckpointError."""
         check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
 
     def verify_all(self, found: Found, limit_bytes: int | None) -> None:
-        """Do as ``verify``, and for the trainer's files too: each against its size, and its checksum as far as
-        ``limit_bytes`` of reading go, from the smallest file on (None: all). Raises CheckpointError naming a file.
+        """``verify``, and the trainer's files too: their sizes, and checksums within ``limit_bytes`` of reading (None:
+        all).
+
+        Raises CheckpointError.
         """
         self.verify(found)
         state = read_state(found.path)
         if state.step != found.step:
-            raise DamagedCheckpoint(str(found.path / COMPLETE), f"tells of step {found.step}, {STATE} of {state.step}")
+            raise DamagedCheckpoint(
+                str(found.path / COMPLETE), f"says step {found.step}, and {STATE} says {state.step}"
+            )
         if f"{TRAINER}/{CONTENTS}" in _read_complete(found.path / COMPLETE).files:
             trainer = found.path / TRAINER
             check_files(trainer, read_trainer_contents(trainer).files, limit_bytes)
@@ -168,46 +180,48 @@ class CheckpointFolder:
 
     def _named(self, counts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
         """(version, serial, name) of each folder that has the name of a checkpoint, and counts."""
-        with _telling(self.folder):
+        with _naming(self.folder):
             found = [match for match in map(_NAME.match, self._names()) if match]
             return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if counts(self.folder / name[0])]
 
     def _names(self) -> list[str]:
-        with _telling(self.folder):
+        with _naming(self.folder):
             try:
                 return os.listdir(self.folder)
             except FileNotFoundError:
                 return []
 
     def newest_writer(self) -> int:
-        """Incarnation of the newest learner that was let write here; 0 for none. Raises CheckpointError."""
+        """Incarnation of the newest learner that claimed the folder; 0 without any. Raises CheckpointError."""
         path = self.folder / WRITER
         try:
             return msgspec.json.decode(path.read_bytes(), type=_WriterRecord).incarnation
         except FileNotFoundError:
             return 0
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            reason = f"cannot be read, so that nobody knows who may write here: {error}; remove it if no run uses it"
+            reason = f"cannot be read, so it is unknown which learner may write here: {error}; "
+            reason += "remove the file if no run uses the folder"
             raise CheckpointError(str(path), reason) from error
 
     # --- writing ---
 
     def claim(self, incarnation: int) -> None:
-        """Become the writer, and remove the unfinished work of dead ones. Raises CheckpointError, also when a newer
-        learner has claimed the folder.
+        """Become the writer, and remove the unfinished work of dead writers.
+
+        Raises CheckpointError, also if a newer learner has claimed the folder.
         """
-        with _telling(self.folder):
+        with _naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
         self._refuse_if_older(incarnation)
-        # This comes before the folders of others are buried: an older learner begins none from here on.
-        with _telling(self.folder / WRITER):
+        # First, so that an older learner begins no folder from here on.
+        with _naming(self.folder / WRITER):
             replace_file(self.folder / WRITER, msgspec.json.encode(_WriterRecord(incarnation)))
         self._incarnation = incarnation
-        with _telling(self.folder):
+        with _naming(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
-                # A checkpoint that holds files is damaged: a search for the newest (step_back.py) sets it aside.
+                # One with files is damaged; step_back.py renames it.
                 if is_leftover(name) or (_NAME.match(name) and not _holds_a_file(path)):
                     self._bury(path)
 
@@ -215,8 +229,8 @@ class CheckpointFolder:
         """A new folder, to be filled and then given to ``commit`` or ``discard``. Raises CheckpointError."""
         self._refuse_if_older(self._writer)
         partial = self.folder / f".v{version:08d}.partial-{self._writer}"
-        with _telling(partial):
-            # An attempt of this learner failed before, and its files could not be removed.
+        with _naming(partial):
+            # Left by a failed attempt of this learner whose files could not be removed.
             if partial.exists():
                 self._bury(partial)
             partial.mkdir()
@@ -225,22 +239,21 @@ class CheckpointFolder:
     def commit(self, partial: Path, *, version: int, step: int, files: Sequence[str]) -> Path:
         """Make ``partial`` the newest checkpoint. Returns its new path.
 
-        ``files`` are the names of those whose checksums are to be noted, flushed like everything in folders inside
-        ``partial``. Raises CheckpointError: it is not committed then, and to be discarded. So it is if a complete one
-        is of a higher version or step: the run goes on from that one.
+        The checksums of ``files`` are recorded; everything inside ``partial`` has been flushed. Raises CheckpointError
+        if it is not committed, also because a complete one has a higher version or step. Then discard it.
         """
         self._refuse_if_below(partial, version, step)
-        with _telling(partial):
+        with _naming(partial):
             complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
-            # The names of all other files are durable before the mark that counts on them.
+            # The names of all other files are durable before the mark.
             sync(partial)
             write_file(partial / COMPLETE, [msgspec.json.encode(complete)])
             sync(partial)
-        # This is asked again as late as can be: a newer learner may have come while this one wrote.
+        # Checked again as late as possible: a newer learner may have started meanwhile.
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
-        with _telling(target):
-            # Above all of this version: the first one may have been removed, and its name be free again.
+        with _naming(target):
+            # Above all of this version: the first one may have been removed, so that its name is free again.
             if serials := [serial for of, serial, _ in self._complete_names() if of == version]:
                 target = self.folder / f"v{version:08d}.{max(serials) + 1}"
             if target.exists():
@@ -257,24 +270,25 @@ class CheckpointFolder:
         return target
 
     def discard(self, partial: Path) -> None:
-        """Remove a checkpoint that could not be finished, as far as that is possible."""
+        """Remove a checkpoint that could not be finished; files that cannot be removed stay."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside_above(self, kept: Found) -> list[Path]:
-        """Rename every checkpoint newer than ``kept``: the run goes on from ``kept``, and the newer ones are of
-        another history. Returns their new paths. Raises CheckpointError.
+        """Rename every checkpoint newer than ``kept``, from which the run continues.
+
+        Returns their new paths. Raises CheckpointError.
         """
         candidates = self.candidates()
-        # The newest first: until the last one is renamed, none that is to stay is hidden.
+        # Newest first, so that a crash in between leaves them in order.
         return [self._set_aside(path, "abandoned") for path in candidates[: candidates.index(kept.path)]]
 
     def set_aside_damaged(self, path: Path) -> Path:
-        """Rename a checkpoint that is not whole; its new path. Raises CheckpointError."""
+        """Rename a damaged checkpoint. Returns its new path. Raises CheckpointError."""
         return self._set_aside(path, "damaged")
 
     def _set_aside(self, path: Path, why: str) -> Path:
         target, count = self.folder / f"{why}-{path.name}", 1
-        with _telling(target):
+        with _naming(target):
             while target.exists():
                 count += 1
                 target = self.folder / f"{why}-{path.name}-{count}"
@@ -283,14 +297,14 @@ class CheckpointFolder:
         return target
 
     def retain(self, *, keep: int, keep_every_steps: int) -> list[Path]:
-        """Remove checkpoints that need not be kept; see retention.py. Returns their paths. Raises CheckpointError."""
+        """Remove the checkpoints that ``superfluous`` names. Returns their paths. Raises CheckpointError."""
         complete = []
         for *_, name in self._complete_names():
-            # A checkpoint that cannot be read is left for people to look at.
+            # One that cannot be read stays for people to look at.
             with contextlib.suppress(CheckpointError):
                 complete.append(self.at(self.folder / name))
         removed = [found.path for found in superfluous(complete, keep=keep, keep_every_steps=keep_every_steps)]
-        with _telling(self.folder):
+        with _naming(self.folder):
             for path in removed:
                 self._bury(path)
         return removed
@@ -304,7 +318,7 @@ class CheckpointFolder:
         newest = self.newest_writer()
         if newest > incarnation:
             raise CheckpointError(
-                str(self.folder), f"a newer learner (incarnation {newest}) writes here; {incarnation} may not any more"
+                str(self.folder), f"a newer learner (incarnation {newest}) writes here; {incarnation} no longer may"
             )
 
     def _refuse_if_below(self, partial: Path, version: int, step: int) -> None:
@@ -312,20 +326,20 @@ class CheckpointFolder:
         if not names:
             return
         newest, _, name = max(names)
-        # A checkpoint that cannot be read says nothing but its name.
+        # Of a checkpoint that cannot be read only the name is known.
         newest_step = step_of(self.folder / name)
         if version < newest or (newest_step is not None and step < newest_step):
             of = "" if newest_step is None else f" of step {newest_step}"
             reason = (
-                f"version {version} of step {step} is below the newest checkpoint, {name}{of}: this learner did not go "
-                "on from it; end this run and resume it"
+                f"version {version} of step {step} is below the newest checkpoint, {name}{of}: this learner did not "
+                "continue from it; end this run and resume it"
             )
             raise CheckpointError(str(partial), reason)
 
     def _bury(self, path: Path) -> None:
-        """Remove a folder such that no half of it is ever seen under its name. Raises OSError.
+        """Rename a folder and remove it, so that no half of it is ever seen under its name. Raises OSError.
 
-        Files that cannot be removed are left to the next ``claim``: nothing reads them under the new name.
+        Files that cannot be removed stay under the new name until the next ``claim``.
         """
         grave = path
         if not path.name.startswith(_DEAD):
@@ -346,7 +360,7 @@ def step_of(path: Path) -> int | None:
     """The step of a checkpoint, damaged or not; None if it cannot be read."""
     for name in (COMPLETE, STATE):
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return msgspec.json.decode((path / name).read_bytes(), type=_Stand).step
+            return msgspec.json.decode((path / name).read_bytes(), type=_Progress).step
     return None
 
 
@@ -359,12 +373,12 @@ def _read_complete(mark: Path) -> _Complete:
         try:
             return msgspec.json.decode(text, type=_Complete)
         except msgspec.ValidationError as error:
-            # No checksum was held against this file before it is decoded.
+            # This file has no checksum that was checked before.
             raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Context around work on ``path``: a refusal of the operating system becomes CheckpointError naming the file."""
     try:
         yield
@@ -372,3 +386,23 @@ def _telling(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise refused(path, error) from error
+
+
+def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) -> list[Found]:
+    """Checkpoints that may be removed, oldest first. Pure.
+
+    Kept are the ``keep`` newest versions (at least one), the highest step, and for good the first checkpoint at or
+    after each multiple of ``keep_every_steps`` (0: none). If a version was written twice, the older one goes.
+    """
+    ordered = sorted(complete)
+    last = {found.version: found for found in ordered}
+    newest = set(sorted(last)[-max(1, keep) :])
+    newest |= {max(last.values(), key=lambda found: (found.step, found)).version} if last else set()
+    steps = sorted((found.step for found in last.values() if found.step >= keep_every_steps > 0), reverse=True)
+    # The first of each multiple comes last here, and stays.
+    for_good = {step // keep_every_steps: step for step in steps}.values()
+    return [
+        found
+        for found in ordered
+        if last[found.version] is not found or not (found.version in newest or found.step in for_good)
+    ]

@@ -4,8 +4,8 @@ When a learner restores a checkpoint it compares this origin with its own. If th
 differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader leases their
 prompts again. So a group is trained only under the configuration that made it.
 
-Files are compared by digests: the module that MODULE:FUNCTION names, and the files of the model's folder that decide
-about tokens, chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
+Files are compared by digests: the module that MODULE:FUNCTION names, and the files in the model's folder that define
+tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
 and servers are not compared. Nothing is imported, and a file that is not found on this host is not compared.
 
 The launcher takes the digests once for each attempt of a run, before its processes load the files. Learners read them
@@ -40,10 +40,10 @@ MODEL_FILES = (
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration and the files at one time. Fields are only ever added, with a default."""
+    """The configuration and the files at one time."""
 
     settings: dict[str, Any] = {}
-    """The resolved configuration, as in config.json; empty where a checkpoint of an earlier release has none."""
+    """The resolved configuration, as in config.json."""
     files: dict[str, str] = {}
     """Digest of the files that a key names."""
 
@@ -64,14 +64,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
         """Compare with ``config``, whose origin is ``now``; by default it is made here, which reads files."""
         now = Origin.of(config) if now is None else now
-        found = changes(self.settings, config) if self.settings else []
+        found = changes(self.settings, config)
         named = {change.key for change in found}
         if self.files.get(MODEL, "") == now.files.get(MODEL):
             found = [_of_same_model(change) if change.key == MODEL else change for change in found]
         for key, digest in now.files.items():
             if self.files.get(key, digest) != digest and key not in named:
                 found.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
-        return Comparison(found, is_known=bool(self.settings), may_lose_prompts="data" in config.resume.allow)
+        return Comparison(found, may_lose_prompts="data" in config.resume.allow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +79,17 @@ class Comparison:
     """The changes of a resume, and their consequence for the groups of the checkpoint."""
 
     changes: list[Change]
-    is_known: bool
-    """Whether the checkpoint holds its configuration."""
     may_lose_prompts: bool = False
     """Whether the prompts of the run may differ from those of the checkpoint."""
 
     @property
     def gives_back(self) -> str:
         """The reason that the groups of the checkpoint are not trained; empty if they are kept."""
-        if not self.is_known:
-            return "the checkpoint does not hold their configuration"
         return ", ".join(change.key for change in self.changes if change.applies is Applies.GENERATED)
 
     def describe(self, groups: int) -> list[str]:
         """Lines for people: each change, and what becomes of the ``groups`` that wait in the checkpoint."""
         lines = [f"changed: {change.describe()}" for change in self.changes]
-        if not self.is_known:
-            lines.append("an earlier asyncrl wrote the checkpoint, without its configuration: changed keys are unknown")
         if self.gives_back and groups:
             which = "1 group of the checkpoint is" if groups == 1 else f"{groups} groups of the checkpoint are"
             if self.may_lose_prompts:

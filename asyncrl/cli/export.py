@@ -19,8 +19,7 @@ from asyncrl.cli.which_run import run_folder
 from asyncrl.text.printable import say
 
 if TYPE_CHECKING:
-    from asyncrl.checkpoint.folder import CheckpointFolder
-    from asyncrl.checkpoint.retention import Found
+    from asyncrl.checkpoint.folder import CheckpointFolder, Found
     from asyncrl.config import Config
 
 PROGRAM = "asyncrl-export"

@@ -25,9 +25,6 @@ from asyncrl.config.keys import describe, holds_text
 from asyncrl.config.section import AS_GIVEN, expand_path
 from asyncrl.errors import ConfigError
 
-REMOVED = (("rollout", "spool"),)
-"""Keys of earlier releases, which are passed over in the files that their runs have written."""
-
 
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
     """Read TOML files left to right, lay ``overrides`` (dotted key to text) on top, and validate.
@@ -112,18 +109,12 @@ def config_to_json(config: Config) -> str:
 
 
 def config_from_json(text: str) -> Config:
-    """Read what config_to_json wrote, in this release or an earlier one. Raises ConfigError."""
+    """Read what config_to_json wrote. Raises ConfigError."""
     tree = json.loads(text)
-    for section, key in REMOVED:
-        tree.get(section, {}).pop(key, None)
     watchdog = tree.get("watchdog", {})
     if watchdog.get("policy") == "restart":
-        # The default of earlier releases.
+        # The default of earlier revisions.
         del watchdog["policy"]
-    learner = tree.get("learner", {})
-    # A configuration of an earlier release may have a yes or no here.
-    if isinstance(once := learner.get("activation_checkpointing"), bool):
-        learner["activation_checkpointing"] = "full" if once else "off"
     return validate_config(tree)
 
 

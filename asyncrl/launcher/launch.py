@@ -375,10 +375,6 @@ def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
 
 def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
     """The part of the run of the host whose agent has this index."""
-    files = {}
-    # Runs of earlier releases have no digests.
-    with contextlib.suppress(FileNotFoundError):
-        files[DIGESTS] = (folder.path / DIGESTS).read_text()
     return HostSpec(
         version=version("asyncrl"),
         run_id=folder.run_id,
@@ -389,7 +385,7 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
         credentials=credentials,
         folder=os.getcwd(),
         env=passed_on(),
-        files=files,
+        files={DIGESTS: (folder.path / DIGESTS).read_text()},
     )
 
 

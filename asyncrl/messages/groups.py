@@ -108,15 +108,6 @@ class Trajectory(Struct, gc=False, kw_only=True):
     score_s: float = 0.0
 
 
-class EpochIntervals(Struct, gc=False, frozen=True, kw_only=True):
-    """Prompts of an epoch that have the same outcome, as asyncrl 0.1 wrote them."""
-
-    kind: Literal["trained", "filtered", "quarantined"]
-    epoch: Count
-    bounds: list[Count]
-    """start, end, start, end, ... of disjoint ascending intervals of indices; an end is outside."""
-
-
 class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
     """Consecutive epochs in which the same prompts have an outcome."""
 
@@ -132,8 +123,6 @@ class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
 class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     """The learner's word on the outcome of every prompt; see ledger.py."""
 
-    outcomes: list[EpochIntervals] = []
-    """The form of asyncrl 0.1, read in place of ``concluded`` and ``counts``; empty in what is written."""
     attempts: dict[Uid, Count] = {}
     """Lease.attempt of prompts without an outcome; absent where it is 0."""
     first_epoch: Count = 0
@@ -141,7 +130,7 @@ class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
     concluded: list[ConcludedEpochs] = []
     """Outcomes by epochs, ascending; an epoch in which no prompt has an outcome is in none."""
     counts: dict[Literal["trained", "filtered", "quarantined", "left_out"], Count] = {}
-    """Prompts with an outcome, by outcome, over all epochs; earlier releases counted left_out as quarantined."""
+    """Prompts with an outcome, by outcome, over all epochs."""
 
 
 class Group(Struct, gc=False, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""Conversations that somebody else wrote, as tokens to train on."""
+"""Supervised fine-tuning: conversations from a file as tokens to train on."""

@@ -1,9 +1,9 @@
 """The conversations of ``sft.data``: read, checked, made into tokens, and dealt out to steps.
 
-Invariant: which conversations a supervised step has is a pure function of (the conversations, run.seed, its number), so
-that a run which goes on from a checkpoint goes on with the next conversations. Each epoch has every conversation once.
+Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, its number), so a
+resumed run continues with the next conversations. Each epoch has every conversation once.
 
-Fails with DataError, which names file and line of the first row that cannot be used, and with ConfigError where the
+Fails with DataError, which names file and line of the first row that cannot be used, and with ConfigError if the
 model's chat template cannot be used.
 """
 
@@ -25,7 +25,7 @@ from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 MEND = 'mend it, or leave such rows out with sft.on_bad_row = "skip"'
-LONG = 'raise sft.max_tokens as far as the memory bears, or set sft.on_long = "cut"'
+LONG = 'raise sft.max_tokens if the memory allows it, or set sft.on_long = "cut"'
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """A row of ``sft.data`` to sequences of tokens with the positions that have a loss. Pure.
 
-A conversation is laid out as the rollouter lays out one that the policy has played: an answer's tokens follow the
-generation prompt, and the context of the next answer goes on from them where the chat template allows it; where it does
-not, another sequence begins, in which earlier answers are context. Invariant: each answer of the assistant is trained
-once, from its first token to the one that ends it.
+A conversation is laid out as the rollouter lays out an episode of the policy: an answer's tokens follow the generation
+prompt. The context of the next answer continues from them if the chat template allows it; otherwise another sequence
+begins, in which earlier answers are context. Invariant: each answer of the assistant is trained once, from its first
+token to the one that ends it.
 
-Fails with BadConversation, which says what is wrong with the row.
+Fails with BadConversation, which names the problem of the row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LongConversation(BadConversation):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A sequence of T tokens, N of which have a loss."""
+    """A sequence of T tokens; N of them have a loss."""
 
     ids: np.ndarray
     """int32 [T]."""
@@ -49,7 +49,7 @@ class Encoded:
 
 
 class Encoder:
-    """Encoder of a run's rows. ``renderer`` is None where the model has no chat template."""
+    """Encoder of a run's rows; ``renderer`` is None for a model without a chat template."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer

@@ -5,8 +5,8 @@ kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is it
 step that was trained before.
 
 Invariant: a reader opens only the files that it needs, the newest first, and holds no more than one file. A line
-that is torn, damaged or too long is skipped. A file of an earlier release has neither kind nor lengths: its groups are
-trained. Raises OSError where the folder cannot be read.
+that is torn, damaged or too long is skipped. Raises OSError
+where the folder cannot be read.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def test_i1_a_checkpoint_without_its_mark_is_told_of_and_stepped_back_from(kille
     is_exact(killed)
     shown = killed.output
     assert f"checkpoint {newest.name} is damaged: {newest}" in shown and f"it holds no {COMPLETE}" in shown
-    assert f"goes on from the newest whole one, {older.name} of step" in shown
+    assert f"continues from the newest whole one, {older.name} of step" in shown
     assert (newest.parent / f"damaged-{newest.name}").is_dir()
 
 

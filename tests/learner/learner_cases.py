@@ -8,12 +8,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.contents import CheckpointState, Geometry
+from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, RewardConfig
-from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan, build_step
+from asyncrl.learner.algorithm.plan import batch
+from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.learner.user_functions import find_advantage
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan
 from asyncrl.trajectories import sampled_positions
@@ -162,6 +165,7 @@ def make_state(version: int = 3, **fields: Any) -> CheckpointState:
         "geometry": Geometry.of(make_config()),
         "world_size": 1,
         "rounds_closed": ["set@0"],
+        "origin": Origin(),
     }
     return CheckpointState(**(made | fields))
 
@@ -193,6 +197,11 @@ def _random_sequence(random: np.random.Generator, length: int, after: Sequence |
         prompt_ids = random.integers(0, VOCABULARY, 4).astype(np.int32)
     logprobs = (-4.0 * random.random(roles.count("s"))).astype(np.float32)
     return make_sequence(tokens, roles=roles, logprobs=logprobs, prompt_ids=prompt_ids)
+
+
+def build_step(groups: list[Group], *, config: Config, **given: Any) -> StepPlan:
+    """The plan of a step under the advantage of ``config``."""
+    return batch.build_step(groups, advantage=find_advantage(config.learner), config=config, **given)
 
 
 def plan_of(backend: Any, config: Config, step: int, count: int = 4) -> StepPlan:

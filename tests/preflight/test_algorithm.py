@@ -65,7 +65,7 @@ def check(limit_s=120.0, **learner):
         (
             {"loss": "users_algorithm:wrong", "advantage": "users_algorithm:short"},
             [
-                "learner.advantage: users_algorithm:short failed on made-up groups",
+                "learner.advantage: users_algorithm:short failed",
                 "learner.loss: users_algorithm:wrong returned losses of shape (1,) for 5",
             ],
         ),

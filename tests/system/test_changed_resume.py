@@ -15,7 +15,8 @@ from asyncrl.checkpoint.contents import read_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.origin import record
 from asyncrl.config import Config
-from asyncrl.learner.steps.step_planner import StepPlanner
+from asyncrl.learner.loop.step_planner import StepPlanner
+from asyncrl.learner.progress import PlanInputs
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
 
@@ -41,7 +42,7 @@ def leave(run_dir: Path) -> dict[str, list[list[int]]]:
 
     async def preempt() -> None:
         learner = await system.at_step(4)
-        await until(lambda: len(learner._intake.buffer) >= 4)
+        await until(lambda: learner._rank_0 is not None and len(learner._rank_0.intake.buffer) >= 4)
         await system.stop(preempt=True)
 
     assert system.play(preempt).phase == "done"
@@ -71,9 +72,9 @@ def trained(monkeypatch) -> list[Group]:
     seen: list[Group] = []
     plan = StepPlanner.plan
 
-    async def watched(self: StepPlanner, basis: Any) -> Any:
-        seen.extend(basis.groups)
-        return await plan(self, basis)
+    async def watched(self: StepPlanner, inputs: PlanInputs) -> Any:
+        seen.extend(inputs.groups)
+        return await plan(self, inputs)
 
     monkeypatch.setattr(StepPlanner, "plan", watched)
     return seen

@@ -9,9 +9,9 @@ import pytest
 from inprocess import System, sim_config, until
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner import boundaries
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
+from asyncrl.learner.loop import version_schedule
 from asyncrl.learner.publishing.broadcasting import Broadcaster
 from asyncrl.learner.publishing.version_mark import VersionMark
 from asyncrl.rollouter.serving.engine_host import EngineHost
@@ -109,7 +109,7 @@ def full_disk(monkeypatch):
         return real(self)
 
     monkeypatch.setattr(VersionMark, "advance", advance)
-    monkeypatch.setattr(boundaries, "OWED_RETRY_S", 0.05)
+    monkeypatch.setattr(version_schedule, "RETRY_S", 0.05)
     return full
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -73,14 +72,6 @@ def test_a_step_that_was_trained_again_replaces_the_first_and_damaged_lines_are_
     with path.open("a") as file:
         file.write('{"kind": 7}\n\x00\n{"uid": "torn", "traj')
     assert uids(run_dir, step=2, kind="trained") == ["0-4"]
-    # As an earlier release wrote it.
-    old = {"step": 3, "weights/version": 3, "uid": "0-9", "prompt": "1", "start": 2}
-    old["trajectories"] = [{"sample": 0, "text": "2", "finish_reason": "stop", "reward": None, "components": {}}]
-    (run_dir / "samples" / "step_000003.jsonl").write_text(json.dumps(old))
-    (run_dir / "samples" / "notes.txt").write_text("mine")
-    [group] = newest_samples(run_dir, SampleChoice(), 1)
-    assert (group.uid, group.kind, group.trajectories[0].length) == ("0-9", "trained", None)
-    assert "response  reward unknown  stop" in shown(*group.trajectories)
 
 
 def test_a_group_is_shown_as_its_prompt_and_its_responses_with_their_scores():

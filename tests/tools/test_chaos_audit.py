@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from asyncrl.checkpoint.contents import write_contents
+from asyncrl.checkpoint.contents import CheckpointState, Geometry, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.state import CheckpointState, Geometry
+from asyncrl.checkpoint.origin import Origin
 from asyncrl.data.order import EpochOrder
 from asyncrl.errors import CheckpointError
 from asyncrl.ledger import Ledger, position_of
@@ -93,6 +93,7 @@ class Folder:
             seed=ORDER.seed,
             geometry=Geometry(groups_per_step=2, steps_per_version=1, samples_per_prompt=2),
             world_size=1,
+            origin=Origin(),
         )
         folder = CheckpointFolder(self.run_dir / "checkpoints")
         folder.claim(1)

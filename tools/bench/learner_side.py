@@ -29,6 +29,7 @@ from asyncrl.learner.fsdp.model.lora import add_adapters
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.fsdp.updates import make_optimizer
+from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
 
@@ -44,6 +45,7 @@ def learner(config: Config) -> Step:
     def step(groups: list[Group]) -> float:
         plan = build_step(
             groups,
+            advantage=find_advantage(config.learner),
             version=0,
             config=config,
             world_size=1,

@@ -1,10 +1,8 @@
-"""``python -m tools.bench planning``: the time that the learner stands still between two steps, because one is planned
-and sent to its ranks.
+"""``python -m tools.bench planning``: the time that the learner stands still between two steps, because one is planned.
 
-The learner's own loop takes groups, plans, trains and counts versions; groups are there before they are needed, and
-what trains is the simulated learner, which only takes time, once the parcels of all ranks are in another process
-(planning_peer.py). One side plans and sends each step while the one before is trained, as a run does, the other when it
-begins. The figure is the time from the end of a training to the begin of the next one.
+The learner's own loop takes groups, plans, trains and counts versions. Groups arrive before they are needed, and the
+simulated learner trains, which only takes time. One side plans each step while the one before is trained, as a run
+does, the other when it begins. The result is the time from the end of a training to the beginning of the next one.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -24,9 +22,10 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.loop import Training
+from asyncrl.learner.loop.training import Training
+from asyncrl.learner.loop.version_schedule import VersionSchedule
+from asyncrl.learner.progress import Progress
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group, Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
@@ -46,7 +45,7 @@ TOKENS = 1_000_000
 """Tokens of a step, at the least."""
 PROMPT, LONGEST, SIGMA = 128, 8192, 0.9
 RANKS, BUDGET = 8, 16384
-"""Ranks that a step is planned and packed for; one process stands for all but the first."""
+"""Ranks that a step is planned for."""
 TRAIN_S = 1.0
 PAUSE_S = 0.01
 """Time between two looks for groups that are missing."""
@@ -126,38 +125,17 @@ def numbered(groups: Sequence[Group]) -> Iterator[Group]:
         yield msgspec.structs.replace(group, lease=lease)
 
 
-class Receiver(Protocol):
-    """The one that has to have the parcels of a step before it is trained."""
-
-    def send(self, plan: StepPlan, sending: Sending) -> None:
-        """Send as Backend.send does."""
-
-    def begin(self, plan: StepPlan, ahead: int) -> None:
-        """Begin a step, which may have been sent ahead."""
-
-
 class TimedTrainer(SimTrainer):
     """Notes when it trains (monotonic, s) and what."""
 
-    def __init__(self, config: Config, receiver: Receiver | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__(config, 0)
         self.times: list[tuple[float, float]] = []
         self.plans: list[StepPlan] = []
-        self.send_s: list[float] = []
-        """Seconds of each training until the parcels were there."""
-        self._receiver = receiver
 
-    def send(self, plan: StepPlan, sending: Sending) -> None:
-        if self._receiver is not None:
-            self._receiver.send(plan, sending)
-
-    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
-        called = time.monotonic()
-        if self._receiver is not None:
-            self._receiver.begin(plan, ahead)
+    def train(self, plan: StepPlan) -> dict[str, float]:
         began = time.monotonic()
-        self.send_s.append(began - called)
-        found = super().train(plan, ahead)
+        found = super().train(plan)
         self.times.append((began, time.monotonic()))
         self.plans.append(plan)
         return found
@@ -196,6 +174,12 @@ class _Dataloader:
         """Nobody asks."""
 
 
+class _Checkpoints:
+    """A run without checkpoints."""
+
+    overdue = False
+
+
 class _Lines:
     """Lines of metrics that are read through ``lines`` alone."""
 
@@ -213,41 +197,48 @@ class Loop:
         self.trainer = TimedTrainer(config) if trainer is None else trainer
         self.counters, self.versions, self._lines = Figures(), Versions(), _Lines()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self.supply = _Dataloader()
+        self.dataloader = _Dataloader()
         self._groups, self._wanted, clock = groups, config.learner.groups_per_step + 1, Clock()
         self._intake = Intake(config.learner)
         trace = Trace(clock.now, clock.wall, window_s=0.0)
 
-        async def nothing() -> None:
-            """No checkpoint."""
-
+        self.progress = Progress()
+        shared = ActorServices(
+            name="learner/0",
+            clock=clock,
+            log=get_logger("learner/0"),
+            counters=self.counters,
+            histograms=Histograms(),
+            awaits=Awaits(clock.now),
+            states=StateLedger(clock.now, "rank"),
+            notify=lambda *told, **more: None,
+            progress=lambda: None,
+        )
+        schedule = VersionSchedule(
+            config,
+            shared,
+            progress=self.progress,
+            intake=self._intake,
+            dataloader=cast(Any, self.dataloader),
+            published=lambda version: None,
+        )
+        schedule.use(cast(Any, self.versions))
         self.training = Training(
             config,
-            ActorServices(
-                name="learner/0",
-                clock=clock,
-                log=get_logger("learner/0"),
-                counters=self.counters,
-                histograms=Histograms(),
-                awaits=Awaits(clock.now),
-                states=StateLedger(clock.now, "rank"),
-                notify=lambda *told, **more: None,
-                progress=lambda: None,
-            ),
+            shared,
+            progress=self.progress,
             backend=self.trainer,
             thread=self._thread,
             intake=self._intake,
-            supply=cast(Any, self.supply),
+            dataloader=cast(Any, self.dataloader),
             versions=cast(Any, self.versions),
+            schedule=schedule,
             lines=cast(Any, self._lines),
-            story=StoryLog("learner/0"),
-            checkpoint=nothing,
-            checkpoint_owed=lambda: False,
-            published=lambda version: None,
+            checkpoints=cast(Any, _Checkpoints()),
+            group_log=StoryLog("learner/0"),
             track=trace.track("steps", STEPS),
             supervised=None,
             teacher=None,
-            step=0,
         )
 
     @property
@@ -258,7 +249,7 @@ class Loop:
     async def run(self, *, ahead: bool) -> None:
         """Run to the last step."""
         # In this order, so that the first step begins before anything is planned.
-        works = [self.training.plan_ahead()] if ahead else []
+        works = [self.training.plan_early()] if ahead else []
         beside = [asyncio.create_task(work) for work in (*works, self._deliver())]
         try:
             await self.training.begin([])
@@ -273,7 +264,7 @@ class Loop:
     def deliver(self, group: Group) -> None:
         """A group comes."""
         self._intake.deliver(group)
-        self.training.tell_news()
+        self.progress.news.announce()
 
     async def _deliver(self) -> None:
         while True:
@@ -284,32 +275,23 @@ class Loop:
 
 async def measure(report: Report, *, pairs: int, steps: int) -> None:
     """Fill the report."""
-    from tools.bench.planning_peer import Peer
-
     groups, chosen = make_groups(), config(steps + WARM_UP + 1)
     report.settings |= {"groups": GROUPS, "samples": SAMPLES, "ranks": RANKS, "train_s": TRAIN_S, "steps": steps}
     planned: dict[bool, list[float]] = {True: [], False: []}
-    sent: dict[bool, list[float]] = {True: [], False: []}
-    peer = await asyncio.to_thread(Peer, RANKS)
 
     def side(*, ahead: bool) -> Callable[[], Awaitable[float]]:
         async def once() -> float:
-            loop = Loop(chosen, numbered(groups), TimedTrainer(chosen, peer))
+            loop = Loop(chosen, numbered(groups), TimedTrainer(chosen))
             await loop.run(ahead=ahead)
             report.settings["tokens_per_step"] = loop.trainer.plans[0].tokens
             planned[ahead] += [line["time/plan_s"] for line in loop.lines[WARM_UP + 1 :]]
-            sent[ahead] += loop.trainer.send_s[WARM_UP + 1 :]
             return median(loop.trainer.gaps[WARM_UP:])
 
         return once
 
     beside, at_begin = side(ahead=True), side(ahead=False)
-    try:
-        report.same("planning_gap", compare(await measure_pairs(at_begin, at_begin, pairs)))
-        found = compare(await measure_pairs(beside, at_begin, pairs))
-    finally:
-        await asyncio.to_thread(peer.close)
-    sides = ("planned and sent beside", "planned and sent when it begins")
+    report.same("planning_gap", compare(await measure_pairs(at_begin, at_begin, pairs)))
+    found = compare(await measure_pairs(beside, at_begin, pairs))
+    sides = ("planned during the step before", "planned when it begins")
     report.comparison("planning_gap", found, unit="s", sides=sides, target=Target("<=", TARGET))
-    for name, times in (("plan_s", planned), ("send_s", sent)):
-        report.figures[name] = {"beside": median(times[True]), "at_begin": median(times[False])}
+    report.figures["plan_s"] = {"beside": median(planned[True]), "at_begin": median(planned[False])}

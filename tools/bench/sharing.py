@@ -20,6 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
 from asyncrl.learner.fsdp.trainer import Trainer
+from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
@@ -96,7 +97,8 @@ def config(model: Path, batch: Batch) -> Config:
 
 def plan(groups: list[Group], chosen: Config, *, shared: bool) -> StepPlan:
     """The plan of a step."""
-    return build_step(groups, version=0, config=chosen, world_size=1, packed=True, shared=shared)
+    advantage = find_advantage(chosen.learner)
+    return build_step(groups, advantage=advantage, version=0, config=chosen, world_size=1, packed=True, shared=shared)
 
 
 async def measure(report: Report, *, pairs: int) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
-from asyncrl.checkpoint.retention import Found
+from asyncrl.checkpoint.folder import CheckpointFolder, Found, checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
 from asyncrl.files import replace_file

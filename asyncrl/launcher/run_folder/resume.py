@@ -17,10 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.checkpoint.contents import read_state
-from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
-from asyncrl.checkpoint.retention import Found
-from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
+from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, read_state
+from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
 from asyncrl.checkpoint.step_back import StepBack, newest_whole
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config

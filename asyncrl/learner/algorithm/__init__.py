@@ -1,1 +1,1 @@
-"""The arithmetic of training on a group: batch, plan, packing, losses, advantages. Without processes or sockets."""
+"""The arithmetic of training: losses, advantages, packing, the plan of a step. No processes and no sockets."""

@@ -1,15 +1,13 @@
-"""The losses that ``learner.loss`` names: each a function of a TokenBatch and its options.
+"""The built-in losses: functions of a TokenBatch and its options.
 
-A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one, that
-appear as ``loss/NAME``, divided by the number of tokens. Token losses are not its business any more then: they are
-multiplied by the correction (corrections.py) where the loss does not correct itself, weighted, summed and divided by
-the step's denominator (objective.py).
+A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one. The sums
+appear as ``loss/NAME``, divided by the number of tokens. objective.py multiplies the token losses by the correction,
+unless the loss corrects itself, weights and sums them, and divides by the step's denominator.
 
-A loss of the user's own is such a function too, named by MODULE:FUNCTION. ``traits`` tells its needs beyond the
-batch.
+A user's own loss is such a function too, named by MODULE:FUNCTION. The decorator ``traits`` declares what a loss needs.
 
-pi, pi_prox and pi_b are the probabilities of the sampled token under the weights that are trained, those before the
-first update from the batch, and the engine's; A is the advantage; sg stops the gradient.
+pi is the probability of the sampled token under the weights that are trained, pi_prox under those before the first
+update from the batch, pi_b the engine's; A is the advantage; sg stops the gradient.
 
 Sources: PPO arXiv 1707.06347; decoupled PPO arXiv 2505.24298; asymmetric clip (DAPO) arXiv 2503.14476; GSPO arXiv
 2507.18071; CISPO arXiv 2506.13585; DPPO arXiv 2602.04879; truncated weights (IMPALA) arXiv 1802.01561; on-policy
@@ -25,14 +23,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.named import BuiltIn, find_function
+from asyncrl.learner.algorithm.built_in import BuiltIn
 from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Token losses [N], and named sums."""
 BUILT_IN = BuiltIn()
-"""Losses of ours by name."""
+"""Built-in losses by name."""
 
 
 class Loss(Protocol):
@@ -44,7 +41,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """The needs of a loss, and whether a correction may be added to it."""
+    """The needs of a loss, and whether it may be corrected."""
 
     corrects: bool = False
     """Whether the loss takes its ratio against the engine's own log-probs. A correction on top would correct twice."""
@@ -69,12 +66,6 @@ def traits(**needs: bool) -> Callable[[_Function], _Function]:
         return function
 
     return mark
-
-
-def find_loss(config: LearnerConfig) -> tuple[Loss, Traits]:
-    """The loss of a run, with its options filled in, and its traits. Raises ConfigError."""
-    loss = find_function("learner.loss", config.loss, __name__, "batch", config.loss_options)
-    return loss, getattr(loss.func, "traits", Traits())
 
 
 @BUILT_IN.add(
@@ -109,9 +100,9 @@ def bypass(batch: TokenBatch, *, clip_low: float = 0.2, clip_high: float = 0.2) 
 def gspo(batch: TokenBatch, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
     """Group sequence policy optimization: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A).
 
-    s is the sequence's ratio, exp of the mean over its tokens of log(pi / pi_b), in the token form of the paper (eq.
-    13, 14): in value s, with the gradient of s * log pi at each token, so that turns may have advantages of their own.
-    Belongs with ``learner.aggregation = "sequence"``.
+    s is the ratio of the sequence, the exp of the mean of log(pi / pi_b) over its tokens. This is the token form of the
+    paper (eq. 13, 14): the value is s, the gradient at each token that of s * log pi, so that turns may have their own
+    advantages. Belongs with ``learner.aggregation = "sequence"``.
     """
     sequence_log_ratio = batch.mean_by_sequence(log_ratio(batch.logprobs.detach(), batch.behaviour))
     ratio = (sequence_log_ratio + batch.logprobs - batch.logprobs.detach()).exp()
@@ -142,8 +133,8 @@ def cispo(batch: TokenBatch, *, clip_low: float = 1.0, clip_high: float = 4.0) -
 def dppo(batch: TokenBatch, *, threshold: float = 0.2) -> TokenLosses:
     """Divergence PPO with the binary total variation: -m A r, r = pi / pi_b.
 
-    m is 0 where |pi - pi_b| > ``threshold`` and the gradient would lead further away (A > 0 and pi > pi_b, or A < 0
-    and pi < pi_b), else 1: a bound on probabilities, where PPO bounds their ratio.
+    m is 0 if |pi - pi_b| > ``threshold`` and the gradient would lead further away (A > 0 and pi > pi_b, or A < 0 and
+    pi < pi_b), else 1. This bounds probabilities; PPO bounds their ratio.
     """
     ratio = log_ratio(batch.logprobs, batch.behaviour).exp()
     away = (batch.logprobs.detach().exp() - batch.behaviour.exp()) * batch.advantages.sign()
@@ -172,8 +163,8 @@ def reinforce(batch: TokenBatch, *, clamp: float = 1.02) -> TokenLosses:
 def distill(batch: TokenBatch, *, reward: float = 0.0) -> TokenLosses:
     """On-policy distillation: reverse KL to the teacher at each sampled token, -sg(D) pi / sg(pi).
 
-    D = log pi_teacher - log pi + reward * A: its mean over the student's samples is minus the KL, and the token's own
-    term is its advantage. ``reward`` 0 leaves rewards out.
+    D = log pi_teacher - log pi + reward * A. Its mean over the student's samples is minus the KL; the term of a token
+    is its advantage. ``reward`` 0 leaves rewards out.
     """
     assert batch.teacher is not None
     gap = batch.teacher - batch.logprobs.detach()

@@ -1,9 +1,9 @@
-"""The tokens of a micro-batch as a loss takes them, and sums over each sequence.
+"""The tokens of a micro-batch as a loss sees them, and sums over each sequence.
 
-One entry for each token that has a loss; context is not among them. Tokens of a sequence are side by side. It keeps:
-no tensor but ``logprobs`` and ``entropies`` has a gradient, so that a value made of the others alone is a constant.
+There is one entry for each token that has a loss, and none for context. Tokens of a sequence are side by side.
+Invariant: only ``logprobs`` and ``entropies`` have a gradient, so a value made of the others is a constant.
 
-Fails with nothing: a number that is not finite stays so, and the step that it reaches is refused.
+A number that is not finite stays so, and the step that it reaches is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TokenBatch:
     advantages: Tensor
     """Advantage: float32 [N]."""
     weights: Tensor
-    """Share in the sum that is divided by the step's denominator (aggregation.py): float32 [N]; 0 in a filler."""
+    """Share in the sum that is divided by the step's denominator (batch.py): float32 [N]; 0 in a filler."""
     segments: Tensor
     """Sequence of each token: int64 [N], ascending from 0."""
     sequences: int

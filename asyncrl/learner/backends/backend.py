@@ -1,23 +1,22 @@
 """The interface between the learner's shell and the backend that trains, and its two backends.
 
-``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both
-are blocking and not thread-safe: a rank calls every method that does not say otherwise from **one** thread of its own,
-so that its collectives stay in order and its CUDA device stays current.
+``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both block and
+are not thread-safe. A rank calls all methods from **one** thread, unless a method says otherwise: its collectives must
+stay in order and its CUDA device current.
 
 Order of calls, rank 0::
 
     backend = create(config, rank=0)
-    host, port = backend.open_store(host)       # at once; the other ranks are told the two values
+    host, port = backend.open_store(host)       # at once; the other ranks need the two values
     backend.setup(host, port)                   # blocks until every rank is there and the model is checked
-    backend.load(folder)                        # to go on from a checkpoint; then nothing came before it
+    backend.load(folder)                        # to continue from a checkpoint; before everything else
     probe = backend.probe(sequences)
-    publishing = backend.publish(0, probe)      # goes on by itself; its result is handed on, then released
+    publishing = backend.publish(0, probe)      # runs in the background; its result is passed on, then released
     scores = backend.score(scoring)             # where the rewards of a step need it
     plan = build_step(groups, ..., world_size=config.learner.ranks, packed=backend.packed,
                       shared=backend.shares_prefixes)
-    backend.send(plan, sending)                 # by any thread, beside all other calls; need not be
-    metrics = backend.train(plan, sending.number)  # one optimizer step; then plan.metrics and these are one line
-    saving = backend.save(folder)               # goes on by itself; saving.result() says how it ended
+    metrics = backend.train(plan)               # one optimizer step; its metrics and plan.metrics make one line
+    saving = backend.save(folder)               # runs in the background; saving.result() raises its error
     backend.export(folder)
     backend.stop()                              # ends the followers too
 
@@ -28,11 +27,10 @@ Order of calls, every other rank::
     backend.follow()                            # takes part with rank 0 until its stop, or until interrupt()
     backend.stop()
 
-Fails: an exception from any method but ``export``, ``sees`` and ``load`` leaves the ranks out of step;
-the only thing left to do is to end the process. The three raise after all ranks have finished their part, on rank 0
-alone but for ``load``, so that training may go on. After a failed ``load`` that is from the beginning, in new
-processes; but DamagedCheckpoint comes before anything is changed, and another checkpoint may be loaded.
-An error while a checkpoint or a version is written is the result of its future alone.
+An exception from any method except ``export``, ``sees`` and ``load`` leaves the ranks out of step: the process must
+end. ``export`` and ``sees`` raise on rank 0, after all ranks have finished their part, and training may continue.
+``load`` raises on all ranks; after DamagedCheckpoint nothing was changed and another checkpoint may be loaded, after
+any other error new processes must start. An error while a checkpoint or a version is written is only in its future.
 """
 
 from __future__ import annotations
@@ -50,12 +48,11 @@ from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import OnSealed, Publication
-from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.messages.weights import Probe
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Settings of CUDA's allocator. torch reads both when it is imported or later; 2.9 heeds only the first for segments
-that grow, and warns of its name up to 2.11."""
+"""Settings of CUDA's allocator. torch reads both when it is imported or later. torch 2.9 reads expandable segments only
+from the first; up to 2.11 it warns that this name is old."""
 
 
 class Backend(Protocol):
@@ -75,8 +72,8 @@ class Backend(Protocol):
     warm_steps: int
     """Supervised steps taken before the first of the run; ``load`` puts it back."""
     on_phase: Callable[[str], None]
-    """Function that the calling thread calls with the name of each part of the work that this rank begins, and with an
-    empty one at the end of the last; to be set before ``setup``."""
+    """Called with the name of each part of the work that this rank begins, and with an empty name at its end; set it
+    before ``setup``."""
 
     def open_store(self, host: str) -> tuple[str, int]:
         """Rank 0: bind the rendezvous of the ranks to ``host`` and one of network.ports. Returns (host, port)."""
@@ -84,33 +81,23 @@ class Backend(Protocol):
     def setup(self, host: str, port: int) -> None:
         """Meet the other ranks, load the model, check it.
 
-        Raises ConfigError naming the key when the model cannot be loaded or fails the check under
-        ``packing = "required"``, DeadlineExceeded when a rank does not come in time.
+        Raises ConfigError, which names the key, when the model cannot be loaded or fails the check under ``packing =
+        "required"``, and DeadlineExceeded when a rank is late.
         """
 
-    def send(self, plan: StepPlan, sending: Sending) -> None:
-        """From any thread of rank 0, after the sending before: pack ``plan`` for the other ranks, and send it ahead.
+    def train(self, plan: StepPlan) -> dict[str, float]:
+        """Rank 0: one optimizer step from ``plan``. Returns metrics by name.
 
-        Returns once all of them hold it, each one plan at most, after they let go of void ones. Ranks that have yet to
-        train the plan that was taken do so first.
-        """
+        A plan without updates is no step: nothing changes and there are no metrics. The last of sft.warm_steps, and the
+        first step after any of them, reset the optimizer.
 
-    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
-        """Rank 0: one optimizer step from ``plan``. Returns the trained metrics by name.
-
-        ``ahead`` is the number under which it was sent; where it was not, that is done here.
-
-        A plan without updates is no step: nothing is changed and there are no metrics. The last of sft.warm_steps ends
-        with an optimizer as new, and the first step after any of them begins with one.
-
-        ``loss/sft`` (nats) where conversations are trained, and of a warm step only ``policy/grad_norm`` and
-        ``learner/lr`` beside it.
+        ``loss/sft`` (nats) if conversations are trained; a warm step also has ``policy/grad_norm`` and ``learner/lr``.
 
         ``loss/policy``, ``policy/grad_norm`` (before the clip), ``policy/entropy`` (nats), ``policy/ess`` (0 to 1),
-        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``;
-        ``perf/mfu`` (0 to 1) where the device's peak is known; ``policy/engine_kl`` (nats) and
-        ``policy/engine_kl_tokens`` where tokens of the weights being trained are among them. Raises NonFiniteStep, on
-        all ranks, when a loss or the gradient is not finite: nothing was changed then.
+        ``policy/behaviour_kl`` (nats), ``policy/tis_clipped_fraction``, ``policy/ratio_max``, ``learner/lr``.
+        ``perf/mfu`` (0 to 1) if the device's peak is known. ``policy/engine_kl`` (nats) and ``policy/engine_kl_tokens``
+        if the weights being trained sampled some of the tokens. Raises NonFiniteStep on all ranks when a loss or the
+        gradient is not finite; nothing was changed then.
         """
 
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
@@ -120,10 +107,7 @@ class Backend(Protocol):
         """
 
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
-        """Rank 0: log-probs of these sequences by the current weights; None if there are none, or no model to ask.
-
-        Training is not disturbed.
-        """
+        """Rank 0: log-probs of these sequences by the current weights; None without sequences or without a model."""
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
@@ -165,17 +149,17 @@ class Backend(Protocol):
         """
 
     def follow(self) -> None:
-        """The other ranks: take part in all that rank 0 does until it stops or ``interrupt`` is called.
+        """The other ranks: take part in the commands of rank 0 until it stops or ``interrupt`` is called.
 
-        Waiting for the next command has no limit (rank 0 may wait for groups for as long as it takes) but
-        ends at once with an error when rank 0 is gone.
+        The wait for the next command has no limit, since rank 0 may wait for groups. It ends at once with an error when
+        rank 0 is gone.
         """
 
     def interrupt(self) -> None:
         """From any thread: let ``follow`` return the next time it waits for a command, within a few seconds."""
 
     def stop(self) -> None:
-        """End this rank's part. On rank 0 the followers are told."""
+        """End this rank's part; rank 0 ends the followers too."""
 
 
 def create(config: Config, rank: int) -> Backend:

@@ -1,7 +1,7 @@
-"""A learner that trains nothing: it takes as long as it is told to and publishes bytes of the right number.
+"""A simulated learner: a step takes ``learner.sim.step_s``, a version has ``learner.sim.publish_bytes``.
 
-Its interface is that of the real one (backend.py), for rehearsing a system without a model. torch is not
-imported. Ranks above 0 have nothing to follow.
+It has the interface of the real one (backend.py), to run a system without a model. torch is not imported. Ranks above 0
+have nothing to do.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from asyncrl.config import Config
 from asyncrl.files import sync, write_file
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
-from asyncrl.learner.exchange.background import Background
+from asyncrl.learner.background import Background
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import OnSealed, Publication
-from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.messages.weights import Manifest, Probe
 from asyncrl.weights.segments import Segment, layout
@@ -50,12 +49,9 @@ class SimTrainer:
         return host, 0
 
     def setup(self, host: str, port: int) -> None:
-        """Do nothing: there is nobody to meet and nothing to load."""
+        """Do nothing: there are no other ranks and no model."""
 
-    def send(self, plan: StepPlan, sending: Sending) -> None:
-        """Do nothing: there is nobody to send it to."""
-
-    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+    def train(self, plan: StepPlan) -> dict[str, float]:
         if not plan.sequences:
             return {}
         time.sleep(self._config.learner.sim.step_s)
@@ -87,7 +83,7 @@ class SimTrainer:
                 tensors, size = layout([(f"weights.{index}", "uint8", (count,))])
                 segment = Segment(f"asyncrl-v{version}-{index}", size)
                 publication.fds.append(segment.fd)
-                # Different bytes for each version, so that a mix-up shows in the checksum.
+                # Each version has its own bytes, so that a mix-up shows in the checksum.
                 segment.memory[: min(8, count)] = version.to_bytes(8, "little")[:count]
                 publication.manifest.buckets.append(segment.seal(tensors))
                 if on_sealed is not None:
@@ -128,10 +124,10 @@ class SimTrainer:
         self._steps = read_trainer_contents(folder).steps
 
     def follow(self) -> None:
-        """Return at once: rank 0 needs nobody."""
+        """Return at once: rank 0 works alone."""
 
     def interrupt(self) -> None:
-        """Do nothing: nobody waits."""
+        """Do nothing: ``follow`` does not wait."""
 
     def stop(self) -> None:
         """Do nothing: nothing is held."""

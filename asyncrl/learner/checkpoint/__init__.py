@@ -1,1 +1,1 @@
-"""The files of a checkpoint that rank 0 writes beside the shards, and checkpoints as folders for others."""
+"""Writing checkpoints, the last writes of a run, and the export of a checkpoint."""

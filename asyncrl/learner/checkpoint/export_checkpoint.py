@@ -1,12 +1,11 @@
 """A checkpoint as a folder that transformers and vLLM load, made without the run that wrote it.
 
-On the CPU of one host, for any ranks of the learner: it needs the memory of the weights in float32, and nothing
-of the optimizer's. The model's layout, its buffers and its tokenizer are those of model.path. The files are, bit for
-bit, those that the learner would have written at that version in that dtype; where adapters are added in, to the
-rounding of a sum in float32.
+It runs on the CPU of one host, for a learner of any number of ranks, and needs memory for the weights in float32. The
+model's layout, buffers and tokenizer are those of model.path. The files equal, bit for bit, those that the learner
+would write at that version in that dtype; merged adapters agree to the rounding of a sum in float32.
 
-Fails with CheckpointError naming the file that is damaged, ConfigError if model.path is not there or is another model,
-and OSError if the target cannot be written; then there is no target.
+Fails with CheckpointError naming a damaged file, with ConfigError if model.path is missing or another model, and with
+OSError if the target cannot be written; then there is no target.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.checkpoint.contents import TRAINER
-from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.retention import Found
+from asyncrl.checkpoint.folder import CheckpointFolder, Found
 from asyncrl.config import Config
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.model.lora import add_adapters, target_names

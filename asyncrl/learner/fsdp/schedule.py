@@ -1,7 +1,7 @@
 """The learning rate of a step: a pure function of the step and the configuration.
 
-Invariant: every step from the first to the last has a rate above 0, where the peak is above 0. A decay reaches its
-minimum at the step behind the last one, so no batch is generated for an update of rate 0.
+Invariant: every step from the first to the last has a rate above 0, if the peak is above 0. A decay reaches its minimum
+one step after the last, so no batch is generated for an update of rate 0.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from asyncrl.config.training import LearnerConfig
 def learning_rate(step: int, config: LearnerConfig) -> float:
     """Learning rate of ``step`` (1 to N = ``config.steps``), with W = max(1, warmup_steps) and f = min_lr_ratio.
 
-    Warm-up: lr * step / W up to step W, which has the peak. From there x = (step - W) / (N + 1 - W) rises to 1 at step
-    N + 1, behind the last. constant: lr; linear: lr * (1 - (1 - f) x); cosine: lr * (f + (1 - f) (1 + cos(pi x)) / 2).
+    Warm-up: lr * step / W up to step W, which has the peak. Then x = (step - W) / (N + 1 - W) rises to 1 at step N + 1,
+    one after the last. constant: lr; linear: lr * (1 - (1 - f) x); cosine: lr * (f + (1 - f) (1 + cos(pi x)) / 2).
     Later steps have the minimum.
     """
     if step < config.warmup_steps:
@@ -38,6 +38,6 @@ def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> flo
 
 
 def _decayed(step: int, rise: int, steps: int) -> float:
-    """Share of the decay that is over: 0 at the step that has the peak, 1 at the step behind the last."""
+    """Share of the decay that is over: 0 at the step with the peak, 1 one step after the last."""
     peak_at = max(1, rise)
     return min(1.0, (step - peak_at) / max(1, steps + 1 - peak_at))

@@ -1,9 +1,9 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in backend.py).
 
-Rank 0 plans and gives commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. The
-part of a rank in a step is in updates.py.
+Rank 0 sends commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. updates.py has
+the part of a rank in a step.
 
-It keeps: on CPU, with as many ranks and threads, the same calls give the same bits. Fails as backend.py says.
+Invariant: on CPU, with the same ranks and threads, the same calls give the same bits. Fails as backend.py says.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import OnSealed, Publication
-from asyncrl.learner.exchange.sent_ahead import Sending
 from asyncrl.learner.fsdp import commands
-from asyncrl.learner.fsdp.gang.ahead import ParcelsAhead
-from asyncrl.learner.fsdp.gang.parcels import of_step, pack, pack_step, unpack
-from asyncrl.learner.fsdp.gang.ranks import Ranks
+from asyncrl.learner.fsdp.commands import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.policy import Policy, model_folder
+from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.startup.sharding import (
     build_frozen,
@@ -61,6 +59,7 @@ from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.gather import publish
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
+from asyncrl.learner.user_functions import make_objective
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.collective.gloo import open_store
@@ -70,7 +69,7 @@ class Trainer:
     """One rank of the ``fsdp2`` backend."""
 
     policy: Policy
-    """The model that is trained, of which this rank holds its shards; there once ``setup`` has returned."""
+    """The model that is trained; this rank holds its shards. It exists once ``setup`` has returned."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self.packed = self.shares_prefixes = self.skips_zero_advantages = self.on_gpu = False
@@ -112,14 +111,13 @@ class Trainer:
         self._note_warnings(scoring, "model.path")
         self._parameters = list(self.policy.parameters())
         self._optimizer = make_optimizer(self.policy, self._config)
-        objective = Objective(self._learner)
+        objective = make_objective(self._learner)
         self.skips_zero_advantages = objective.skips_zero_advantages
         self._scorers = self._build_scorers(objective)
         self._updates = Updates(
             self.policy, self._scorers, self._optimizer, self._ranks, objective, self._learner, self._enter_phase
         )
         self._saver = Saver(self._ranks)
-        # Assembly and ParcelsAhead make a process group each, which all ranks have to enter in the same order.
         self._assembly = Assembly(
             self.policy,
             self._ranks,
@@ -127,7 +125,6 @@ class Trainer:
             bucket_bytes=self._config.weights.bucket_bytes,
             adapters_alone=self._config.publishes_adapter,
         )
-        self._ahead = ParcelsAhead(self._ranks)
 
     def _note_warnings(self, scoring: Scoring, key: str) -> None:
         self.given_up += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
@@ -145,7 +142,7 @@ class Trainer:
         reference: Scorer | None = None
         if objective.needs_reference or kl.in_reward:
             if self._config.sft.warm_steps and kl.path is None:
-                # A loss of the user's, for the configuration tells of the others.
+                # Only with a user's own loss: for the others, the configuration was checked.
                 told = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
                 raise ConfigError([f"learner.kl.path: {told} sft.warm_steps lead away from it; name a folder"])
             if self._config.lora.is_on and kl.path is None:
@@ -157,17 +154,13 @@ class Trainer:
             frozen("learner.teacher", teacher) if objective.traits.teacher and not self._learner.teacher_url else None,
         )
 
-    def send(self, plan: StepPlan, sending: Sending) -> None:
-        self._ahead.send(pack_step(plan, self._learner.ranks), sending)
-
-    def train(self, plan: StepPlan, ahead: int = 0) -> dict[str, float]:
+    def train(self, plan: StepPlan) -> dict[str, float]:
         if not plan.updates:
-            # Momentum alone would move the weights. No other rank hears of it.
+            # Momentum alone would move the weights. The other ranks get no command.
             return {}
-        parcels = None if ahead else pack_step(plan, self._learner.ranks)
+        parcels = pack_step(plan, self._learner.ranks)
         command = commands.Train(
-            parcel_bytes=[len(parcel) for parcel in parcels or ()],
-            ahead=ahead,
+            parcel_bytes=[len(parcel) for parcel in parcels],
             updates=[shape_of_update(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
@@ -175,10 +168,9 @@ class Trainer:
         )
         self._tell(command)
         kind, step = self._next(plan.warm)
-        if parcels is not None:
-            self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
-            # The other ranks have theirs; rank 0 computes from the plan.
-            del parcels
+        self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
+        # The other ranks have theirs; rank 0 computes from the plan.
+        del parcels
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
         # The update that was refused was computed, none after it was.
@@ -296,7 +288,7 @@ class Trainer:
             if isinstance(command, commands.Train):
                 self._follow_step(command)
             elif isinstance(command, commands.Reference):
-                # In no name here: a used parcel is not held until the next command comes.
+                # Without a local name, so that a used parcel is freed before the next command.
                 self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
             elif isinstance(command, commands.Gather):
                 with self._phase("copy"):
@@ -306,10 +298,10 @@ class Trainer:
             elif isinstance(command, commands.See):
                 self._look(Path(command.path))
             elif isinstance(command, commands.Save):
-                # Its end is told to rank 0, and logged here.
+                # Rank 0 learns how it ends.
                 self._save(command)
             elif isinstance(command, commands.LoadCheckpoint):
-                # Damage is seen before anything is changed: rank 0 goes on with another one.
+                # Nothing was changed: rank 0 continues with another one.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
             else:
@@ -317,11 +309,7 @@ class Trainer:
 
     def _follow_step(self, command: commands.Train) -> None:
         kind, step = self._next(command.warm)
-        if command.ahead:
-            batches = unpack(self._ahead.take(command.ahead))
-        else:
-            batches = self._receive(command.parcel_bytes, f"the batch of {kind} {step}")
-        result = self._step(command, batches)
+        result = self._step(command, self._receive(command.parcel_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
 
@@ -336,9 +324,7 @@ class Trainer:
         if self._met is not None:
             if self._rank == 0:
                 self._tell(commands.StopRank())
-            if hasattr(self, "_ahead"):
-                # After the word to stop: a rank that waits for room would not take this one any more.
-                self._ahead.close()
+            if hasattr(self, "_assembly"):
                 self._assembly.close()
                 self._saver.close()
             self._met.close()
@@ -393,7 +379,7 @@ class Trainer:
         kind, step = self._next(command.warm)
         sft = self._config.sft
         if not command.warm and not self.steps:
-            # A run that was left among its warm steps may go on with fewer, and then takes no last one.
+            # A run that is resumed with fewer warm steps has not taken a last one.
             self._optimizer.state.clear()
         try:
             result = self._updates.step(
@@ -408,13 +394,13 @@ class Trainer:
             )
         finally:
             self.on_phase("")
-        # A step of which not even the first update was taken is none; otherwise it counts.
+        # A step counts if at least its first update was taken.
         if result.refused is not None and not result.refused.update:
             return result
         if command.warm:
             self.warm_steps += 1
             if self.warm_steps == sft.warm_steps:
-                # The run begins as if from a model that came so.
+                # The run begins with a fresh optimizer.
                 self._optimizer.state.clear()
         else:
             self.steps += 1

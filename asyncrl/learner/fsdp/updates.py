@@ -34,8 +34,8 @@ from asyncrl.learner.algorithm.losses import supervised
 from asyncrl.learner.algorithm.plan.batch import UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
+from asyncrl.learner.fsdp.ranks import Ranks
 
 
 class TermShape(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""Share of its devices' peak operations that a step has used: model FLOPs utilisation (MFU). Pure.
+"""Model FLOPs utilisation (MFU): the share of its devices' peak operations that a step has used. Pure.
 
-A token of training is counted with 6 floating-point operations a parameter (Kaplan et al. 2020, arXiv:2001.08361), and
-with 4 of one that is frozen, which needs no gradient of its own: attention and recomputed activations are left out, as
-is usual. None where the peak of the device is not known.
+A token counts 6 floating-point operations per trained parameter (Kaplan et al. 2020, arXiv:2001.08361) and 4 per frozen
+one, which needs no gradient. Attention and recomputed activations are left out, as is usual. The result is None if the
+peak of the device is not known.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ PEAK_FLOPS = (
     ("A10", 1.25e14),
     ("RTX 4090", 1.65e14),
 )
-"""Dense bfloat16 operations a second by words of the device's name, as its maker states them; the first counts."""
+"""Dense bfloat16 operations a second, as the maker states them, by words of the device's name; the first match
+counts."""
 SLOWER = re.compile(r"\b(Laptop|MIG|D)\b")
-"""Words in the name of a card, or of a part of one, that has less than the card whose name it bears."""
+"""Words in the name of a card that is slower than the card of the plain name."""
 OPERATIONS, OF_TRAINED = 4, 2
-"""Operations of each parameter for each token, 2 forward and 2 for the gradient of the layer's input; and those that a
-trained one adds, for its own gradient."""
+"""Operations per parameter and token: 2 forward and 2 for the gradient of the layer's input; and 2 more for the
+gradient of a trained parameter."""
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -1,1 +1,1 @@
-"""The groups of the learner: taken once, buffered, concluded, and told to the dataloader."""
+"""The groups of the learner: taken once, buffered, concluded, and reported to the dataloader."""

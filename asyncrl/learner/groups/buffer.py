@@ -1,8 +1,7 @@
 """Scored groups that wait to be trained, and the choice of those that make up a step. Pure.
 
-Groups of the oldest leases come first, so that none waits for ever; within a step the order is that of (epoch,
-index), never that of arrival, so that a step is a function of its groups alone. Bounded by the gate: no more groups
-are leased than it allows.
+Groups of the oldest leases come first, so that none waits for ever. Within a step the order is that of (epoch, index),
+not of arrival, so a step is a function of its groups. The gate bounds the buffer: it allows only so many leases.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The learner's side of its talk with the dataloader: the place of the run, outcomes of groups, prompts to come.
+"""The learner's side of its exchange with the dataloader: the state of the run, outcomes of groups, prompts to come.
 
-A dataloader that has started again, and the dataloader of a learner that has, is told first where the run stands
-(``Restored``); then outcomes are reported in order, numbered and repeated until acknowledged. A dataloader that
-acknowledges less than was reported is told again where the run stands. Outcomes that were told with the ledger are not
-reported again. Both may be asked of the other side at any moment, so that either may die at any moment.
+After a start of either side the dataloader first gets the state of the run (``Restored``). Then outcomes are reported
+in order, numbered, and repeated until they are acknowledged. If the dataloader acknowledges less than was reported, it
+gets the state of the run again; outcomes in its ledger are not reported a second time. Either side may ask for this at
+any moment, so either may die at any moment.
 
 Fails with ConfigError when the prompts or their order are not those of the ledger.
 """
@@ -11,16 +11,17 @@ Fails with ConfigError when the prompts or their order are not those of the ledg
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from asyncrl.checkpoint.contents import CheckpointState
+from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.exchange.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.progress import Progress
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
     OutcomesSeen,
@@ -37,17 +38,7 @@ from asyncrl.runtime.services import ActorServices
 
 DATALOADER = "dataloader/0"
 MOST_PATIENCE = 64.0
-"""Most deadlines of a call for which a dataloader may look through its data."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stand:
-    """State of the training, as far as the gate is concerned."""
-
-    version: int
-    trained_at_version: int
-    groups_left: int
-    finished: bool
+"""Most deadlines of a call that a dataloader may take to read its data."""
 
 
 class DataloaderCall(Protocol):
@@ -57,50 +48,48 @@ class DataloaderCall(Protocol):
 
 
 class DataloaderLink:
-    """The link to the dataloader. ``call`` asks it; ``news`` is told of everything that changes ``supply``."""
+    """The link to the dataloader; ``call`` sends it one request. Everything that changes ``supply`` is announced."""
 
     def __init__(
         self,
         call: DataloaderCall,
-        intake: Intake,
-        evals: EvalCollector,
+        learner: LearnerConfig,
         services: ActorServices,
         *,
-        stand: Callable[[], Stand],
-        news: Callable[[], None],
+        progress: Progress,
+        intake: Intake,
+        evals: EvalCollector,
+        restored: CheckpointState | None = None,
     ) -> None:
         self.supply = Supply(number=-1, exhausted=False, outstanding=0)
-        """Supply of prompts, as last heard."""
+        """The dataloader's last report on prompts to come."""
         self.limit = 0.0
-        """The working limit, in versions, as last heard."""
-        self.fingerprint = ""
-        """Fingerprint of the prompts that the ledger speaks of; empty until the dataloader has named it."""
-        self.seed = -1
+        """The working limit of the gate, in versions, from its last report."""
+        self.fingerprint = restored.fingerprint if restored is not None else ""
+        """Fingerprint of the prompts of the ledger; empty until the dataloader has named it."""
+        self.seed = restored.seed if restored is not None else -1
         """Seed of the prompts' order."""
-        self.prompts = 0
+        self.prompts = restored.prompts if restored is not None else 0
         """Number of the prompts."""
-        self._call = call
-        self._intake = intake
-        self._evals = evals
-        self._stand = stand
-        self._news = news
+        self._call, self._learner, self._progress = call, learner, progress
+        self._intake, self._evals = intake, evals
         self._awaits, self._log = services.awaits, services.log
         self._changed = asyncio.Event()
         self._acknowledged = asyncio.Event()
         self._restoring = asyncio.Lock()
         self._restored = 0
-        """Times that the dataloader has been told where the run stands."""
+        """Times that the dataloader got the state of the run."""
 
     def changed(self) -> None:
-        """Note that there is something to report."""
+        """Wake ``report``: there is something to report."""
         self._changed.set()
 
     async def restore(self) -> None:
-        """Tell the dataloader the state of the run, until it goes on from there. Raises ConfigError."""
+        """Send the dataloader the state of the run until it has restored it. Raises ConfigError."""
         seen, late = self._restored, 0
         async with self._restoring:
             if self._restored != seen:
-                # The other loop has met the same new dataloader.
+                # The other task has restored the same new dataloader.
                 return
             with self._awaits.on(DATALOADER, "Restored"):
                 while True:
@@ -112,19 +101,19 @@ class DataloaderLink:
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
-                        # It is there, and its data are large: it begins anew each time that it is told.
+                        # It is alive and its data are large: each request makes it read them again.
                         late += error.code == DEADLINE
-                        self._log.warning("dataloader cannot go on", error=str(error))
+                        self._log.warning("dataloader cannot restore the run", error=str(error))
                         await asyncio.sleep(AWAY_S)
                     else:
                         break
             self.fingerprint, self.seed, self.limit = resumed.fingerprint, resumed.seed, resumed.limit
             self.prompts = resumed.prompts
             self._intake.ledger.first_epoch = resumed.first_epoch
-            # A new dataloader counts its words anew: the next question is to be answered at once.
+            # A new dataloader numbers its reports from 0: it must answer the next question at once.
             self.supply = Supply(number=-1, exhausted=False, outstanding=0)
             self._restored += 1
-            self._log.info("dataloader goes on", fingerprint=resumed.fingerprint, seed=resumed.seed)
+            self._log.info("dataloader has restored the run", fingerprint=resumed.fingerprint, seed=resumed.seed)
 
     async def sample_prompts(self) -> list[np.ndarray]:
         """A few prompts, int32 [P] each, once the dataloader has read its data."""
@@ -138,11 +127,12 @@ class DataloaderLink:
                     return sample.prompts
 
     def _message(self) -> Restored:
-        intake, stand = self._intake, self._stand()
+        intake, progress, learner = self._intake, self._progress, self._learner
         return Restored(
-            version=stand.version,
-            trained_at_version=stand.trained_at_version,
-            groups_left=stand.groups_left,
+            version=progress.version,
+            trained_at_version=progress.trained_at_version,
+            # A run may be resumed with fewer steps than it has taken.
+            groups_left=max(0, learner.steps - progress.step) * learner.groups_per_step,
             outcomes_number=intake.outcomes.restart(),
             ledger=intake.ledger.state,
             claims=intake.claims,
@@ -151,13 +141,13 @@ class DataloaderLink:
             prompts=self.prompts,
             rounds_closed=self._evals.closed,
             rounds_open=self._evals.open,
-            finished=stand.finished,
+            finished=progress.finished,
         )
 
     async def report(self) -> None:
         """Report outcomes until cancelled."""
         while True:
-            # A restore drops the report that it meets: none is taken while one is under way, whose word may know less.
+            # A restore drops the report that it meets, so none is taken meanwhile: its ledger may be older.
             async with self._restoring:
                 report, restored = self._intake.outcomes.next_report(), self._restored
             if report is None:
@@ -166,7 +156,7 @@ class DataloaderLink:
                 await self._changed.wait()
                 continue
             with self._awaits.on(DATALOADER, "Outcomes"):
-                # A restore meanwhile has told these outcomes with the ledger.
+                # After a restore, the ledger has reported these outcomes.
                 while self._restored == restored:
                     try:
                         seen: OutcomesSeen = await self._call(report)
@@ -176,18 +166,18 @@ class DataloaderLink:
                     self.limit = seen.limit
                     if seen.number >= report.number:
                         break
-                    # The dataloader lacks an earlier report, and has not taken this one in: the ledger has both.
+                    # The dataloader lacks an earlier report and has not taken this one: the ledger has both.
                     self._log.warning("dataloader lacks outcomes", seen=seen.number, reported=report.number)
                     await self.restore()
 
     async def all_acknowledged(self) -> None:
-        """Wait until everything that is to be reported just now has been acknowledged."""
+        """Wait until everything that is known now has been reported and acknowledged."""
         self._acknowledged.clear()
         self._changed.set()
         await self._acknowledged.wait()
 
     async def watch(self) -> None:
-        """Follow the supply until cancelled: eval rounds, prompts that are never leased, the end of the data."""
+        """Follow the supply until cancelled: evaluation rounds, prompts without a lease, the end of the data."""
         while True:
             try:
                 with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
@@ -204,10 +194,10 @@ class DataloaderLink:
                     self._intake.reject(rejected)
             self._intake.ledger.attempts = dict(supply.attempts)
             self._changed.set()
-            self._news()
+            self._progress.news.announce()
 
     async def rounds_over(self) -> bool:
-        """Whether no round is open; asked afresh, since an answer from before the last outcome does not count."""
+        """Whether no round is open; always asked again, since an older answer may lack the last outcome."""
         while True:
             try:
                 supply: Supply = await self._call(WatchSupply(seen=-1))

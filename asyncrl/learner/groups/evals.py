@@ -26,7 +26,7 @@ class EvalCollector:
         self._groups: dict[str, dict[str, Group]] = {}
         self._closed = set(closed)
         self._unknown: set[str] = set()
-        """Rounds of which there are groups and which the dataloader did not name the last time."""
+        """Rounds with groups here that the dataloader did not name the last time."""
 
     @property
     def closed(self) -> list[str]:
@@ -41,7 +41,7 @@ class EvalCollector:
     def opened(self, sizes: dict[str, int]) -> None:
         """Take the rounds that are open, as ``Supply.evals`` names them, with the number of their prompts.
 
-        Groups of a round that is not named twice running are dropped: it ended with the learner that knew it.
+        Groups of a round that is missing twice in a row are dropped: it ended with an earlier learner.
         """
         named = {purpose.removeprefix("eval/"): size for purpose, size in sizes.items()}
         self._sizes = {round: size for round, size in named.items() if round not in self._closed}
@@ -59,7 +59,7 @@ class EvalCollector:
         return True
 
     def reject(self, uid: str, reason: str) -> None:
-        """Count a prompt that the dataloader will not lease as failed. Ignored if it is known."""
+        """Count a prompt without a lease as failed. Ignored if it is known."""
         round, _, index = uid.rpartition("-")
         name, _, version = round.rpartition("@")
         lease = Lease(
@@ -84,7 +84,7 @@ class EvalCollector:
         return round in self._closed or uid in self._groups.get(round, {})
 
     def complete(self) -> list[tuple[str, list[Group]]]:
-        """Rounds whose last group has come, each returned once, as (NAME@ROUND, groups)."""
+        """Rounds whose last group has come, each once, as (NAME@ROUND, groups)."""
         done = [round for round, size in self._sizes.items() if len(self._groups.get(round, {})) >= size]
         found = []
         for round in done:

@@ -1,14 +1,13 @@
 """The outcome of every prompt: taken once, concluded once, reported once. Pure.
 
-Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again, so that
-a group that is delivered twice, by any sender, is trained at most once; and a group that was taken leaves only by an
-outcome. Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any
-moment.
+Invariant (exactly once): a prompt that has an outcome, is in training or in the buffer is never taken again. So a group
+that is delivered twice, by any senders, is trained at most once, and a group that was taken leaves only by an outcome.
+Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any moment.
 
-A group that cannot be trained is quarantined with its reason. A group whose rewards are all equal, and those of its
-turns too, is filtered under dynamic sampling; so are the groups of a step in which every trajectory is masked. Neither
-is ever a reward of 0. A prompt that a rule of the data leaves out before its lease counts as left out. That is no
-failure, and ``problem`` ignores it.
+A group that cannot be trained is quarantined with its reason. Under dynamic sampling a group is filtered if all its
+rewards are equal, and those of its turns too. The groups of a step whose trajectories are all masked are filtered as
+well. Neither outcome counts as a reward of 0. A prompt that a rule of the data excludes before its lease counts as left
+out, which is no failure: ``problem`` ignores it.
 """
 
 from __future__ import annotations
@@ -20,23 +19,21 @@ from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.group_check import check_group
-from asyncrl.learner.algorithm.advantage.signal import has_signal
+from asyncrl.learner.algorithm.advantage.group_check import check_group, has_signal
 from asyncrl.learner.groups.buffer import GroupBuffer, in_order
-from asyncrl.learner.groups.outcomes import OutcomeQueue
-from asyncrl.ledger import Kind, Ledger, position_of
-from asyncrl.messages.dataloader import Outcome, Rejected
+from asyncrl.ledger import KINDS, Kind, Ledger, position_of
+from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group, LedgerState
 from asyncrl.trajectories import sampled_tokens
 
 REWARDS_SHOWN = 5
 FRACTION_FROM = 100
-"""Concluded groups from which on ``learner.max_quarantined_fraction`` counts."""
+"""Number of concluded groups from which on ``learner.max_quarantined_fraction`` counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A prompt that will not be trained. ``group`` is None when it was never generated."""
+    """A prompt that will not be trained; ``group`` is None if it was never generated."""
 
     uid: str
     reason: str
@@ -45,7 +42,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Filtered:
-    """A filtered group whose text is to be kept, and why it was filtered."""
+    """A filtered group whose text is kept, and the reason."""
 
     group: Group
     reason: str
@@ -57,7 +54,7 @@ MASKED = "every trajectory of its step is masked"
 
 @dataclass(frozen=True, slots=True)
 class IntakeState:
-    """All that a successor needs in order to go on."""
+    """Everything that a successor needs to continue."""
 
     ledger: LedgerState
     buffered: list[Group]
@@ -67,6 +64,71 @@ class IntakeState:
     """Number of groups quarantined since the last step."""
     delivered_lengths: list[int] = field(default_factory=list)
     """Lengths of the responses taken since the last step."""
+
+
+class OutcomeQueue:
+    """Collects outcomes and makes numbered reports to the dataloader.
+
+    An unacknowledged outcome is either in the report that is being sent or pending for the next one; none is in both,
+    and none is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._pending: list[Outcome] = []
+        self._version = -1
+        self._trained_at_version = 0
+        self._step: tuple[int, bool] | None = None
+        self._finished = False
+        self._dirty = False
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Add the outcome of a group."""
+        self._pending.append(outcome)
+        self._dirty = True
+
+    def published(self, version: int, trained: int) -> None:
+        """Add that ``trained`` groups were trained when ``version`` was published."""
+        self._version, self._trained_at_version = version, trained
+        self._dirty = True
+
+    def step_began(self, buffered_groups: int, *, waited: bool) -> None:
+        """Add that a step has begun, with so many groups left in the buffer, after waiting for groups or not."""
+        # A report of two steps has waited if either did.
+        self._step = (buffered_groups, waited or (self._step is not None and self._step[1]))
+        self._dirty = True
+
+    def finished(self) -> None:
+        """Add that nothing more is leased for training."""
+        self._finished = self._dirty = True
+
+    def restart(self) -> int:
+        """Drop the pending outcomes, because the dataloader gets the ledger, which has them.
+
+        Returns the number before that of the next report. Each call gives a larger number, so that the dataloader knows
+        the later of two ledgers.
+        """
+        self._number += 1
+        self._pending, self._step, self._dirty = [], None, False
+        return self._number
+
+    def next_report(self) -> Outcomes | None:
+        """The next report, to be repeated until it is acknowledged; None if there is nothing new."""
+        if not self._dirty:
+            return None
+        self._number += 1
+        report = Outcomes(
+            number=self._number,
+            version=self._version,
+            trained_at_version=self._trained_at_version,
+            outcomes=self._pending,
+            buffered_groups=self._step[0] if self._step else 0,
+            waited=self._step[1] if self._step else False,
+            step_began=self._step is not None,
+            finished=self._finished,
+        )
+        self._pending, self._step, self._dirty = [], None, False
+        return report
 
 
 class Intake:
@@ -84,11 +146,11 @@ class Intake:
         self.filtered: list[Group] = []
         """Groups filtered since the last step."""
         self.quarantined: list[Quarantined] = []
-        """Prompts that are not written so far; the caller takes them."""
+        """Prompts that are still to be written; the caller takes them."""
         self.left_out: list[Rejected] = []
-        """Prompts left out by a rule of the data that are not in the log so far; the caller takes them."""
+        """Prompts left out by a rule of the data that are still to be logged; the caller takes them."""
         self.filtered_samples: list[Filtered] = []
-        """Filtered groups whose text is not written so far; the caller takes them."""
+        """Filtered groups whose text is still to be written; the caller takes them."""
         self.delivered_lengths: list[int] = []
         """Lengths of the responses taken since the last step."""
         self.dropped_trajectories = 0
@@ -100,15 +162,15 @@ class Intake:
         self._failed = 0
         """Number of groups quarantined since the last step."""
         self._masked = 0
-        """Number of filtered groups that are of steps without a token to train."""
+        """Number of filtered groups of steps without a token to train."""
         self._begun: tuple[list[Group], int, int] = ([], 0, 0)
         """Groups filtered, masked and quarantined before the step that is in training."""
         self._last_problem = ""
         self._misnamed = ""
-        """Reason that no signal can be found in the groups at all."""
+        """Reason that the signal cannot be found in any group."""
         self._in_training: dict[str, Group] = {}
         self._came: dict[str, float] = {}
-        """Times (s) at which the buffered groups that were delivered to this learner came, by uid."""
+        """Times (s) at which the buffered groups were delivered to this learner, by uid."""
         if restored is not None:
             self.filtered = list(restored.filtered)
             self._failed = restored.failed
@@ -118,7 +180,7 @@ class Intake:
                     self.buffer.add(group)
 
     def has(self, uid: str) -> bool:
-        """Whether this prompt is not to be leased again."""
+        """Whether this prompt must not be leased again."""
         return uid in self._in_training or uid in self.buffer or not self.ledger.is_open(*position_of(uid))
 
     @property
@@ -132,7 +194,7 @@ class Intake:
         return len(self.filtered) - self._masked
 
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
-        """Take a group, once; ``now`` is the time of it (s)."""
+        """Take a group, once; ``now`` is the time (s)."""
         uid = group.lease.uid
         if self.has(uid):
             return "duplicate"
@@ -155,7 +217,7 @@ class Intake:
         return "buffered"
 
     def reject(self, rejected: Rejected) -> None:
-        """Leave out or quarantine a prompt that the dataloader will not lease; ignored if it is known."""
+        """Leave out or quarantine a prompt that gets no lease; ignored if it is known."""
         if self.has(rejected.uid):
             return
         if rejected.kind == "left_out":
@@ -177,11 +239,11 @@ class Intake:
         return groups, filtered
 
     def take_ages(self, now: float) -> list[float]:
-        """Seconds that each group of the step was here, as far as that is known; once for each."""
+        """Seconds that each group of the step was in the buffer, if known; each group counts once."""
         return [now - came for uid in self._in_training if (came := self._came.pop(uid, None)) is not None]
 
     def end_step(self) -> list[int]:
-        """Note that the step was taken. Returns the lengths of the responses delivered since the last one."""
+        """Conclude the step. Returns the lengths of the responses delivered since the last one."""
         for uid in self._in_training:
             self._conclude(uid, "trained")
         self._in_training = {}
@@ -190,7 +252,7 @@ class Intake:
         return lengths
 
     def filter_step(self) -> None:
-        """Filter the groups of a step that was not taken, for want of a token to train; others replace them."""
+        """Filter the groups of a step that has no token to train; others replace them."""
         self._take_back(self._in_training.values())
         self._keep_text(self._in_training.values(), MASKED)
         for uid in self._in_training:
@@ -198,9 +260,9 @@ class Intake:
         self._in_training = {}
 
     def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
-        """Note that an update was not taken because of these groups: they are quarantined.
+        """Quarantine these groups, because of which an update was not taken.
 
-        Groups that updates before it have ``trained`` stay in the step; all others may be trained again.
+        Groups that earlier updates have ``trained`` stay in the step; all others may be trained again.
         """
         groups, self._in_training = self._in_training, {}
         for uid, group in groups.items():
@@ -214,13 +276,13 @@ class Intake:
             self._take_back()
 
     def _keep_text(self, groups: Iterable[Group], reason: str) -> None:
-        """Keep the text of the first filtered groups after each step."""
+        """Keep the text of the first groups that are filtered after each step."""
         kept = [Filtered(group, reason) for group in groups][: self._sample_room]
         self._sample_room -= len(kept)
         self.filtered_samples += kept
 
     def _take_back(self, filtered: Iterable[Group] = ()) -> None:
-        """Count with the next step what was filtered before one that was not taken, and these groups of it."""
+        """Count with the next step the groups filtered before a step that did not count, and these of its own."""
         before, masked, failed = self._begun
         now = list(filtered)
         self.filtered = [*before, *now, *self.filtered]
@@ -228,7 +290,7 @@ class Intake:
         self._failed += failed
 
     def problem(self) -> str | None:
-        """Reason that the run cannot go on like this, or None."""
+        """Reason that the run must end, or None."""
         learner = self._learner
         if self._misnamed:
             return self._misnamed
@@ -258,12 +320,20 @@ class Intake:
         return None
 
     def _is_flat(self, group: Group) -> bool:
-        """Whether a group is filtered because it tells nothing apart."""
+        """Whether a group is filtered because its rewards do not differ."""
         try:
             return self._learner.dynamic_sampling and not has_signal(group, self._learner)
         except ConfigError as error:
             self._misnamed = "; ".join(error.problems)
             return False
+
+    def counts(self) -> dict[str, int]:
+        """Numbers of prompts by outcome, and of failures, by the names of their metrics."""
+        ledger: dict[str, int] = {f"ledger/{kind}": self.ledger.count(kind) for kind in KINDS}
+        return ledger | {
+            "rollout/dropped_trajectories": self.dropped_trajectories,
+            "rollout/failed_attempts": self.failed_attempts,
+        }
 
     def snapshot(self) -> IntakeState:
         """State between two steps."""
@@ -284,7 +354,7 @@ class Intake:
 
 
 def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
-    """Words on groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
+    """Text about groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
     rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
     see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"
     parts = [
@@ -296,8 +366,8 @@ def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: st
         (
             masked,
             "had no trajectory to train, because all were masked",
-            "raise rollout.max_tokens, or set reward.truncated to what trains responses that are cut there; where they "
-            'were left out as late, raise staleness.max, or set staleness.late to "train"',
+            "raise rollout.max_tokens, or let reward.truncated train responses that are cut there; if tokens were left "
+            'out as late, raise staleness.max, or set staleness.late to "train"',
         ),
         (
             failed,

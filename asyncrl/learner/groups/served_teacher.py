@@ -1,8 +1,8 @@
-"""Scores groups by a teacher on a server, beside the training: a group from the moment it is in the buffer.
+"""Scores groups with a teacher on a server, during training: each group as soon as it is in the buffer.
 
-Invariant: a group is asked for once, however often it is put back into the buffer; at most
-``learner.teacher_server.concurrency`` requests are open, and as many groups are kept as the buffer and the step hold,
-which the gate bounds. Not thread-safe: it lives in the event loop of rank 0.
+Invariant: a group is scored once, however often it returns to the buffer. At most
+``learner.teacher_server.concurrency`` requests are open. Scores are kept only for the groups in the buffer and the
+step, which the gate bounds. Not thread-safe: it runs on the event loop of rank 0.
 
 Fails with ActorFailed, which names the URL, when a request has failed ``tries`` times, or once for good.
 """
@@ -10,7 +10,7 @@ Fails with ActorFailed, which names the URL, when a request has failed ``tries``
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.errors import ActorFailed
 from asyncrl.learner.algorithm.plan.batch import GroupScores
 from asyncrl.learner.algorithm.plan.scoring import by_group, sampled_sequences
+from asyncrl.learner.progress import News
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.lifecycle.backoff import backoff
@@ -39,9 +40,9 @@ class ServedTeacher:
         services: ActorServices,
         *,
         tasks: asyncio.TaskGroup,
-        news: Callable[[], object],
+        news: News,
     ) -> None:
-        """``news`` is called whenever a group is done."""
+        """Every scored group is announced to ``news``."""
         self._client = TeacherClient(url, config)
         self._config, self._name, self._tasks = config, services.name, tasks
         self._counters, self._awaits, self._log = services.counters, services.awaits, services.log
@@ -90,7 +91,7 @@ class ServedTeacher:
         else:
             (scores,) = by_group([group], [each for each in found if isinstance(each, np.ndarray)])
             answer.set_result(scores)
-        self._news()
+        self._news.announce()
 
     async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
         prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
@@ -111,10 +112,3 @@ class ServedTeacher:
                     raise ActorFailed(self._name, f"learner.teacher: {error.reason}{times}") from error
             await asyncio.sleep(backoff(FIRST_PAUSE_S, attempt - 1, LONGEST_PAUSE_S))
         raise AssertionError("tries is above 0")
-
-
-def begin_all(teacher: ServedTeacher | None, groups: Iterable[Group]) -> None:
-    """Ask for each of the groups, where there is a teacher on a server."""
-    if teacher is not None:
-        for group in groups:
-            teacher.begin(group)

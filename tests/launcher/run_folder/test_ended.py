@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from run_settings import simulated_run
 
-from asyncrl.checkpoint.retention import Found
+from asyncrl.checkpoint.folder import Found
 from asyncrl.launcher.run_folder.ended import (
     ENDED,
     RunProgress,

@@ -12,10 +12,9 @@ from run_settings import simulated_run
 from test_messages import make_group
 
 from asyncrl.checkpoint import DIGESTS
-from asyncrl.checkpoint.contents import TrainerContents, write_contents
+from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, TrainerContents, write_contents
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
-from asyncrl.checkpoint.state import Adapters, CheckpointState, Geometry
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.files import write_file
@@ -63,6 +62,7 @@ def write_checkpoint(settings, run, version, **changes):
         "seed": settings.run.seed,
         "geometry": Geometry.of(settings),
         "world_size": 1,
+        "origin": Origin.of(settings),
     }
     buffered = changes.pop("buffered", [])
     write_contents(partial, CheckpointState(**state | changes), buffered, [])
@@ -346,16 +346,6 @@ def test_each_attempt_records_the_files_that_it_begins_with(tmp_path, monkeypatc
     assert spec.files == {DIGESTS: (folder.path / DIGESTS).read_text()}
 
 
-def test_an_earlier_checkpoint_has_no_configuration_and_its_groups_are_generated_again(tmp_path):
-    settings = config(tmp_path)
-    left = create_run_folder(settings).path
-    write_checkpoint(settings, left, 2, buffered=[make_group("0-1")])
-    _, resumption = find_resumption(settings, "auto")
-    unknown, given_back = resumption.describe_changes(settings)
-    assert unknown.endswith("changed keys are unknown")
-    assert given_back.startswith("1 group of the checkpoint is given back and generated again")
-
-
 # --- damaged checkpoints ---
 
 
@@ -376,7 +366,7 @@ def _another_step(path: Path) -> None:
 DAMAGES = [
     ("COMPLETE", os.unlink, "is not complete"),
     ("COMPLETE", _shorten, "cannot be read"),
-    ("COMPLETE", _another_step, "tells of step 5, state.json of 4"),
+    ("COMPLETE", _another_step, "says step 5, and state.json says 4"),
     ("state.json", _flip, "its checksum differs"),
     ("groups.msgpack", os.unlink, "cannot be read: No such file"),
     ("trainer/contents.json", _flip, "its checksum differs"),
@@ -405,7 +395,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_
         (warning,) = resumption.warnings
         assert warning.startswith(f"checkpoint v00000004 is damaged: {newest}") and said in warning
         again = 3 if damage is _another_step else 2
-        from_where = f"goes on from the newest whole one, v00000002 of step 2: {again} steps are trained again"
+        from_where = f"continues from the newest whole one, v00000002 of step 2: {again} steps are trained again"
         assert warning.endswith(from_where)
     # Nothing is changed by looking.
     assert sorted(path.name for path in newest.parent.glob("*v0*")) == ["v00000002", "v00000004"]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.advantages import BUILT_IN, ScoredGroup, find_advantage
+from asyncrl.learner.algorithm.advantage.advantages import BUILT_IN, ScoredGroup
+from asyncrl.learner.user_functions import find_advantage
 
 BY_GROUP = ["grpo", "dr_grpo", "rloo"]
 
@@ -87,7 +88,7 @@ def test_an_advantage_of_another_shape_is_refused(monkeypatch, made, said) -> No
 
     monkeypatch.setattr(losses_of_a_user, "first_is_best", made)
     advantage = find_advantage(LearnerConfig(advantage="losses_of_a_user:first_is_best"))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ConfigError, match=said):
         advantage([make_scored([0.0, 1.0])])
 
 

@@ -11,6 +11,7 @@ from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner.learner_cases import (
+    build_step,
     context_of,
     make_config,
     make_group,
@@ -22,8 +23,8 @@ from learner.learner_cases import (
 
 from asyncrl.config.training import LearnerConfig, StalenessConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.signal import has_signal
-from asyncrl.learner.algorithm.plan.batch import build_step, step_metrics
+from asyncrl.learner.algorithm.advantage.group_check import has_signal
+from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.loss.corrections import correction
-from asyncrl.learner.algorithm.loss.objective import Objective, kl_losses
-from asyncrl.learner.algorithm.losses import BUILT_IN, find_loss
+from asyncrl.learner.algorithm.loss.objective import correction, kl_losses
+from asyncrl.learner.algorithm.losses import BUILT_IN
 from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.user_functions import find_loss, make_objective
 
 CAP = 1.3
 CONFIGS = [
@@ -78,7 +78,7 @@ def test_a_factor_that_is_no_number_is_not_hidden() -> None:
     nan = batch.behaviour.clone()
     nan[0] = math.nan
     for config in CONFIGS[:2]:
-        found, _ = Objective(LearnerConfig(correction=config))(replace(batch, behaviour=nan), 1.0)
+        found, _ = make_objective(LearnerConfig(correction=config))(replace(batch, behaviour=nan), 1.0)
         assert config.weight == "none" or math.isnan(found.detach())
 
 
@@ -140,7 +140,7 @@ def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
         kl={"coefficient": 0.3, "estimator": "k3"},
         entropy_bonus=0.2,
     )
-    objective = Objective(config)
+    objective = make_objective(config)
     assert objective.needs_reference
     assert objective.needs_entropy_gradient
     found, sums = objective(batch, 7.0)
@@ -155,7 +155,7 @@ def test_the_objective_is_the_weighted_sum_of_its_parts(name, weight) -> None:
 
 
 def test_sequences_of_advantage_0_are_computed_for_the_sake_of_another_term() -> None:
-    objective = Objective(LearnerConfig())
+    objective = make_objective(LearnerConfig())
     assert (objective.needs_reference, objective.needs_entropy_gradient) == (False, False)
     assert objective.skips_zero_advantages
     bare: TokenBatch = replace(make_batch(1), reference=None)
@@ -166,14 +166,14 @@ def test_sequences_of_advantage_0_are_computed_for_the_sake_of_another_term() ->
         {"loss": "distill", "teacher": "folder"},
         {"loss": "losses_of_a_user:squared", "loss_options": {"scale": 1.0}},
     ):
-        assert not Objective(LearnerConfig(**more)).skips_zero_advantages, more
+        assert not make_objective(LearnerConfig(**more)).skips_zero_advantages, more
 
 
 @pytest.mark.parametrize("name", ["bypass", "gspo", "cispo", "dppo", "reinforce"])
 def test_what_would_correct_twice_is_refused(name) -> None:
     weight = "token" if name == "bypass" else "sequence"
     with pytest.raises(ConfigError, match=rf'learner\.correction\.weight: is "{weight}", but the loss {name} corrects'):
-        Objective(LearnerConfig(loss=name, correction=CorrectionConfig(weight=weight)))
+        make_objective(LearnerConfig(loss=name, correction=CorrectionConfig(weight=weight)))
 
 
 @pytest.mark.parametrize(
@@ -187,14 +187,14 @@ def test_what_would_correct_twice_is_refused(name) -> None:
     ],
 )
 def test_a_users_loss_that_fails_is_named(name, said) -> None:
-    objective = Objective(LearnerConfig(loss=f"losses_of_a_user:{name}"))
+    objective = make_objective(LearnerConfig(loss=f"losses_of_a_user:{name}"))
     with pytest.raises(ConfigError, match=rf"learner\.loss: losses_of_a_user:{name} {said}"):
         objective(make_batch(0), 1.0)
 
 
 def test_sums_of_a_users_loss_have_the_same_names_in_each_batch() -> None:
     """They are added up over batches and ranks."""
-    objective, batch = Objective(LearnerConfig(loss="losses_of_a_user:sometimes")), make_batch(0)
+    objective, batch = make_objective(LearnerConfig(loss="losses_of_a_user:sometimes")), make_batch(0)
     _, sums = objective(replace(batch, staleness=torch.zeros_like(batch.staleness)), 1.0)
     assert not sums["all"].requires_grad
     with pytest.raises(ConfigError, match=r"returned the sums \['all'\] with one batch and \['all', 'late'\] with"):

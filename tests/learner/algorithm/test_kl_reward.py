@@ -12,6 +12,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner.learner_cases import (
+    build_step,
     make_config,
     make_group,
     make_sequence,
@@ -21,9 +22,8 @@ from learner.learner_cases import (
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.errors import NonFiniteStep
-from asyncrl.learner.algorithm.plan.batch import build_step, step_metrics
-from asyncrl.learner.algorithm.plan.kl_reward import kl_penalties
-from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, sampled_sequences
+from asyncrl.learner.algorithm.plan.batch import step_metrics
+from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, kl_penalties, sampled_sequences
 from asyncrl.messages.groups import Turn
 from asyncrl.trajectories import sampled_positions
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.losses import BUILT_IN, find_loss
+from asyncrl.learner.algorithm.losses import BUILT_IN
+from asyncrl.learner.user_functions import find_loss
 
 OPTIONS = [
     ("decoupled", {}),

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learner.learner_cases import make_config, make_group, make_trajectory, only
+from learner.learner_cases import build_step, make_config, make_group, make_trajectory, only
 
-from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
-from asyncrl.learner.algorithm.plan.packing import Sizes, pack
-from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, find_sharing, nothing_shared
-from asyncrl.learner.fsdp.model.pieces import connect
+from asyncrl.learner.algorithm.plan.packing import SharedPrompts, Sizes, find_sharing, nothing_shared, pack
+from asyncrl.learner.fsdp.model.attention import connect
 
 TOKENS = st.integers(0, 2)
 """Few, so that sequences begin alike by chance as well."""

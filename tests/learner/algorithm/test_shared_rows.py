@@ -11,21 +11,21 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner.learner_cases import VOCABULARY, make_config, make_group, make_trajectory, only, random_groups
+from learner.learner_cases import VOCABULARY, build_step, make_config, make_group, make_trajectory, only, random_groups
 from model_matrix import WINDOW, make_family, save_family
 from torch import nn
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.algorithm.plan.batch import UpdatePlan, build_step
+from asyncrl.learner.algorithm.plan.batch import UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
+from asyncrl.learner.algorithm.plan.packing import find_sharing
 from asyncrl.learner.algorithm.plan.scoring import build_scoring
-from asyncrl.learner.algorithm.plan.sharing import find_sharing
 from asyncrl.learner.fsdp import trainer as trainer_module
-from asyncrl.learner.fsdp.model.attention import packed_attention
-from asyncrl.learner.fsdp.model.pieces import Pieces, connect
+from asyncrl.learner.fsdp.model.attention import Pieces, connect, packed_attention
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
-from asyncrl.learner.steps.step_planner import plan_step
+from asyncrl.learner.loop.step_planner import plan_step
+from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group
 
 CPU = torch.device("cpu")
@@ -199,7 +199,15 @@ def test_ranks_take_the_same_step_of_shared_rows(folder: Path, run_well) -> None
 
 def _told(backend: Any, config: Any) -> tuple[bool, bool, set[int], set[int]]:
     """The way that was settled, and the prefixes of a step's rows, and of those of a scoring pass."""
-    plan = plan_step(_groups(VOCABULARY), version=0, fresh=True, step=1, config=config, backend=backend)
+    plan = plan_step(
+        _groups(VOCABULARY),
+        version=0,
+        fresh=True,
+        step=1,
+        config=config,
+        backend=backend,
+        advantage=find_advantage(config.learner),
+    )
     shared = backend.shares_prefixes
     scoring = build_scoring(_groups(VOCABULARY), config=config, world_size=1, packed=True, shared=shared)
     rows = ([batch for rank in ranks for batch in rank] for ranks in (only(plan).ranks, scoring.ranks))

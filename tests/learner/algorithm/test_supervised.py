@@ -11,6 +11,7 @@ import pytest
 import torch
 from learner.learner_cases import (
     VOCABULARY,
+    build_step,
     exact_model,
     gradients_of,
     make_config,
@@ -24,7 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.config.sft import SftConfig
 from asyncrl.errors import NonFiniteStep
-from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.fsdp.schedule import warm_learning_rate
 from asyncrl.sft.conversations import Conversations, TokenizedRow

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir, step_of
-from asyncrl.checkpoint.retention import Found, superfluous
+from asyncrl.checkpoint.folder import CheckpointFolder, Found, checkpoint_dir, step_of, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
@@ -177,7 +176,7 @@ def test_an_older_learner_may_not_write(checkpoints) -> None:
     assert _text(checkpoints) == "state of 2"
     for damaged in (b"[]", b'{"\xe9ncarnation":101}'):
         (checkpoints.folder / "writer.json").write_bytes(damaged)
-        with pytest.raises(CheckpointError, match=r"writer\.json.*nobody knows who may write here"):
+        with pytest.raises(CheckpointError, match=r"writer\.json.*it is unknown which learner may write here"):
             newer.begin(3)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as the learner's event loop writes and restores them, and what is in them."""
+"""CheckpointWriter as the learner's event loop writes and restores them, and what is in them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from asyncrl.checkpoint import contents as contents_module
 from asyncrl.checkpoint.contents import (
     GROUPS,
     STATE,
+    CheckpointState,
     read_contents,
     read_state,
     read_trainer_contents,
     write_contents,
 )
 from asyncrl.checkpoint.damage import reading
-from asyncrl.checkpoint.state import CheckpointState
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import writer as writer_module
+from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
-from asyncrl.learner.checkpoint.writer import Checkpoints, Written
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
 
@@ -72,7 +72,7 @@ def _replacing(old: bytes, new: bytes) -> Callable[[Path], object]:
         (STATE, _shorten, "cannot be read", True),
         (STATE, _replacing(b'"bits":"', b'"bits":"no base64 '), "cannot be read", False),
         # What another version has written is no damage: going on from an older one would give it up.
-        (STATE, _replacing(b'"format":3', b'"format":9'), "has format 9, and this asyncrl reads 1 to 3", False),
+        (STATE, _replacing(b'"format":3', b'"format":9'), "has format 9, and this asyncrl reads format 3 only", False),
         (STATE, _replacing(b'"step":6', b'"step":"6"'), "as if another version of asyncrl had written it", False),
         (GROUPS, lambda path: path.write_bytes(b""), "holds 0 groups, not 2", True),
     ],
@@ -126,10 +126,14 @@ class _World:
         self.backend = backend or create(CONFIG, 0)
         self.written: list[Written] = []
         self.failed: list[FailedWrite] = []
-        self.damaged: list[str] = []
+        self.writer: CheckpointWriter
 
-    def make(self, tasks: asyncio.TaskGroup) -> Checkpoints:
-        return Checkpoints(
+    @property
+    def damaged(self) -> list[str]:
+        return list(self.writer.damaged.values())
+
+    def make(self, tasks: asyncio.TaskGroup) -> CheckpointWriter:
+        self.writer = writer = CheckpointWriter(
             self.folder,
             self.incarnation,
             self.backend,
@@ -138,18 +142,23 @@ class _World:
             keep_every_steps=0,
             tasks=tasks,
             clock=LoopClock(),
-            recorded=self.recorded,
             on_written=self.written.append,
-            on_failed=self.failed.append,
-            on_damaged=lambda _name, text: self.damaged.append(text),
+            on_failed=lambda failed, newest: self.failed.append(failed),
         )
+        write = writer.write
 
-    async def recorded(self, state: CheckpointState) -> None:
+        def with_lines(state: CheckpointState, buffered: Any, filtered: Any, *, final: bool = False) -> Any:
+            return write(state, buffered, filtered, self.write_lines, final=final)
+
+        writer.write = with_lines  # type: ignore[method-assign, assignment]
+        return writer
+
+    async def write_lines(self, state: CheckpointState) -> None:
         """The lines of what is in a checkpoint are written before it is committed."""
         await asyncio.sleep(0)
         assert state.version not in [written.version for written in self.written]
 
-    def play(self, script: Callable[[Checkpoints], Awaitable[Any]]) -> Any:
+    def play(self, script: Callable[[CheckpointWriter], Awaitable[Any]]) -> Any:
         async def run() -> Any:
             async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
                 return await script(self.make(tasks))
@@ -172,7 +181,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
     groups = random_groups(2, 4)
     fields = {"quarantined": 2, "delivered_lengths": [3, 4]}
 
-    async def first(checkpoints: Checkpoints) -> None:
+    async def first(checkpoints: CheckpointWriter) -> None:
         assert await checkpoints.restore() is None
         for version in (3, 4):
             assert await checkpoints.write(make_state(version, **fields), groups[:3], groups[3:])
@@ -207,7 +216,7 @@ def test_the_ledger_counts_as_room(folder, thread, monkeypatch) -> None:
         ledger.record("trained", 0, index)
     state = make_state(3, ledger=ledger.state)
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         assert not await checkpoints.write(state, [], [])
         checkpoints.close()
@@ -222,7 +231,7 @@ def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, t
     held = _Held(create(CONFIG, 0))
     groups = random_groups(2, 2)
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         mine = list(groups)
         both = await asyncio.gather(
@@ -256,7 +265,7 @@ def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, t
 def test_a_failure_is_told_and_the_last_good_one_stays(folder, thread, monkeypatch) -> None:
     held = _Held(create(CONFIG, 0))
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         await checkpoints.write(make_state(3), [], [])
         held.finish()
@@ -303,7 +312,7 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
     held = _Held(create(CONFIG, 0))
     held.bytes = 3 << 18
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         for version in (2, 3):
             held.bytes = (version - 1) << 18
@@ -312,12 +321,12 @@ def test_without_room_none_is_begun_and_it_is_owed_once_there_is_some(tmp_path, 
             await checkpoints.settle()
         ballast = fill(disk, left=1 << 18)
         assert not await checkpoints.write(make_state(4), [], [])
-        assert not checkpoints.busy and not checkpoints.owed
+        assert not checkpoints.busy and not checkpoints.overdue
         assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000002", "v00000003", "writer.json"]
         ballast.unlink()
-        await until(lambda: checkpoints.owed, "room")
+        await until(lambda: checkpoints.overdue, "room")
         assert await checkpoints.write(make_state(5), [], [])
-        assert checkpoints.failed is None and not checkpoints.owed
+        assert checkpoints.failed is None and not checkpoints.overdue
         held.finish()
 
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
@@ -336,10 +345,10 @@ def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypa
     monkeypatch.setattr(writer_module, "LOOK_S", 0.01)
     held = _Held(create(CONFIG, 0))
 
-    async def script(checkpoints: Checkpoints) -> Checkpoints:
+    async def script(checkpoints: CheckpointWriter) -> CheckpointWriter:
         await checkpoints.restore()
         for version in (3, 4, 5):
-            assert not checkpoints.owed
+            assert not checkpoints.overdue
             assert await checkpoints.write(make_state(version), [], [])
             used_up = CheckpointError("trainer", "Disk quota exceeded", full=errno.EDQUOT)
             held.finish(error=None if version == 4 else used_up)
@@ -348,7 +357,7 @@ def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypa
 
     world = _World(folder, thread, backend=held)
     # Its tasks have ended: one that looked for room would have found it.
-    assert not world.play(script).owed
+    assert not world.play(script).overdue
     assert [failed.version for failed in world.failed] == [3, 5]
     for failed in world.failed:
         assert failed.reason.startswith(f"the disk quota is used up on {folder}: ")
@@ -358,7 +367,7 @@ def test_a_quota_that_is_used_up_is_no_disk_to_wait_for(folder, thread, monkeypa
 def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest(folder, thread) -> None:
     held = _Held(create(CONFIG, 0))
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         await checkpoints.write(make_state(3), [], [])
         raise RuntimeError("the learner fails")
@@ -377,7 +386,7 @@ def test_a_learner_that_ends_waits_for_no_disk_and_the_next_one_removes_the_rest
 def two(folder, thread) -> Path:
     """The checkpoints 3 and 4, of steps 6 and 8."""
 
-    async def script(checkpoints: Checkpoints) -> None:
+    async def script(checkpoints: CheckpointWriter) -> None:
         await checkpoints.restore()
         for version in (3, 4):
             await checkpoints.write(make_state(version), random_groups(2, 2), [])
@@ -402,7 +411,7 @@ def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread,
     before = sorted(path.name for path in (two / "v00000004").rglob("*"))
     world = _World(two, thread, incarnation=101)
 
-    async def script(checkpoints: Checkpoints) -> Any:
+    async def script(checkpoints: CheckpointWriter) -> Any:
         contents = await checkpoints.restore()
         assert checkpoints.newest is not None and checkpoints.newest.path == two / "v00000003"
         return contents
@@ -412,7 +421,7 @@ def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread,
     aside = two / "damaged-v00000004"
     assert text.startswith(f"checkpoint v00000004, now {aside}, is damaged: {two / 'v00000004'}")
     assert said in text
-    assert text.endswith("the run goes on from the newest whole one, v00000003 of step 6: 2 steps are trained again")
+    assert text.endswith("the run continues from the newest whole one, v00000003 of step 6: 2 steps are trained again")
     # Nothing of it is lost, and it is told once.
     assert sorted(path.name for path in aside.rglob("*")) == before
     again = _World(two, thread, incarnation=102)

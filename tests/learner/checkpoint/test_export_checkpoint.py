@@ -14,9 +14,8 @@ from learner.learner_cases import make_config, make_state, save_small_model, tra
 from learner.rank_pool import run_alone
 from safetensors.torch import load_file
 
-from asyncrl.checkpoint.contents import write_contents
+from asyncrl.checkpoint.contents import Geometry, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.checkpoint.state import Geometry
 from asyncrl.cli.export import main
 from asyncrl.config.load import config_to_json
 from asyncrl.config.lora import LoraConfig

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learner.learner_cases import TEMPERATURE, exact_model, gradients_of, make_config, random_groups
+from learner.learner_cases import TEMPERATURE, build_step, exact_model, gradients_of, make_config, random_groups
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.errors import NonFiniteStep
-from asyncrl.learner.algorithm.loss.objective import Objective
-from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
+from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import build_scoring
 from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.user_functions import make_objective
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ratio of a sequence, reference, entropy bonus": {
@@ -56,7 +56,7 @@ def _plain(folder: Path, config) -> list[dict[str, np.ndarray]]:
     model, path = exact_model(folder), config.learner.kl.path or config.learner.teacher
     other = exact_model(path) if path else None
     first = [p.detach().clone() for p in model.parameters()]
-    objective = Objective(config.learner)
+    objective = make_objective(config.learner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.lr, betas=(0.9, 0.95), weight_decay=0.0)
     gradients = []
     for update in _plan(config, 0, packed=False).updates:

@@ -11,7 +11,7 @@ from test_messages import make_group
 
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.evals import EvalCollector, estimate_pass_at, eval_metrics, pass_at_ks
-from asyncrl.learner.groups.outcomes import OutcomeQueue
+from asyncrl.learner.groups.intake import OutcomeQueue
 from asyncrl.learner.metrics import generation_log
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
 from asyncrl.messages.dataloader import Outcome

@@ -9,9 +9,10 @@ from virtual import LoopClock, run_virtual
 
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import DeadlineExceeded, RemoteError, RestoreNeeded
-from asyncrl.learner.groups.dataloader_link import DataloaderLink, Stand
+from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.progress import Progress
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
 from asyncrl.runtime.calls.retry import DEADLINE
 
@@ -68,17 +69,18 @@ class StartingAgain:
 @pytest.mark.parametrize("lost", [set(), {1}, {1, 2}, {0, 1, 2, 3}])
 def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the_run_stands(lost):
     async def main():
-        dataloader, intake, version = Dataloader(lost), Intake(LearnerConfig()), 0
+        dataloader, intake, progress = Dataloader(lost), Intake(LearnerConfig()), Progress(version=0)
         link = DataloaderLink(
             dataloader.call,
-            intake,
-            EvalCollector(),
+            LearnerConfig(),
             services(clock=LoopClock()),
-            stand=lambda: Stand(version=version, trained_at_version=0, groups_left=9, finished=False),
-            news=lambda: None,
+            progress=progress,
+            intake=intake,
+            evals=EvalCollector(),
         )
         reporting = asyncio.create_task(link.report())
         for version in range(4):
+            progress.version = version
             intake.outcomes.published(version, 0)
             await link.all_acknowledged()
         reporting.cancel()
@@ -95,19 +97,19 @@ def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_
     """It is the end of the training: with no more steps to come nothing would tell the dataloader later."""
 
     async def main():
-        dataloader, intake, finished = StartingAgain(), Intake(LearnerConfig()), False
+        dataloader, intake, progress = StartingAgain(), Intake(LearnerConfig()), Progress(version=9)
         link = DataloaderLink(
             dataloader.call,
-            intake,
-            EvalCollector(),
+            LearnerConfig(),
             services(clock=LoopClock()),
-            stand=lambda: Stand(version=9, trained_at_version=0, groups_left=0, finished=finished),
-            news=lambda: None,
+            progress=progress,
+            intake=intake,
+            evals=EvalCollector(),
         )
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             loops = [tasks.create_task(work) for work in (link.watch(), link.report())]
             await asyncio.sleep(at_s)
-            finished = True
+            progress.finished = True
             intake.outcomes.finished()
             await link.all_acknowledged()
             known = dataloader.finished
@@ -133,11 +135,11 @@ def test_a_dataloader_whose_data_are_large_is_given_the_time_that_it_needs(late)
     async def main():
         link = DataloaderLink(
             lambda request, patience=1.0: asyncio.ensure_future(look(request, patience)),
-            Intake(LearnerConfig()),
-            EvalCollector(),
+            LearnerConfig(),
             services(clock=LoopClock()),
-            stand=lambda: Stand(version=0, trained_at_version=0, groups_left=9, finished=False),
-            news=lambda: None,
+            progress=Progress(version=0),
+            intake=Intake(LearnerConfig()),
+            evals=EvalCollector(),
         )
         await link.restore()
 

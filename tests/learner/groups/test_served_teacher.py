@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import structlog
 from learner.learner_cases import (
+    build_step,
     make_config,
     make_group,
     make_sequence,
@@ -24,9 +25,9 @@ from teacher_server import logprob_of, scored, served
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed, ConfigError
-from asyncrl.learner.algorithm.plan.batch import build_step
 from asyncrl.learner.groups import served_teacher
 from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.progress import News
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.telemetry.metrics import Figures
 from asyncrl.trajectories import sampled_positions
@@ -46,7 +47,7 @@ async def living(server, counters, news, **settings: Any):
             TeacherServerConfig(**settings),
             services(counters=counters, log=structlog.get_logger()),
             tasks=tasks,
-            news=news.set,
+            news=news,
         )
         try:
             yield teacher
@@ -56,15 +57,16 @@ async def living(server, counters, news, **settings: Any):
 
 async def score(groups, server, *, begin=(), **settings: Any):
     """The scores, and the counters."""
-    counters, news = Figures(), asyncio.Event()
+    counters, news = Figures(), News()
+    changed = news.listen()
     async with living(server, counters, news, **settings) as teacher:
         try:
             for group in begin:
                 teacher.begin(group)
             while begin and not teacher.has_done(begin):
-                # As the training waits: it looks again when there is news.
-                await news.wait()
-                news.clear()
+                # As the training waits.
+                await changed.wait()
+                changed.clear()
             found: Any = await teacher.scores(groups)
         except ActorFailed as error:
             found = error

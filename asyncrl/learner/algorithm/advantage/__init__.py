@@ -1,1 +1,1 @@
-"""Advantages of groups: rewards, penalties, the choice of groups that tell anything apart."""
+"""Advantages of groups, the check of delivered groups, and metrics of groups."""

@@ -1,17 +1,15 @@
-"""The advantages that ``learner.advantage`` names: each a function of the step's groups, from the rewards of their
-trajectories to one advantage for each turn.
+"""The built-in advantages: functions from the rewards of a step's groups to one advantage for each turn.
 
-Masked trajectories are included: they belong to the baseline. Every token of a turn has its turn's advantage. Rewards
-of a group that are all equal give zeros, but for ``reinforce``.
+Masked trajectories are included: they belong to the baseline. Every token of a turn has the advantage of its turn. If
+all rewards of a group are equal, its advantages are 0, except under ``reinforce``.
 
-The credit of turns: the return of turn t of trajectory i is r_i - past_it, its reward to go (the policy gradient
-theorem: rewards that an action cannot have brought about have no part in its gradient; Sutton and others, 2000). It is
-held against the baseline of its trajectory. Where nothing is past, a turn has its trajectory's advantage.
+The return of turn t of trajectory i is r_i - past_it, its reward to go: an action has no part in rewards that came
+before it (policy gradient theorem, Sutton and others, 2000). The baseline is that of the trajectory. If nothing is
+past, a turn has the advantage of its trajectory.
 
-A function of the user's own, named by MODULE:FUNCTION, returns for each group either float64 [n], one advantage for
-each trajectory, or n arrays [turns].
+A user's own function returns for each group float64 [n], one advantage for each trajectory, or n arrays [turns].
 
-Fails with ValueError for a group of fewer than two, a reward that is not finite, or a result of another shape.
+Fails with ValueError for a group of fewer than two trajectories, or a reward that is not finite.
 """
 
 from __future__ import annotations
@@ -21,31 +19,27 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.named import BuiltIn, find_function
+from asyncrl.learner.algorithm.built_in import BuiltIn
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation of GRPO: bounds the advantage of a group whose rewards all but agree."""
+"""Added to the standard deviation of GRPO: bounds the advantage of a group with nearly equal rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties, which are subtracted from the rewards of a step before its advantages are taken, in their units.
-
-    ``past`` and ``total`` are of a group's trajectories, in order.
-    """
+    """Penalties of a step, subtracted from its rewards before the advantages; in the order of groups, trajectories."""
 
     total: list[np.ndarray]
     """Penalty of each trajectory: for each group float64 [n]."""
     past: list[list[np.ndarray]]
-    """Part of the penalty from before each turn in its sequence: for each group and trajectory float64 [turns]."""
+    """Penalty of the turns before each turn in its sequence: for each group and trajectory float64 [turns]."""
     metrics: dict[str, float]
     """``reward/kl_penalty``, the mean of a trajectory, and ``policy/reference_kl``, that of a sampled token, nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The n trajectories of a prompt as an advantage takes them."""
+    """The n trajectories of a group, as an advantage sees them."""
 
     uid: str
     rewards: np.ndarray
@@ -62,7 +56,7 @@ Advantages = list[list[np.ndarray]]
 """Advantage of each turn: for each group and trajectory float64 [turns]."""
 Advantage = Callable[[Sequence[ScoredGroup]], Advantages]
 BUILT_IN = BuiltIn()
-"""Advantages of ours by name."""
+"""Built-in advantages by name."""
 
 
 @BUILT_IN.add(
@@ -72,11 +66,10 @@ BUILT_IN = BuiltIn()
 def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = (r_i - past_it - mean(r)) / (s + 1e-6).
 
-    DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of std(r), with n - 1 (the paper does not say which;
-    the sample's is what verl and TRL take), and of the spread of the turns, sqrt(sum over i of the mean over t of (r_i
-    - past_it - mean(r))^2 / (n - 1)), which is std(r) where nothing is past: the process supervision of GRPO takes the
-    deviation of all rewards likewise (section 4.1.3). Where trajectories all but agree and their turns do not, std(r)
-    alone would blow these up a million times.
+    DeepSeekMath (arXiv 2402.03300, section 4.1.2). s is the larger of two numbers: std(r) with n - 1, as in verl and
+    TRL (the paper does not say which), and the spread of the turns, sqrt(sum_i mean_t (r_i - past_it - mean(r))^2 / (n
+    - 1)). They are equal if nothing is past. The process supervision of GRPO takes the deviation of all rewards
+    likewise (section 4.1.3). With std(r) alone, nearly equal rewards would blow up different turns a million times.
     """
     found = []
     for group in groups:
@@ -90,7 +83,7 @@ def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     'no bias to very easy and very hard prompts; with `aggregation = "constant"`',
 )
 def dr_grpo(groups: Sequence[ScoredGroup]) -> Advantages:
-    """A_it = r_i - past_it - mean(r): without the standard deviation, which favours very easy and very hard prompts.
+    """A_it = r_i - past_it - mean(r). The standard deviation would favour very easy and very hard prompts.
 
     Dr. GRPO (arXiv 2503.20783, section 3.2).
     """
@@ -123,40 +116,13 @@ def rloo(groups: Sequence[ScoredGroup]) -> Advantages:
 def reinforce(groups: Sequence[ScoredGroup]) -> Advantages:
     """A_it = r_i - past_it - mean of all rewards of the step: REINFORCE with the batch's mean for a baseline.
 
-    Williams 1992, section 4; the batch's mean for all prompts as in REINFORCE++ (arXiv 2501.03262), without its
-    division by the standard deviation. Groups may have a single trajectory.
+    Williams 1992, section 4. REINFORCE++ (arXiv 2501.03262) takes the batch's mean too, and divides by the standard
+    deviation. Groups may have a single trajectory.
     """
     baseline = float(np.mean(np.concatenate([_finite(group) for group in groups])))
     return [
         [reward - baseline - turns for reward, turns in zip(group.rewards, group.past, strict=True)] for group in groups
     ]
-
-
-def find_advantage(config: LearnerConfig) -> Advantage:
-    """The advantage of a run, which may raise ValueError. Raises ConfigError."""
-    function = find_function("learner.advantage", config.advantage, __name__, "groups", config.advantage_options)
-
-    def checked(groups: Sequence[ScoredGroup]) -> Advantages:
-        found = function(groups=groups)
-        if len(found) != len(groups):
-            raise ValueError(f"{config.advantage} returned advantages of {len(found)} groups, of {len(groups)} given")
-        return [_by_turn(config.advantage, group, values) for group, values in zip(groups, found, strict=True)]
-
-    return checked
-
-
-def _by_turn(name: str, group: ScoredGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    if len(values) != len(group.rewards):
-        told = f"{len(values)} advantages for the {len(group.rewards)} trajectories of group {group.uid}"
-        raise ValueError(f"{name} returned {told}")
-    found = [np.asarray(value, dtype=np.float64) for value in values]
-    for each, turns in zip(found, group.past, strict=True):
-        if each.shape not in ((), turns.shape):
-            told = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
-            raise ValueError(f"{name} returned an advantage of {told}; it is one number, or one for each turn")
-    if not np.isfinite(np.concatenate([each.reshape(-1) for each in found])).all():
-        raise ValueError(f"{name} returned an advantage that is not finite for group {group.uid}")
-    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(found, group.past, strict=True)]
 
 
 def _less_past(centred: np.ndarray, group: ScoredGroup) -> list[np.ndarray]:

@@ -1,6 +1,11 @@
-"""The check that a delivered group can be trained: everything that build_step relies on. Pure.
+"""Checks of a delivered group: can it be trained, and do its rewards differ? Pure.
 
-A group that fails is quarantined with the reason; nothing here raises.
+``check_group`` checks everything that build_step relies on. A group that fails is quarantined with the reason.
+
+``has_signal`` is dynamic sampling: DAPO (arXiv 2503.14476, section 3.2) leaves out prompts whose answers are all right
+or all wrong. ``learner.signal`` names what is compared: a component, or the reward before the overlong penalty, so that
+one slightly long right answer does not make a group of right answers count. It raises ConfigError if no trajectory has
+the component and no scoring ran out of time.
 """
 
 from __future__ import annotations
@@ -9,18 +14,19 @@ import math
 
 import numpy as np
 
+from asyncrl.config.training import LearnerConfig
+from asyncrl.errors import ConfigError
 from asyncrl.messages.groups import Group, Sequence, Trajectory
-from asyncrl.trajectories import sampled_positions, sampled_spans
+from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT
+from asyncrl.trajectories import past_rewards, sampled_positions, sampled_spans
 
+REWARD = "reward"
 ABOVE_ZERO = 1e-3
-"""Nats by which a log-prob may exceed 0; it does so by rounding only."""
+"""Nats by which rounding may lift a log-prob above 0."""
 
 
 def check_group(group: Group) -> str | None:
-    """Reason that a delivered group cannot be trained (and is quarantined), or None.
-
-    ``failure`` itself comes first.
-    """
+    """Reason that a group cannot be trained, its own ``failure`` first; None if it can."""
     if group.failure is not None:
         return group.failure
     if len(group.trajectories) < 2:
@@ -83,3 +89,41 @@ def _check_turns(sequence: Sequence) -> str | None:
     if not all(math.isfinite(turn.past_reward) for turn in sequence.turns):
         return "the past reward of a turn is not finite"
     return None
+
+
+def has_signal(group: Group, config: LearnerConfig) -> bool:
+    """Whether the trajectories differ by more than ``learner.signal_tolerance``; with the reward as signal, also
+    whether the returns of their turns do."""
+    values = _values(group, config.signal)
+    if _spread(values) > config.signal_tolerance:
+        return True
+    if config.signal != REWARD:
+        return False
+    past = [turns_past(trajectory) for trajectory in group.trajectories]
+    if not any(turns.any() for turns in past):
+        return False
+    returns = np.concatenate([value - turns for value, turns in zip(values, past, strict=True)])
+    return _spread(returns) > config.signal_tolerance
+
+
+def turns_past(trajectory: Trajectory) -> np.ndarray:
+    """Rewards earned before each turn: float64 [turns], over all sequences of the trajectory."""
+    return np.concatenate([past_rewards(sequence)[0] for sequence in trajectory.sequences])
+
+
+def _values(group: Group, signal: str) -> np.ndarray:
+    """Signal of each trajectory: float64 [n]; the reward if a trajectory lacks the component."""
+    found = []
+    for trajectory in group.trajectories:
+        components = trajectory.components
+        unshaped = float(trajectory.reward or 0.0) - components.get(PENALTY_COMPONENT, 0.0)
+        found.append(unshaped if signal == REWARD else components.get(signal, unshaped))
+    named = {name for trajectory in group.trajectories for name in trajectory.components}
+    if signal != REWARD and signal not in named and TIMED_OUT_COMPONENT not in named:
+        told = f"components {', '.join(sorted(named))}" if named else "no components"
+        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {told}'])
+    return np.array(found)
+
+
+def _spread(values: np.ndarray) -> float:
+    return float(values.max() - values.min())

@@ -19,7 +19,7 @@ from asyncrl.trajectories import is_late, is_truncated, oldest_version, sampled_
 
 
 def rewards_of(group: Group) -> np.ndarray:
-    """Rewards in the order of the trajectories, each of which is scored: float64 [n]."""
+    """Rewards of the scored trajectories, in order: float64 [n]."""
     return np.array([trajectory.reward for trajectory in group.trajectories], dtype=np.float64)
 
 

@@ -1,36 +1,52 @@
-"""The objective that is minimised: the loss of a token with its correction, the divergence from the reference, the
-entropy bonus.
+"""The objective that is minimised: loss, off-policy correction, divergence from the reference, entropy bonus.
 
     objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
 
-for each token (with KL only under kl.place = "loss"); weighted, summed and divided by the denominator of the step, so
-that the objectives of micro-batches add up to the step's. The factor (corrections.py) is 1 for a loss that corrects
-itself. It keeps: ``named`` gives sums, which add up over micro-batches and ranks as well.
+for each token (KL only with kl.place = "loss"). It is weighted, summed and divided by the denominator of the step, so
+that the objectives of micro-batches add up to that of the step, and so do the named sums.
 
-Fails with ConfigError where a loss cannot be found, does not take its options, or would be corrected twice.
+The factor (``correction``) is constant in the gradient, and 1 for a loss that corrects itself. With rho = pi_prox /
+pi_behaviour, how much likelier the step's first weights make a token than those that sampled it, it is the product of
+
+    weight    min(rho, cap) of the token; or of its sequence, min(product of rho, cap); or 1
+    mask      0 for a token whose rho is outside [low, high], else 1
+    reject    0 for all tokens of a sequence whose mean, sum or largest k exceeds a limit in size, else 1
+
+Tokens of factor 0 stay in the step's denominator: a mask removes a gradient and does not raise the others'.
+
+Sources: truncated importance sampling, IMPALA (arXiv 1802.01561), for engines that differ from the trainer
+https://fengyao.notion.site/off-policy-rl; mask, IcePop (arXiv 2510.18855); estimators k1, k2, k3
+http://joschu.net/blog/kl-approx.html.
+
+Fails with ConfigError if the loss would be corrected twice, or has a teacher too many or too few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
+from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.loss.corrections import ESTIMATORS, correction
-from asyncrl.learner.algorithm.losses import TokenLosses, find_loss
-from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
-from asyncrl.outcome import LONGEST_NAME, MOST_NAMES
-from asyncrl.workers.user_code import describe, find_place
+from asyncrl.learner.algorithm.losses import Loss, Traits
+from asyncrl.learner.algorithm.token_batch import LOG_RATIO_LIMIT, TokenBatch, log_ratio
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda r: -r,
+    "k2": lambda r: r.square() / 2,
+    "k3": lambda r: r.exp() - 1 - r,
+}
+"""Estimators on the log-ratio r = log(p / q) of a token sampled from q, nats; their mean is KL(q || p) (k2 nearly)."""
 
 
 class Objective:
     """The objective of a run."""
 
-    def __init__(self, config: LearnerConfig) -> None:
-        self._name = config.loss
-        self._loss, self.traits = find_loss(config)
+    def __init__(self, config: LearnerConfig, loss: Loss, traits: Traits) -> None:
+        self._loss, self.traits = loss, traits
         weight = config.correction.weight
         if self.traits.corrects and weight not in ("auto", "none"):
             problem = f'is "{weight}", but the loss {config.loss} corrects itself'
@@ -46,8 +62,6 @@ class Objective:
         self._correction = config.correction.model_copy(update={"weight": weight})
         self._kl = config.kl
         self._cap, self._entropy_bonus = config.tis_cap, config.entropy_bonus
-        self._names: frozenset[str] | None = None
-        """Names of the sums of the loss, once it was called."""
 
     @property
     def skips_zero_advantages(self) -> bool:
@@ -66,7 +80,7 @@ class Objective:
 
     def __call__(self, batch: TokenBatch, denominator: float) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The micro-batch's share of the objective, a scalar with a gradient, and named sums over its tokens."""
-        values, sums = self._token_losses(batch)
+        values, sums = self._loss(batch=batch)
         factor, corrected = correction(batch, self._correction, self._cap)
         total = factor * values
         sums = {**sums, **corrected}
@@ -78,46 +92,56 @@ class Objective:
             total = total - self._entropy_bonus * batch.entropies
         return (batch.weights * total).sum() / denominator, sums
 
-    def _token_losses(self, batch: TokenBatch) -> TokenLosses:
-        try:
-            values, sums = self._loss(batch=batch)
-        except Exception as error:
-            raise ConfigError([f"learner.loss: {self._name} failed: {describe(error)}"]) from error
-        if values.shape != batch.logprobs.shape:
-            told = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
-            raise ConfigError([f"learner.loss: {self._name} returned losses of shape {told}; it must be one for each"])
-        if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
-            place = find_place(self._name)
-            told = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
-            allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
-            raise ConfigError(
-                [f"learner.loss: {self._name}{f' ({place})' if place else ''} returned {told}; {allowed}"]
-            )
-        for name, value in sums.items():
-            if not isinstance(value, Tensor) or value.dim():
-                told = f"returned as {name!r} what is no sum; it must be a tensor of one number"
-                raise ConfigError([f"learner.loss: {self._name} {told}"])
-        names = frozenset(sums)
-        self._names = names if self._names is None else self._names
-        if names != self._names:
-            told = f"{sorted(self._names)} with one batch and {sorted(names)} with another; names must be the same"
-            raise ConfigError([f"learner.loss: {self._name} returned the sums {told}"])
-        return values, {name: value.detach() for name, value in sums.items()}
-
 
 def kl_losses(batch: TokenBatch, estimator: str, cap: float) -> Tensor:
-    """Divergence from the frozen reference in the loss, float32 [N] with a gradient, nats; see kl_reward.py too.
+    """Divergence from the frozen reference in the loss, float32 [N] with a gradient, nats; see scoring.py too.
 
-    With x = log(pi_ref / pi), the estimators of KL(pi || pi_ref) on a token sampled from pi are k1 = -x, k2 = x^2 / 2
-    and k3 = exp(x) - 1 - x (http://joschu.net/blog/kl-approx.html).
+    With x = log(pi_ref / pi), a token sampled from pi gives the estimators k1 = -x, k2 = x^2 / 2 and k3 = exp(x) - 1 -
+    x of KL(pi || pi_ref) (http://joschu.net/blog/kl-approx.html).
 
-    The gradient of an estimator is not that of the divergence, and tokens are not sampled from pi. Both are put
-    right by the importance weight w = min(pi / pi_behaviour, cap): k1 and k3 are multiplied by w with its gradient, k2
-    by sg(w). Where w is below the cap, each then has the gradient of the divergence in the mean, w * k1 * grad log pi
-    (for k1 with w * grad log pi besides, whose mean is 0). k3: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+    The gradient of an estimator is not that of the divergence, and tokens are not sampled from pi. The importance
+    weight w = min(pi / pi_behaviour, cap) corrects both: it multiplies k1 and k3 with its gradient, k2 as sg(w). Below
+    the cap each then has, in the mean, the gradient of the divergence, w * k1 * grad log pi; k1 adds w * grad log pi,
+    whose mean is 0. k3: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
     """
     assert batch.reference is not None
     importance = log_ratio(batch.logprobs, batch.behaviour).exp().clamp(max=cap)
     if estimator == "k2":
         importance = importance.detach()
     return importance * ESTIMATORS[estimator](log_ratio(batch.reference, batch.logprobs))
+
+
+def correction(batch: TokenBatch, config: CorrectionConfig, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The factor of each token, float32 [N] without a gradient, and named sums over tokens."""
+    with torch.no_grad():
+        ratio = log_ratio(batch.proximal.detach(), batch.behaviour)
+        factor, sums = torch.ones_like(ratio), {}
+        real = batch.weights > 0
+        if config.weight == "token":
+            factor = ratio.exp().clamp(max=cap)
+        elif config.weight == "sequence":
+            # The sum leaves the limit that each of its terms keeps.
+            whole = batch.sum_by_sequence(ratio).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            factor = whole.exp().clamp(max=cap)
+        if config.mask is not None:
+            low, high = config.mask
+            outside = (ratio.exp() < low) | (ratio.exp() > high)
+            factor = torch.where(outside, 0.0, factor)
+            sums["masked_fraction"] = (outside & real).sum()
+        if config.reject is not None:
+            refused = rejected(batch, ratio, config.reject)
+            factor = torch.where(refused, 0.0, factor)
+            sums["rejected_fraction"] = (refused & real).sum()
+        return factor, sums
+
+
+def rejected(batch: TokenBatch, ratio: Tensor, config: RejectConfig) -> Tensor:
+    """Whether each token's sequence is out of bounds, bool [N]; ``ratio`` is log rho, [N]."""
+    values = ESTIMATORS[config.estimator](ratio)
+    if config.over == "max":
+        # k1 is negative for a token that became likelier, which is just as far from the sampler.
+        measure = batch.max_by_sequence(values.abs())
+    else:
+        whole = batch.sum_by_sequence(values) if config.over == "sum" else batch.mean_by_sequence(values)
+        measure = whole.abs()
+    return measure > config.limit

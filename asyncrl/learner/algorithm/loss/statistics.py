@@ -43,8 +43,8 @@ class TokenSums:
 
         ``policy/behaviour_kl``: KL(behaviour || theta) by the k3 estimator mean(r - 1 - log r)
         (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share
-        of the sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL on the tokens of equal
-        weights: the drift of engine and trainer apart; with its count, and absent without such tokens.
+        of the sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL on tokens that the very same
+        weights sampled, which shows how far engine and trainer differ; with its count, and absent without such tokens.
         """
         if not self.count:
             return {}

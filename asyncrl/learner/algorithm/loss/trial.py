@@ -17,9 +17,9 @@ import torch
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.advantages import ScoredGroup, find_advantage
-from asyncrl.learner.algorithm.loss.objective import Objective
+from asyncrl.learner.algorithm.advantage.advantages import ScoredGroup
 from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.user_functions import find_advantage, make_objective
 from asyncrl.workers.user_code import describe
 
 LENGTHS = (3, 2)
@@ -52,10 +52,6 @@ class _AnyComponent(dict[str, np.ndarray]):
 
 
 def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
-    try:
-        advantage = find_advantage(config)
-    except ConfigError as error:
-        return error.problems
     groups = [
         ScoredGroup(
             uid=f"trial-{number}",
@@ -67,9 +63,9 @@ def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
         for number in range(2)
     ]
     try:
-        advantage(groups)
-    except Exception as error:
-        return [f"learner.advantage: {config.advantage} failed on made-up groups: {describe(error)}"]
+        find_advantage(config)(groups)
+    except ConfigError as error:
+        return error.problems
     return []
 
 
@@ -91,7 +87,7 @@ def _of_loss(config: LearnerConfig) -> list[str]:
         teacher=others[3],
     )
     try:
-        objective, _ = Objective(config)(batch, float(count))
+        objective, _ = make_objective(config)(batch, float(count))
         torch.autograd.backward(objective)
     except ConfigError as error:
         return error.problems

@@ -1,1 +1,1 @@
-"""The plan of a step: batches, packed rows, micro-batches."""
+"""The plan of a step: packed rows, micro-batches, weights of tokens."""

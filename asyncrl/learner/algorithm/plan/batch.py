@@ -1,53 +1,50 @@
-"""The plan of a step, from its groups to the work of each rank: advantages, packed micro-batches, and the
-denominator.
+"""The plan of a step, from its groups to the work of each rank: advantages, packed micro-batches, the denominator.
 
-Everything here is a pure function of its arguments, in numpy; torch is not imported. Advantages are taken
-over whole groups before anything is split. The denominator is the step's, over all ranks and micro-batches,
-fixed here.
+Pure functions in numpy; torch is not imported. Advantages are computed over whole groups before anything is split.
 
-A sequence is its prompt and its tokens up to the last that is trained, which is left out: position i of it predicts
-token i + 1. The arrays that the loss needs (targets, behaviour log-probs, advantages ...) exist only at the positions
-that predict a loss token, and ``predict`` says where these are. Sequences of a group behind the same prompt may share
-their common beginning (sharing.py); that changes the work and nothing else.
+    loss = (1 / denominator) * sum over all tokens of the step of weight * token loss
 
-Trained are the sampled tokens, each in the one sequence where that is its role; context, and tokens repeated from
-another sequence, are computed and have no loss. A sequence with no loss token is not computed at all; neither is one
-whose advantages are all 0, where the objective has nothing but multiples of them: its tokens count in the denominator,
-and the gradient is the same without it.
+Weights and the denominator, over all ranks and micro-batches, are fixed here, so the gradient does not depend on how
+the step is cut. Their unit is the trajectory: a fork of its conversation into several sequences changes no weight.
 
-A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in its group's baseline and
-in no loss, no denominator and no statistic of the policy; so do tokens staler than ``staleness.max`` unless
+A sequence is its prompt and its tokens up to the last trained one, which is only a target: position i predicts token
+i + 1. The arrays of the loss (targets, behaviour log-probs, advantages) exist only at the positions in ``predict``,
+whose next token has a loss. Sequences behind the same prompt may share their beginning (packing.py), which changes the
+work and nothing else.
+
+Every sampled token is trained in exactly one sequence. Context, and tokens repeated from another sequence, are computed
+and have no loss. A sequence without a loss token is not computed. Neither is a sequence whose advantages are all 0, if
+the objective is a multiple of the advantage: its tokens count in the denominator, and its gradient is 0.
+
+A masked trajectory (cut by a limit under ``reward.truncated = "mask"``) counts in the baseline of its group, but in no
+loss, no denominator and no statistic of the policy. The same holds for tokens staler than ``staleness.max``, unless
 ``staleness.late`` is "train".
 
-A step has one update or several, each from its share of the groups: advantages are taken over the whole step, and each
-update has the denominator of its own tokens.
+A step has one update or several, each from its share of the groups. Advantages are those of the whole step; each update
+has the denominator of its own tokens.
 
-Fails with ValueError for a group that ``check_group`` would have refused, and ConfigError where the user's advantage
-fails.
+Fails with ValueError for a group that ``check_group`` would have refused, and as the advantage does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.advantages import Advantages, Penalties, ScoredGroup, find_advantage
-from asyncrl.learner.algorithm.advantage.group_check import check_group
+from asyncrl.learner.algorithm.advantage.advantages import Advantage, Advantages, Penalties, ScoredGroup
+from asyncrl.learner.algorithm.advantage.group_check import check_group, turns_past
 from asyncrl.learner.algorithm.advantage.group_metrics import (
     reward_metrics,
     rewards_of,
     rollout_metrics,
     staleness_metrics,
 )
-from asyncrl.learner.algorithm.advantage.signal import turns_past
-from asyncrl.learner.algorithm.plan.aggregation import step_denominator, token_weight
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
-from asyncrl.learner.algorithm.plan.packing import pack
-from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, find_sharing, nothing_shared
+from asyncrl.learner.algorithm.plan.packing import SharedPrompts, find_sharing, nothing_shared, pack
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.trajectories import (
@@ -57,7 +54,6 @@ from asyncrl.trajectories import (
     sampled_spans,
     sampled_tokens,
 )
-from asyncrl.workers.user_code import describe
 
 GroupScores = list[list[np.ndarray]]
 """A value for each sampled token: for each trajectory and each of its sequences, float64 [S]."""
@@ -65,7 +61,7 @@ GroupScores = list[list[np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class SequenceId:
-    """Name of a sequence: its group's uid, its trajectory in that, and its number in the trajectory."""
+    """A sequence by its group's uid, its trajectory and its number in the trajectory."""
 
     uid: str
     sample: int
@@ -97,8 +93,8 @@ class UpdatePlan:
     denominator: float
     """Denominator of the sum of weighted token losses over the whole update."""
     sequences: list[SequenceId]
-    """Every sequence that has a loss, in the order of groups and trajectories, those that are left out as 0 included;
-    none in a warm step."""
+    """Every sequence that has a loss, in the order of groups and trajectories, also if its advantages are 0; empty in a
+    warm step."""
     tokens: int
     """Tokens computed by all ranks, prompts and conversations included; common beginnings in a row once."""
     supervised: SupervisedPlan | None = None
@@ -135,9 +131,37 @@ class StepPlan:
         return [sequence for update in self.updates for sequence in update.sequences]
 
 
+Aggregation = Literal["token", "sequence", "constant"]
+
+
+def token_weight(aggregation: Aggregation, loss_tokens: int) -> float:
+    """Weight of each of the ``loss_tokens`` (at least 1) of a trajectory.
+
+    token, constant: 1. sequence: 1 / loss_tokens, so that a trajectory counts by its mean.
+    """
+    return 1.0 / loss_tokens if aggregation == "sequence" else 1.0
+
+
+def step_denominator(aggregation: Aggregation, loss_tokens: Sequence[int], max_tokens: int) -> float:
+    """Denominator of the step's weighted sum; ``loss_tokens`` holds one count (>= 1) for each trajectory.
+
+    token: all loss tokens (DAPO, arXiv 2503.14476, eq. 12). sequence: trajectories (GRPO, arXiv 2402.03300, eq.
+    3). constant: trajectories * max_tokens (Dr. GRPO, arXiv 2503.20783, section 3.2). 1 for a step without
+    any.
+    """
+    if not loss_tokens:
+        return 1.0
+    if aggregation == "token":
+        return float(sum(loss_tokens))
+    if aggregation == "sequence":
+        return float(len(loss_tokens))
+    return float(len(loss_tokens) * max_tokens)
+
+
 def build_step(
     groups: Sequence[Group],
     *,
+    advantage: Advantage,
     penalties: Penalties | None = None,
     teacher: Sequence[GroupScores] | None = None,
     version: int,
@@ -150,13 +174,12 @@ def build_step(
 ) -> StepPlan:
     """The plan of one optimizer step.
 
-    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)).
-    ``penalties`` are subtracted from the rewards of ``groups``, in the advantages alone; ``teacher`` has the log-probs
-    of ``groups`` by one on a server. ``version`` is the newest published version and ``fresh`` whether no step was
-    taken since it was. ``packed`` False puts each sequence in a row of its own; ``shared`` has rows compute the common
-    beginning of a group's sequences once. ``skip_zero_advantages``: a token of
-    advantage 0 has no gradient (objective.py), so that a sequence of such tokens alone is not computed, unless the
-    update has no other.
+    ``groups`` are trained, in the order given (the caller orders them by (epoch, index)); ``advantage`` scores them.
+    ``penalties`` are subtracted from the rewards, in the advantages only; ``teacher`` holds log-probs of ``groups`` by
+    a teacher on a server. ``version`` is the newest published version, ``fresh`` whether no step was taken since.
+    ``packed`` False puts each sequence in a row of its own; ``shared`` lets rows compute the common beginning of a
+    group's sequences once. With ``skip_zero_advantages`` a token of advantage 0 has no gradient (objective.py): a
+    sequence of such tokens is not computed, unless the update has no other.
     """
     learner = config.learner
     for group in groups:
@@ -165,7 +188,7 @@ def build_step(
     masking = config.reward.truncated == "mask"
     oldest = version - config.staleness.max if config.staleness.hard else None
     updates: list[UpdatePlan] = []
-    advantages = _advantages(groups, penalties, config)
+    advantages = _advantages(groups, penalties, advantage)
     for share in np.array_split(np.arange(len(groups)), learner.updates_per_batch):
         sequences: list[SampledSequence] = []
         weights: list[float] = []
@@ -224,7 +247,7 @@ def step_metrics(trained: Sequence[Group], filtered: Sequence[Group], version: i
 
 
 def scored_group(group: Group) -> ScoredGroup:
-    """The trajectories of a group as an advantage takes them."""
+    """The trajectories of a group as an advantage sees them."""
     trajectories = group.trajectories
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.components)
     return ScoredGroup(
@@ -239,23 +262,18 @@ def scored_group(group: Group) -> ScoredGroup:
     )
 
 
-def _advantages(groups: Sequence[Group], penalties: Penalties | None, config: Config) -> Advantages:
+def _advantages(groups: Sequence[Group], penalties: Penalties | None, advantage: Advantage) -> Advantages:
     if not groups:
         return []
     scored = [scored_group(group) for group in groups]
     if penalties is not None:
         shares = zip(scored, penalties.total, penalties.past, strict=True)
         scored = [_charged(group, total, past) for group, total, past in shares]
-    try:
-        return find_advantage(config.learner)(scored)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError([f"learner.advantage: {config.learner.advantage} failed: {describe(error)}"]) from error
+    return advantage(scored)
 
 
 def _charged(group: ScoredGroup, total: np.ndarray, past: Sequence[np.ndarray]) -> ScoredGroup:
-    """The group with the penalties subtracted: those of earlier turns are past, as the rewards of these are."""
+    """The group with the penalties subtracted; those of earlier turns are past, like their rewards."""
     turns = [earned - lost for earned, lost in zip(group.past, past, strict=True)]
     return replace(group, rewards=group.rewards - total, past=turns)
 
@@ -268,7 +286,8 @@ def _trained_sequences(
     oldest: int | None,
     teacher: Sequence[np.ndarray] | None,
 ) -> list[SampledSequence]:
-    """Sequences that have a loss; ``advantages`` is float64 [turns], tokens of versions before ``oldest`` have none."""
+    """Sequences that have a loss; ``advantages`` is float64 [turns]; tokens of versions before ``oldest`` have no
+    loss."""
     found, turn = [], 0
     values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
@@ -314,7 +333,7 @@ def _lengths(spans: Sequence[VersionSpan]) -> list[int]:
 
 
 class SampledSequence:
-    """A sequence of the policy's as the learner computes it.
+    """A sequence of the policy as the learner computes it.
 
     ``advantages`` float32, ``stale`` int32 and ``teacher`` are [S]; ``kept`` chooses among them, None all.
     """
@@ -333,7 +352,7 @@ class SampledSequence:
             return values if kept is None else values[kept]
 
         self.id = name
-        # All of its tokens are sampled and trained: no place need be looked up.
+        # All of its tokens are sampled and trained: no positions are looked up.
         if kept is None and len(sequence.logprobs) == len(sequence.tokens):
             last = len(sequence.tokens) - 1
             self.predict = np.arange(len(prompt_ids) - 1, len(prompt_ids) + last, dtype=np.int32)

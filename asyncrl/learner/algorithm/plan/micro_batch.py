@@ -1,13 +1,10 @@
 """A packed row as a rank computes it: pieces of sequences, and the loss's arrays at each token that has one. Pure.
 
-A piece is tokens that stand side by side: a whole sequence, the common beginning of several sequences of the row, or
-the rest of one of these. So a beginning that sequences share is in the row once, and each sequence's tokens are those
-of the piece before its own, where it has one, and its own. Sequences that end with their common beginning have no piece
-of their own.
+A piece is a run of tokens: a whole sequence, the common beginning of several sequences, or the rest of one of them. A
+shared beginning is in the row once. The tokens of a sequence are those of the piece before its own, if it has one, and
+its own. A sequence that ends with its common beginning has no piece of its own.
 
 Invariant: the tokens that a sequence predicts, and those before each, do not depend on other sequences of its row.
-
-Fails with nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.learner.algorithm.plan.sharing import SharedPrompts
+from asyncrl.learner.algorithm.plan.packing import SharedPrompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ def make_micro_batches(
     ranks: Sequence[Sequence[Sequence[int]]],
     sharing: SharedPrompts,
 ) -> list[list[MicroBatch]]:
-    """Rows of each rank, given by the indices of their sequences; a filler where there are none.
+    """Rows of each rank, given by the indices of their sequences; a filler for an empty one.
 
     ``weights`` has the weight of each sequence's tokens.
     """

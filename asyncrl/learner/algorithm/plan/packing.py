@@ -1,28 +1,68 @@
-"""Packing: the choice of the sequences that share a row, and of the rows that each rank computes.
+"""Packing: the sequences that share a row, and the rows of each rank. Pure.
 
-A pure function of the lengths and of the common beginnings. It keeps: every sequence is in exactly one row; a
-row computes at most ``budget`` tokens unless it is one longer sequence by itself, where a common beginning of several
-of a row counts once; every rank has the same number of rows, empty ones filled up by the caller. Ranks meet in every
-layer of every micro-batch, so a micro-batch takes as long as its slowest rank: rows of like cost are put side by side.
+Samples of a group begin with the same prompt, and often with the same first tokens. Sequences behind one prompt are a
+family; its prefix is the longest beginning that all of them have. A causal model computes the same for the prefix in
+each of them, so a row computes it once.
 
-A family stays together in a row, unless it does not fit into one, or the ranks would wait for one another longer than
-it takes to compute its prefix in several rows.
+Invariants: every sequence is in one family and in exactly one row. A row computes at most ``budget`` tokens, unless it
+is one longer sequence. Every rank has the same number of rows; the caller fills empty ones.
+
+Ranks meet in every layer, so a micro-batch takes as long as its slowest rank: rows of similar cost run side by side. A
+family stays in one row, unless it does not fit, or the ranks would wait longer than its prefix takes in several rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.learner.algorithm.plan.sharing import SharedPrompts, nothing_shared
-
 LINEAR_TOKENS = 4096
-"""Length at which attention's quadratic part costs as much as everything linear (about 6 times the width of a
-layer in matrix products against 2 times the length: a model of width 1,300 or so).
-"""
+"""Length at which the quadratic part of attention costs as much as all matrix products: about 3 times the width of a
+layer, here 1,300."""
 Ranks = list[list[list[int]]]
 """Indices of sequences: [rank][micro-batch][sequence], ascending in a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """Families of the sequences of an update, by their index."""
+
+    family: np.ndarray
+    """Family of each sequence, counted from 0: int64 [n]."""
+    prefix: np.ndarray
+    """Tokens with which all of the sequence's family begin: int64 [n]; 0 where the family has no other sequence."""
+
+    def among(self, chosen: Sequence[int]) -> SharedPrompts:
+        """Families of these sequences alone, in this order."""
+        indices = np.asarray(chosen, np.int64)
+        return SharedPrompts(self.family[indices], self.prefix[indices])
+
+
+def nothing_shared(count: int) -> SharedPrompts:
+    """A family of its own for each of ``count`` sequences."""
+    return SharedPrompts(np.arange(count), np.zeros(count, np.int64))
+
+
+def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> SharedPrompts:
+    """Families of sequences, given by their token ids: those of equal ``keys`` are one."""
+    families: dict[Hashable, list[int]] = {}
+    for i, key in enumerate(keys):
+        families.setdefault(key, []).append(i)
+    found = nothing_shared(len(sequences))
+    for number, members in enumerate(families.values()):
+        found.family[members] = number
+        found.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
+    return found
+
+
+def _common(sequences: Sequence[np.ndarray]) -> int:
+    """Length of the longest common prefix."""
+    shortest = min(map(len, sequences))
+    stacked = np.stack([sequence[:shortest] for sequence in sequences])
+    different = (stacked != stacked[0]).any(axis=0)
+    return int(different.argmax()) if different.any() else shortest
 
 
 def cost(lengths: np.ndarray) -> np.ndarray:
@@ -35,7 +75,7 @@ def cost(lengths: np.ndarray) -> np.ndarray:
 class Sizes:
     """Tokens and cost of sequences in a row, by their indices: a common beginning of several counts once.
 
-    With a prefix of P tokens a rest of R more attends to P + R: it costs as a sequence of P + R does, less one of P.
+    A rest of R tokens behind a prefix of P attends to P + R tokens: it costs a sequence of P + R less one of P.
     """
 
     def __init__(self, lengths: Sequence[int], sharing: SharedPrompts) -> None:

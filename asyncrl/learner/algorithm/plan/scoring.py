@@ -1,26 +1,48 @@
-"""A scoring pass over the groups of a step before its plan is made: all sampled tokens, cut up for the ranks as a
-step is. Pure; torch is not imported.
+"""Log-probs of a step's groups before it is planned, and the KL penalty that they give. Pure; torch is not imported.
 
-Scored is every sampled token, also one that is masked or late and has no loss: the rewards of all trajectories of a
-group are in its baseline. Invariant: the result has one value for each sampled token in the order of
-``Sequence.logprobs``, however the pass was cut.
+A scoring pass covers every sampled token, also masked or late ones without a loss, since the rewards of all
+trajectories are in the baseline of their group. Invariant: it gives one value for each sampled token in the order of
+``Sequence.logprobs``, however the pass was cut for the ranks.
 
-Fails with nothing: the groups have been checked.
+With ``learner.kl.place = "reward"`` the divergence from a frozen reference is a part of the reward:
+
+    penalty of a token = coefficient * k(log(pi_b / pi_ref)),   k = k1 by default
+
+pi_b is the policy that sampled the token, as the engine reported it; the mean of each estimator on its own samples is
+KL(pi_b || pi_ref) (k2 nearly; http://joschu.net/blog/kl-approx.html). The penalties of a trajectory are subtracted from
+its reward before the advantages are computed, as in InstructGPT (arXiv 2203.02155, eq. 2; arXiv 1909.08593, section 2),
+so they are in the baseline too. A turn is charged with all of them except those of earlier turns of its sequence. No
+gradient passes through the penalty, and dynamic sampling still compares the original rewards.
+
+Fails with NonFiniteStep if a log-prob of the reference is not finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.config.algorithm import KLConfig
+from asyncrl.errors import NonFiniteStep
+from asyncrl.learner.algorithm.advantage.advantages import Penalties
 from asyncrl.learner.algorithm.plan.batch import GroupScores, SampledSequence, sharing_of
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, make_micro_batches
 from asyncrl.learner.algorithm.plan.packing import pack
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.trajectories import past_rewards
+
+LOG_RATIO_LIMIT = 20.0
+"""Nats at which a log-ratio is clamped, as in a loss."""
+ESTIMATORS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "k1": lambda r: r,
+    "k2": lambda r: r**2 / 2,
+    "k3": lambda r: np.exp(-r) - 1 + r,
+}
+"""Estimators by name, as functions of r = log(pi_b / pi_ref)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +104,38 @@ def by_group(groups: Sequence[Group], values: Sequence[np.ndarray]) -> list[Grou
         ]
         for group in groups
     ]
+
+
+def kl_penalties(
+    groups: Sequence[Group], reference: Sequence[GroupScores], config: KLConfig, *, step: int
+) -> Penalties:
+    """The penalties of a step from the reference's log-probs, nats. Raises NonFiniteStep."""
+    estimate = ESTIMATORS[config.estimator_used]
+    total: list[np.ndarray] = []
+    past: list[list[np.ndarray]] = []
+    divergence, tokens = 0.0, 0
+    for group, of_group in zip(groups, reference, strict=True):
+        sums, befores = [], []
+        for trajectory, of_trajectory in zip(group.trajectories, of_group, strict=True):
+            turns, before = [np.zeros(0)], [np.zeros(0)]
+            for sequence, scores in zip(trajectory.sequences, of_trajectory, strict=True):
+                ratio = sequence.logprobs.astype(np.float64) - scores
+                if not np.isfinite(ratio).all():
+                    raise NonFiniteStep("log-probs by the reference", step=step, uids=[group.lease.uid])
+                values = estimate(np.clip(ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+                ends = np.cumsum(past_rewards(sequence)[1])
+                # These are the sums up to the beginning of each turn, and up to the end of the last.
+                sofar = np.concatenate([np.zeros(1), np.cumsum(values)])[np.concatenate([np.zeros(1, np.int64), ends])]
+                turns.append(np.diff(sofar))
+                before.append(sofar[:-1])
+                tokens += len(values)
+            sums.append(config.coefficient * float(np.concatenate(turns).sum()))
+            befores.append(config.coefficient * np.concatenate(before))
+        divergence += sum(sums)
+        total.append(np.array(sums))
+        past.append(befores)
+    count = sum(map(len, total))
+    metrics = {"reward/kl_penalty": divergence / max(1, count)}
+    if tokens:
+        metrics["policy/reference_kl"] = divergence / config.coefficient / tokens
+    return Penalties(total, past, metrics)

@@ -1,12 +1,10 @@
-"""Supervised plans: the conversations of a step, packed into micro-batches like all else. Pure; torch is not imported.
+"""Supervised plans: the conversations of a step, packed into micro-batches. Pure; torch is not imported.
 
     term = coefficient * (1 / tokens) * sum over the tokens with a loss of -log pi(token)
 
-Tokens are those of all ranks and micro-batches of the update: the term is the mean over its own tokens, for any
-denominator of the policy's loss. pi is at temperature 1, since somebody else wrote them. The conversations of a step
-with several updates are dealt out over these as its groups are, each share with its own mean.
-
-Fails with nothing: the conversations have been checked.
+The term is the mean over its own tokens, on all ranks; the denominator of the policy's loss plays no part. pi is at
+temperature 1: the policy did not sample these tokens. If a step has several updates, each gets a share of the
+conversations with its own mean.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.plan.batch import StepPlan, SupervisedPlan, UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
-from asyncrl.learner.algorithm.plan.packing import pack
-from asyncrl.learner.algorithm.plan.sharing import nothing_shared
+from asyncrl.learner.algorithm.plan.packing import nothing_shared, pack
 from asyncrl.sft.conversations import Conversations, TokenizedRow
 from asyncrl.sft.encoding import Encoded
 

@@ -1,37 +1,110 @@
-"""Attention over a packed row: each piece attends to itself and to the piece before it, at the cost of the sum of the
-products of their lengths.
+"""Attention over a packed row: each piece attends to itself and to the piece before it.
 
-transformers' own way with a packed row masks a T x T square, which costs as much as one sequence of T tokens.
-Registered with transformers under NAME; a model that runs with it gets ``sequence_lengths``, ``key_lengths`` and
-``key_index`` as keyword arguments of its forward and hands them down to every attention layer. Where a piece is a whole
-sequence, its keys are its own; a common beginning of several sequences is a piece of its own, whose keys and values are
-fetched for each of the rests, and collect the gradients of all.
+The cost is the sum of the products of lengths. transformers instead masks a T x T square, at the cost of one sequence
+of T tokens. There are two implementations, each registered with transformers under its own name:
 
-The lengths are tensors: as numbers they would be guards of torch.compile, and each count of sequences one graph
-more. The attention itself stays out of the graphs (``packed_attention`` is the one place that reads the lengths). It
-runs where the kernel of varlen.py does not.
+    VARLEN   one kernel: torch.nn.attention.varlen, which is flash attention on CUDA
+    PACKED   torch's dot-product attention, once for each run of pieces of equal lengths; for everything else
 
-Fails with NotImplementedError for attention that is more than causal dot-product, soft-capped or not (sinks,
-a bidirectional layer) and for a model that does not hand the lengths down. The start-up check (startup_check.py)
-tries it before it is used.
+A model that runs with one of them gets ``sequence_lengths``, ``key_lengths`` and ``key_index`` as keyword arguments of
+its forward and passes them to every attention layer; VARLEN also needs ``cu_seqlens``, ``cu_seqlens_k`` and
+``max_seqlen``. If a piece is a whole sequence, its keys are its own. A common beginning of several sequences is one
+piece. Its keys and values are fetched for each sequence, and collect the gradients of all of them.
+
+PACKED reads the lengths from tensors, outside the graphs of torch.compile. As numbers they would be guards, and each
+count of sequences would need another graph. VARLEN reads no values of a tensor, so a compiled layer stays one graph for
+every packing, and one more for shared beginnings. A layer that asks for more than the kernel can do takes PACKED;
+``refusal`` gives the reason. ``kernel_problem`` tries the kernel, forward and backward, where it is to run.
+
+Fails with NotImplementedError for other attention than causal dot-product, soft-capped or not (sinks, a bidirectional
+layer), and for a model that does not pass the lengths on. The checks at start (startup_check.py, sharded_check.py) try
+both before they are used.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
-NAME = "asyncrl_packed"
+PACKED, VARLEN = "asyncrl_packed", "asyncrl_varlen"
+"""Values of transformers' ``attn_implementation``."""
+DEVICE = "cuda"
+"""Type of device for which torch has the kernel."""
+CAPABILITY = (8, 0)
+"""Least capability of a device (Ampere)."""
+HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
+"""Dimensions of a head for which there is a kernel: multiples of the first number up to the second."""
+LEAST_LONGEST = 128
+"""Least value of ``max_seqlen``: a block of the kernel."""
+# Some pieces have one token, some are longer than the window, no length is round; two are behind the third.
+TRIED_LENGTHS = (33, 1, 70, 20, 1)
+TRIED_PREFIXES = (-1, -1, -1, 2, 2)
+TRIED_WINDOW = 16
+TRIED_DISTANCE = 0.05
+"""Largest distance of the kernel's results from float32, relative to their size; rounding to bfloat16 is 0.002."""
+# Before torch 2.12 keys and values need as many heads as queries.
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Pieces of a row of T tokens, in the order of the row (micro_batch.py)."""
+
+    lengths: tuple[int, ...]
+    """Length of each piece; sums to T."""
+    key_lengths: tuple[int, ...]
+    """Tokens that each attends to: the piece before it and itself; sums to K."""
+    positions: np.ndarray
+    """Position of each token, from 0 in each sequence: int64 [T]."""
+    key_index: np.ndarray | None
+    """Places in the row of the tokens that the pieces attend to: int64 [K]; None where it is the row as it stands."""
+
+
+def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.ndarray | None = None) -> Pieces:
+    """Pieces of these lengths; ``prefixes`` as in MicroBatch, None where each piece is a whole sequence."""
+    own = np.asarray(lengths, np.int64)
+    before = np.full(len(own), -1) if prefixes is None else np.asarray(prefixes)
+    starts = np.cumsum(own) - own
+    # -1 fetches the last length, which ``where`` leaves out.
+    skipped = np.where(before >= 0, own[before], 0)
+    index: np.ndarray | None = None
+    if (before >= 0).any():
+        seen = [at for pair in zip(before.tolist(), range(len(own)), strict=True) for at in pair if at >= 0]
+        index = np.concatenate([np.arange(starts[at], starts[at] + own[at]) for at in seen])
+    return Pieces(
+        lengths=tuple(own.tolist()),
+        key_lengths=tuple((own + skipped).tolist()),
+        positions=np.arange(own.sum()) - np.repeat(starts - skipped, own),
+        key_index=index,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention heads of a layer."""
+
+    queries: int
+    keys: int
+    width: int
+    """Dimension of each head."""
+    softcap: float | None = None
+    """Bound of the scores."""
 
 
 def register() -> None:
-    """Make NAME a value of transformers' ``attn_implementation``. Idempotent."""
+    """Make PACKED and VARLEN values of transformers' ``attn_implementation``. Idempotent."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(PACKED, packed_attention)
+    AttentionInterface.register(VARLEN, varlen_attention)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -52,9 +125,9 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of one packed row, in the form that transformers calls.
 
-    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv heads, T, D]; ``sequence_lengths`` int64 on the CPU, sums
-    to T, and likewise ``key_lengths`` to the K tokens that ``key_index`` fetches; without it keys are as they stand.
-    Returns [1, T, heads, D]. ``attention_mask`` is not looked at: the lengths say it all.
+    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv heads, T, D]. ``sequence_lengths``, int64 on the CPU, sums
+    to T; ``key_lengths`` to the K tokens that ``key_index`` fetches. Without an index, keys and values stay in place.
+    Returns [1, T, heads, D]. ``attention_mask`` is ignored: the lengths replace it.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -65,7 +138,7 @@ def packed_attention(
     else:
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     assert key_lengths is not None
-    # Pieces of equal lengths, side by side, are taken together.
+    # Neighbouring pieces of equal lengths are computed together.
     runs = [
         (len(list(run)), *shape)
         for shape, run in groupby(zip(sequence_lengths.tolist(), key_lengths.tolist(), strict=True))
@@ -76,7 +149,7 @@ def packed_attention(
     for (count, length, seen), q, k, v in zip(runs, queries, keys, values, strict=True):
         # [1, heads, count * length, D] becomes [count, heads, length, D].
         q, k, v = (x[0].view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
-        # torch's own causal mask aligns the first query with the first key: it is none behind a common beginning.
+        # torch's causal mask aligns the first query with the first key, which is wrong behind a common beginning.
         mask = None
         if softcap is not None or length != seen or (sliding_window is not None and length > sliding_window):
             mask = _mask(length, seen, sliding_window, q)
@@ -100,7 +173,7 @@ def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict[str, Any], lengths: Tensor | None) -> None:
-    """Raise NotImplementedError for attention that is more than causal, or that is not told the lengths."""
+    """Raise NotImplementedError for attention that is not causal, or does not get the lengths."""
     if lengths is None:
         raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
     if kwargs.get("s_aux") is not None:
@@ -121,7 +194,7 @@ def _soft_capped(
 ) -> Tensor:
     """Attention of sequences of equal lengths with scores s bounded as c tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
-    torch's dot-product attention has no such bound, and would leave it out without a word.
+    torch's dot-product attention has no such bound, and would silently leave it out.
     """
     each = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
@@ -130,3 +203,168 @@ def _soft_capped(
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = torch.dropout(weights, dropout, train=dropout > 0.0)
     return (weights @ value).transpose(1, 2)
+
+
+def refusal(
+    *, device: str, dtype: torch.dtype, head: int, value_head: int, softcap: float | None = None, dropout: float = 0.0
+) -> str | None:
+    """Reason that the kernel cannot attend so, None where it can; ``head`` and ``value_head`` are dimensions. Pure."""
+    if device != DEVICE:
+        return f"the kernel is for {DEVICE} alone"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "the kernel computes in bfloat16 and float16 alone"
+    if head != value_head:
+        return "heads of values have another dimension than those of queries"
+    if head % HEAD_MULTIPLE or head > LARGEST_HEAD:
+        return f"the kernel has heads of a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD} dimensions"
+    if softcap is not None:
+        return "the kernel has no soft cap"
+    if dropout:
+        return "the kernel has no dropout"
+    return None
+
+
+def round_longest(length: int) -> int:
+    """``max_seqlen`` for a longest sequence: the next power of 2, so that there are few, should one make a graph."""
+    return max(LEAST_LONGEST, 1 << (length - 1).bit_length())
+
+
+def cumulate(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """``cu_seqlens`` of sequences of these lengths: int32 [sequences + 1], the beginning of each, and the end."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def varlen_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    sequence_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    key_index: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen: int = 0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of one packed row, in the form that transformers calls; as ``packed_attention``."""
+    reason = refusal(
+        device=query.device.type,
+        dtype=query.dtype,
+        head=query.shape[-1],
+        value_head=value.shape[-1],
+        softcap=softcap,
+        dropout=dropout,
+    )
+    if reason is not None:
+        attended: tuple[Tensor, None] = packed_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            sequence_lengths=sequence_lengths,
+            key_lengths=key_lengths,
+            key_index=key_index,
+            softcap=softcap,
+            **kwargs,
+        )
+        return attended
+    refuse_unknown(module, kwargs, cu_seqlens)
+    assert cu_seqlens is not None
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if key_index is not None:
+        # In float32, so that the gradients of a shared key are summed in it.
+        key, value = (x.float().index_select(0, key_index).to(x.dtype) for x in (key, value))
+    output = attend(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens if cu_seqlens_k is None else cu_seqlens_k,
+        max_seqlen,
+        scaling=scaling,
+        sliding_window=sliding_window,
+    )
+    return output[None], None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """The kernel: ``query`` [T, heads, D], ``key`` and ``value`` [K, kv heads, D]; returns [T, heads, D].
+
+    A position sees itself and the ``sliding_window`` - 1 before it.
+    """
+    gqa = query.shape[1] != key.shape[1]
+    if gqa and not _HAS_GQA:
+        each = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
+    # The kernel counts positions before it.
+    window = (-1 if sliding_window is None else sliding_window - 1, 0)
+    named: dict[str, Any] = {"enable_gqa": gqa} if _HAS_GQA else {}
+    output = varlen.varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen, scale=scaling, window_size=window, **named
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, windowed: bool) -> str | None:
+    """Reason that this device cannot use the kernel, None where it can: tried on random numbers, gradients as well."""
+    reason = refusal(device=device.type, dtype=dtype, head=heads.width, value_head=heads.width, softcap=heads.softcap)
+    if reason is None and device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        reason = f"the kernel needs a device of capability {CAPABILITY[0]}.{CAPABILITY[1]}"
+    if reason is not None:
+        return reason
+    generator, pieces = torch.Generator().manual_seed(0), connect(TRIED_LENGTHS, TRIED_PREFIXES)
+    values = [
+        torch.randn(1, count, sum(pieces.lengths), heads.width, generator=generator).to(device, dtype)
+        for count in (heads.queries, heads.keys, heads.keys)
+    ]
+    window = TRIED_WINDOW if windowed else None
+    told = {
+        "sliding_window": window,
+        "sequence_lengths": torch.tensor(pieces.lengths),
+        "key_lengths": torch.tensor(pieces.key_lengths),
+        "key_index": torch.as_tensor(pieces.key_index).to(device),
+        "cu_seqlens": cumulate(pieces.lengths, device),
+        "cu_seqlens_k": cumulate(pieces.key_lengths, device),
+        "max_seqlen": round_longest(max(pieces.key_lengths)),
+    }
+    module = nn.Module()
+    module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
+    try:
+        found = _with_gradients(varlen_attention, module, values, told)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    exact = _with_gradients(packed_attention, module, [x.float() for x in values], told)
+    for ours, truth in zip(found, exact, strict=True):
+        distance = float((ours.float() - truth).norm() / truth.norm())
+        # A distance that is not a number fails too.
+        if not distance <= TRIED_DISTANCE:
+            return f"what the kernel gives is {distance:.2g} away from float32, relative to its size"
+    return None
+
+
+def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], told: dict[str, Any]) -> list[Tensor]:
+    """Output of an attention, and the gradient of its sum of squares by query, key and value."""
+    leaves = [x.detach().requires_grad_() for x in values]
+    output = attention(module, *leaves, None, **told)[0]
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]

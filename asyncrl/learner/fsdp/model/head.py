@@ -1,10 +1,8 @@
 """Log-probs and entropies from hidden states, without the logits of all positions at once.
 
-The head is applied to chunks of positions, in the forward pass and again in the backward pass. It keeps: the gradient
-of the head's weights is summed over chunks in float32, for every compute type, so that it does not get worse with
-their number. A frozen head gets none, and no memory for one.
-
-Fails as torch does when a chunk's logits do not fit.
+The head is applied to chunks of positions, in the forward pass and again in the backward pass. Invariant: the gradient
+of the head's weights is summed over chunks in float32, in every compute type, so more chunks do not make it worse. A
+frozen head gets no gradient and no memory for one.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ def score_logits(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N].
 
-    The entropy has a gradient where it is asked for, at the price of one more [N, V] in the backward pass.
+    With ``entropy_gradient`` the entropy has a gradient, at the cost of one more [N, V] in the backward pass.
     """
     logits = logits.float() / temperature
     normaliser = torch.logsumexp(logits, dim=-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normaliser
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         logs = logits - normaliser[:, None]
-        # Of log p, not of p: the derivative of p log p by p is infinite where p is 0, as 105 nats below the normaliser.
+        # From log p: the derivative of p log p by p is infinite at p = 0, which is 105 nats below the normaliser.
         entropies = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(dim=-1)
     return logprobs, entropies
 

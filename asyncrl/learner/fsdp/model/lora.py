@@ -3,14 +3,13 @@
     y = W x + b + (alpha / rank) B A x        W [out, in] frozen, A [rank, in], B [out, rank]
 
 A begins Kaiming-uniform and B at zero, as in PEFT (https://huggingface.co/docs/peft/package_reference/lora), so that
-training begins at the model itself. A and B are float32 parameters of the layer that they belong to, beside its own,
-which keep their names; FSDP cuts them up with it and has them computed with in the compute type. Embedding and head get
-none.
+training begins at the model itself. A and B are additional float32 parameters of their layer, whose own keep their
+names; FSDP shards all of them, and computes in the compute type. Embedding and head get no adapters.
 
-It keeps: A depends on run.seed and on the names of the layers alone, so that it is the same for every number of ranks;
-the frozen weights are never written to.
+Invariant: A depends only on run.seed and the names of the layers, so it is the same for every number of ranks. The
+frozen weights are never written.
 
-Fails with ConfigError naming lora.targets when a target is the name of no linear layer of the decoder.
+Fails with ConfigError naming lora.targets when a target matches no linear layer of the decoder.
 """
 
 from __future__ import annotations

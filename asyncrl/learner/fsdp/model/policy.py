@@ -1,12 +1,12 @@
 """The policy: a causal LM that scores packed rows, wrapped for FSDP2.
 
-The logits of a whole row are never held: the head is applied to the positions that have a loss, in chunks, each
-computed again in the backward pass.
+The logits of a whole row are never in memory: the head is applied to the positions that have a loss, in chunks, and
+again in the backward pass.
 
-A packed row is told to the model by ``position_ids`` that restart at 0, with ``use_cache=False`` and no
-attention mask: with the cache left on, or a mask of ones, transformers takes the row for one long sequence
-without a word. A common beginning of several sequences of a row may be in it once (micro_batch.py): positions then go
-on behind it, and attention, which has to be ours, fetches its keys and values for each of them.
+``position_ids`` that restart at 0 mark the sequences of a packed row, with ``use_cache=False`` and no attention mask.
+With the cache left on, or a mask of ones, transformers silently treats the row as one long sequence. A common beginning
+of several sequences may be in the row once (micro_batch.py). Positions then continue behind it, and attention.py
+fetches its keys and values for each sequence.
 
 Fails with ConfigError naming model.path when the model cannot be loaded as it stands.
 """
@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp.model import attention, varlen
+from asyncrl.learner.fsdp.model import attention
+from asyncrl.learner.fsdp.model.attention import connect
 from asyncrl.learner.fsdp.model.head import find_likeliest, head_logits, score_hidden, score_logits
-from asyncrl.learner.fsdp.model.pieces import connect
 
 Attention = Literal["varlen", "packed", "loaded", "plain"]
-"""Ways to attend: ours in one kernel (varlen.py) and sequence by sequence (attention.py), the one that transformers
-chose when it loaded the model, and its own matrix products, which leave out nothing that a model asks for."""
+"""Attention implementations: VARLEN and PACKED of attention.py, the one that transformers chose at loading, and plain
+matrix products, which support everything that a model asks for."""
 
 UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """Errors that transformers raises where a model cannot be loaded."""
@@ -84,8 +84,8 @@ class Likeliest:
 class Policy(nn.Module):
     """A causal LM of transformers and how it scores.
 
-    ``chunked`` False takes the logits of the whole row from the model itself: needed where a model does more
-    between its last layer and its logits than to apply the head and a soft cap.
+    ``chunked`` False takes the logits of the whole row from the model itself. A model needs that if it does more after
+    its last layer than to apply the head and a soft cap.
     """
 
     def __init__(self, model: Any, *, chunked: bool = True) -> None:
@@ -100,10 +100,9 @@ class Policy(nn.Module):
     def use_attention(self, name: Attention) -> None:
         """Attend in one of the ways that Attention names. Raises ValueError where the model has no plain one."""
         attention.register()
-        varlen.register()
         implementations = {
-            "varlen": varlen.NAME,
-            "packed": attention.NAME,
+            "varlen": attention.VARLEN,
+            "packed": attention.PACKED,
             "loaded": self._attention,
             "plain": "eager",
         }
@@ -116,11 +115,11 @@ class Policy(nn.Module):
         """
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
-        if implementation == varlen.NAME:
-            longest = varlen.round_longest(max(row.key_lengths))
+        if implementation == attention.VARLEN:
+            longest = attention.round_longest(max(row.key_lengths))
             arguments |= {"cu_seqlens": row.cu_seqlens, "cu_seqlens_k": row.cu_seqlens_k, "max_seqlen": longest}
-        if implementation in (attention.NAME, varlen.NAME):
-            # Made here, below FSDP's root: it would move arguments of its own to the device.
+        if implementation in (attention.PACKED, attention.VARLEN):
+            # Made here, below FSDP's root, which would move its arguments to the device.
             arguments |= {"sequence_lengths": torch.tensor(row.lengths), "key_lengths": torch.tensor(row.key_lengths)}
             arguments["key_index"] = row.key_index
         elif row.key_index is not None:
@@ -185,7 +184,7 @@ def make_row(
         return torch.as_tensor(values).to(device=device, dtype=torch.int64)
 
     pieces = connect(lengths, prefixes)
-    cu_seqlens = varlen.cumulate(pieces.lengths, device)
+    cu_seqlens = attention.cumulate(pieces.lengths, device)
     shared = pieces.key_index is not None
     return PackedRow(
         input_ids=put(input_ids)[None],
@@ -193,7 +192,7 @@ def make_row(
         lengths=pieces.lengths,
         key_lengths=pieces.key_lengths,
         cu_seqlens=cu_seqlens,
-        cu_seqlens_k=varlen.cumulate(pieces.key_lengths, device) if shared else cu_seqlens,
+        cu_seqlens_k=attention.cumulate(pieces.key_lengths, device) if shared else cu_seqlens,
         key_index=put(pieces.key_index) if shared else None,
         predict=put(predict),
         targets=put(targets),
@@ -230,8 +229,8 @@ def cannot_load(path: Path, error: Exception) -> ConfigError:
 
 
 def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
-    """Raise ConfigError for a model that lacks weights, or a number; ``info`` is transformers' word on the loading."""
-    # transformers would go on with random numbers in their place.
+    """Raise ConfigError for a model that lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
+    # transformers would use random numbers in their place.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
         raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
@@ -241,7 +240,7 @@ def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> Non
 
 
 def _not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters that have a number that is none here; a model that has one samples and learns nothing."""
+    """Names of the parameters that hold NaN or infinity on this rank; such a model learns nothing."""
 
     def is_finite(weights: Tensor) -> bool:
         # A sum would overflow, and a mask for each number would take as much memory again.
@@ -279,8 +278,8 @@ def parts(policy: Policy) -> dict[str, Tensor]:
 
 
 def _pick(values: Tensor, places: Tensor) -> Tensor:
-    """Rows of ``values`` [T, D] at ``places`` int64 [N], of which some may be the same: [N, D]."""
-    # An embedding, since on several threads the gradient of an index is summed in an order that changes with each call.
+    """Rows of ``values`` [T, D] at ``places`` int64 [N], which may repeat: [N, D]."""
+    # An embedding: on several threads the gradient of an index is summed in a different order at each call.
     return nn.functional.embedding(places, values)
 
 

@@ -1,15 +1,14 @@
-"""Reading a model into the shards of the ranks.
+"""Reads a model into the shards of the ranks.
 
-Each rank reads its own rows of the files, which are mapped into memory, a layer at a time, and casts them to float32 in
-host memory. So each byte is read from storage once a host (once for all hosts, where a host has a part of the shards),
-and no rank holds more than its shards and a layer. A weight that transformers must convert without keeping rows
-apart is read whole by each rank, a layer at a time, from the pages that the first of them has read. transformers itself
-reads, renames, converts, ties, and computes the buffers that no checkpoint has, as in its ``from_pretrained``.
+Each rank maps the files into memory, reads its own rows, a layer at a time, and casts them to float32 in host memory.
+Each byte is read from storage once per host, or once in all if a host has only a part of the shards. No rank holds more
+than its shards and one layer. If transformers must convert a weight across rows, each rank reads it whole, a layer at a
+time; only the first read goes to storage. transformers itself reads, renames, converts and ties weights and computes
+buffers, as in its ``from_pretrained``.
 
-A model that cannot be read so (``shard_plan.obstacle``, on any rank) is read by rank 0 alone, whole, which hands the
-rows out.
+If any rank cannot read a model like this (``shard_plan.obstacle``), rank 0 reads it whole and sends each rank its rows.
 
-It keeps: a rank gets in every bit its rows of the model that ``load_policy`` gives.
+Invariant: each rank gets, bit for bit, its rows of the model that ``load_policy`` gives.
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded on one.
 """
@@ -32,7 +31,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.model.policy import (
     UNLOADABLE,
     Policy,
@@ -43,6 +41,7 @@ from asyncrl.learner.fsdp.model.policy import (
     parts,
     refuse_incomplete,
 )
+from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.weights.shard_plan import (
     INDEX,
     ONE_FILE,
@@ -115,7 +114,7 @@ def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, 
         settings = json.loads((folder / "config.json").read_text())
         return judge([file.name for file in folder.iterdir()], settings)
     except (OSError, ValueError, AttributeError):
-        # The loading says it better.
+        # Loading raises a better error.
         return None
 
 
@@ -157,7 +156,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
             found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
             _cut_whole(model, mesh)
             if info is not None:
-                # Each group lacks the weights of all others: missing is what no group has.
+                # Each group lacks the weights of the others: missing weights are in no group.
                 found.missing_keys &= info.missing_keys
                 found.unexpected_keys |= info.unexpected_keys
                 found.mismatched_keys |= info.mismatched_keys
@@ -170,8 +169,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class _Slice:
-    """A tensor in a file, in the form that transformers reads: a read has memory of its own, so that the file is read
-    once."""
+    """A tensor in a file, in the form that transformers reads; each read copies, so that the file is read once."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -184,8 +182,8 @@ class _Slice:
 
 
 def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
-    """The weight of the model that each weight of the checkpoint becomes, a part of it, or the first of several; and
-    the parameters whose rows are made from the same rows of the checkpoint."""
+    """For each weight of the checkpoint, the model's weight that it becomes a part of, or the first of several; and the
+    parameters whose rows come from the same rows of the checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -209,7 +207,7 @@ def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, 
 
 
 def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Make these parameters shards, of which transformers reads no more."""
+    """Make these parameters shards, so that transformers reads only these rows."""
     for name in names:
         parameter = model.get_parameter(name)
         rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))

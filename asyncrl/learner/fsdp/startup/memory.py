@@ -1,13 +1,12 @@
-"""Memory that a rank of the learner needs, estimated before anything is computed, and the key to change. Pure.
+"""Estimates the memory that a rank of the learner needs, before anything is computed, and the key to change. Pure.
 
-Counted are the shards of weights, gradients and optimizer states (the last two of trained parameters alone), the layers
-that FSDP gathers, the activations of one micro-batch, and the head's logits. It is an estimate: allocators lose some to
-fragments, libraries have workspaces.
-Nothing is refused because of it.
+It counts the shards of weights, gradients and optimizer states (the last two only of trained parameters), the layers
+that FSDP gathers, the activations of one micro-batch, and the head's logits. Allocators lose more to fragments, and
+libraries have workspaces. Nothing is refused because of the estimate.
 
-Bytes of a token's activations in a decoder layer, for a width of h, queries of q and keys and values of k numbers each,
-and an MLP of i, in a type of b bytes: two norms that compute in float32, 2 (4 h + 2 b h); attention, b (3 q + 2 k); the
-gated MLP, 4 b i. autograd keeps so many for transformers' Llama and its kin.
+The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
+MLP of i and b bytes a number they are: two norms in float32, 2 (4 h + 2 b h); attention, b (3 q + 2 k); the gated MLP,
+4 b i.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LOGITS_KEPT = 3
 USABLE = 0.9
 """Share of a device's memory that is counted on."""
 TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
-"""Key of a row's tokens, and the count below which rows leave a GPU idle for most of the time."""
+"""Key of a row's tokens, and the count below which a GPU is idle most of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Estimate:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory beside the device."""
+        """Bytes in host memory."""
         return self._shards if self.offloaded else 0
 
     @property

@@ -1,15 +1,14 @@
-"""Rounding of a model, measured: the bound within which two computations of one log-prob count as equal.
+"""Measures the rounding of a model: the bound within which two computations of one log-prob count as equal.
 
-Two mathematically equal computations differ by rounding, and how much depends on the model, its device and its compute
-type. ``measure_rounding`` scores the same rows again with random rounding. The embeddings and the output of each
-decoder layer change by one unit in the last place of the compute type, up or down at random (Monte Carlo arithmetic:
-Parker, Pierce, Eggert, "Monte Carlo arithmetic: how to gamble with floating point and win", Computing in Science and
-Engineering 2(4), 2000). The measurement uses one sequence a row only, so a leak between packed sequences cannot raise
-the bound.
+Two mathematically equal computations differ by rounding; how much depends on the model, its device and its compute
+type. ``measure_rounding`` scores the same rows again with random rounding: the embeddings and the output of each
+decoder layer change by one unit in the last place, up or down at random. This is Monte Carlo arithmetic (Parker,
+Pierce, Eggert, Computing in Science and Engineering 2(4), 2000). The measurement uses one sequence a row, so a leak
+between packed sequences cannot raise the bound.
 
-The bound of a position is MARGIN times the largest of three numbers: its own measured difference, the root mean square
-of all positions, and one unit in the last place of the log-prob. Differences between ways of scoring were at most 3
-times that for SmolLM2-135M-Instruct in float32 on a CPU (five seeds with AVX2, four with AVX-512). No GPU was measured.
+The bound of a position is MARGIN times the largest of its measured difference, the root mean square of all positions,
+and one unit in the last place of the log-prob. For SmolLM2-135M-Instruct in float32 on a CPU, ways of scoring differed
+by at most 3 times that (five seeds with AVX2, four with AVX-512). No GPU was measured.
 
 If a score is not finite, with random rounding or without, no position has a bound, and nothing agrees.
 """

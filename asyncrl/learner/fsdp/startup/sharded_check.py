@@ -1,23 +1,22 @@
 """The check at start, second part: whether the chosen way of scoring holds where it will run.
 
-All ranks score random sequences together once the model is sharded, and compiled if it is to be, in the compute type on
-the learner's device, by the path that training takes: the short ones of the first part, and one that passes the
-window of the model's attention. A way that agreed before (startup_check.py) and does not here is given up for the next
-fastest:
+All ranks score random sequences together, in the compute type on the learner's device, with the sharded and, if
+configured, compiled model that training uses. The sequences are the short ones of the first part, and one that passes
+the window of the model's attention. A way that agreed in startup_check.py but not here is replaced by the next fastest:
 
-    logits      in chunks, against the model's own, of the short sequences
-    rows        several sequences a row, the long one and another that begins as it does between short ones, against
-                each alone: in one kernel where the devices of all ranks have it (varlen.py), then in the ways of the
-                first part; in ours once more with common beginnings in the row once
+    logits      in chunks, against the model's own, for the short sequences
+    rows        several sequences a row, against each alone. The row holds the long sequence and one with the same
+                beginning, between short ones. VARLEN comes first if the devices of all ranks have it, then the ways of
+                the first part. VARLEN and PACKED are tried again with common beginnings in the row once
 
-Rounding is measured where the model runs. In float32 each position has its own bound (rounding.py). In bfloat16
+Rounding is measured where the model runs. In float32 each position has its own bound (rounding.py). In bfloat16 the
 rounding is the root mean square by which the short sequences differ from the first part's float32. A way then agrees if
 no stretch of a sequence differs by more than ROUNDINGS times that, as a root mean square.
 
-The cost is bounded by FLOPS for each pass. All ranks compute the same, and the worst of all decides.
+FLOPS bounds the cost of each pass. All ranks compute the same, and the worst of all decides.
 
-Fails with ConfigError when the sharded model is another than the one that was loaded, and under ``packing =
-"required"`` when no way of packing agrees.
+Fails with ConfigError when the sharded model differs from the one that was loaded, and under ``packing = "required"``
+when no way of packing agrees.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp.gang.ranks import Ranks
-from asyncrl.learner.fsdp.model import varlen
+from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy
+from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 from asyncrl.learner.fsdp.startup.startup_check import (
     LENGTHS,
@@ -84,7 +83,7 @@ def confirm_scoring(
 def attention_window(model: Any) -> int | None:
     """Positions that the narrowest windowed layer of a model sees, by its configuration; None without such layers."""
     found = []
-    # A model that does not name the kinds of its layers may have either.
+    # A model that does not name the kinds of its layers may have both.
     layers = set(getattr(model, "layer_types", None) or ("sliding_attention", "chunked_attention"))
     # Some name a window and switch it off.
     if "sliding_attention" in layers and getattr(model, "use_sliding_window", True):
@@ -94,10 +93,10 @@ def attention_window(model: Any) -> int | None:
     return min((size for size in found if size), default=None)
 
 
-def head_shape(model: Any) -> varlen.Heads:
-    """Attention heads of the layers of a model, by its configuration. Raises where that does not tell them."""
+def head_shape(model: Any) -> attention.Heads:
+    """Attention heads of the layers of a model, by its configuration. Raises if that does not have them."""
     heads = model.num_attention_heads
-    return varlen.Heads(
+    return attention.Heads(
         queries=heads,
         keys=getattr(model, "num_key_value_heads", None) or heads,
         width=getattr(model, "head_dim", None) or model.hidden_size // heads,
@@ -160,22 +159,22 @@ class _Check:
         bounds = torch.cat([bounds[:before], longer, bounds[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
 
-        def tried(row: PackedRow, attention: Attention) -> Distance:
-            return self._distance(self._score([row], attention, chunked=chunked), truth, bounds)
+        def tried(row: PackedRow, kind: Attention) -> Distance:
+            return self._distance(self._score([row], kind, chunked=chunked), truth, bounds)
 
         results: dict[Attention, Distance] = {}
         ways = self._ways(warnings)
-        for attention in ways:
-            results[attention] = result = tried(batch.packed, attention)
+        for kind in ways:
+            results[kind] = result = tried(batch.packed, kind)
             if not result.agrees:
                 continue
-            if attention != ways[0]:
-                warnings.append(slower_packing(attention, f"{results[ways[0]]} {self._where}"))
-            shared = choice.shared and attention in ("varlen", OURS)
-            if shared and not (together := tried(batch.shared, attention)).agrees:
+            if kind != ways[0]:
+                warnings.append(slower_packing(kind, f"{results[ways[0]]} {self._where}"))
+            shared = choice.shared and kind in ("varlen", OURS)
+            if shared and not (together := tried(batch.shared, kind)).agrees:
                 shared = False
                 warnings.append(no_sharing(f"{together} {self._where}"))
-            return Scoring(True, attention, chunked, warnings, shared)
+            return Scoring(True, kind, chunked, warnings, shared)
         least = min(results.values(), key=lambda result: result.ratio)
         warnings.append(no_packing(self._config.learner, f"{least} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
@@ -188,9 +187,9 @@ class _Check:
         return measure_rounding(self._policy, rows, scores, self._dtype)
 
     def _ways(self, warnings: list[str]) -> list[Attention]:
-        """Ways to attend to several sequences a row, the fastest first: ours does all that the kernel does."""
+        """Attention for several sequences a row, fastest first. PACKED supports everything that VARLEN supports."""
         ways, device = self._choice.packed, self._ranks.device
-        if "packed" not in ways or device.type != varlen.DEVICE:
+        if "packed" not in ways or device.type != attention.DEVICE:
             return ways
         problem: str | None
         try:
@@ -199,7 +198,7 @@ class _Check:
             # A configuration is code of its model, and refuses in its own way.
             problem = f"the heads of its layers are not known: {type(error).__name__}: {error}"
         else:
-            problem = varlen.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
+            problem = attention.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
         if problems := self._ranks.agree(problem, "the check of attention in one kernel"):
             warnings.append(f"attention over packed rows takes a kernel for each sequence: {problems[0]}")
             return ways
@@ -214,8 +213,8 @@ class _Check:
             raise ConfigError([f"model.path: {path}: its {told}; no rounding explains that"])
         return found
 
-    def _score(self, rows: list[Any], attention: Attention, *, chunked: bool) -> Tensor:
-        Scoring(packed=False, attention=attention, chunked=chunked).apply(self._policy)
+    def _score(self, rows: list[Any], kind: Attention, *, chunked: bool) -> Tensor:
+        Scoring(packed=False, attention=kind, chunked=chunked).apply(self._policy)
         self._ranks.mark()
         return score_rows(self._policy, rows)
 

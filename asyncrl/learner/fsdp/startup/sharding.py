@@ -1,12 +1,13 @@
-"""Loading the policy and cutting it up over the ranks with FSDP2.
+"""Loads the policy and shards it over the ranks with FSDP2.
 
-Every model begins without memory, is cut up, and gets the shards that each rank has read (loading.py). The first one is
-the model as it was loaded, in float32, in which the ways to call it are tried (startup_check.py); its shards then go to
-the second, which trains. So no rank holds a whole model, nor a second copy of its shards. Weights that are trained stay
-float32, and those that are frozen below adapters are held in the compute type; a layer is gathered in the compute type
-just before it is used, and gradients are reduced in float32. Each decoder layer is a unit with its adapters, and the
-rest (embedding, last norm, head, tied or not) is one more. All ranks then check that the way that was found holds for
-the sharded model (sharded_check.py).
+Every model begins without memory, is sharded, and gets the shards that each rank has read (loading.py). The first one
+is the loaded model in float32, with which the ways to score are tried (startup_check.py). Its shards then move to the
+second, which trains, so no rank holds a whole model or a second copy of its shards.
+
+Trained weights stay float32; frozen weights below adapters are held in the compute type. A layer is gathered in the
+compute type just before it is used, and gradients are reduced in float32. Each decoder layer with its adapters is a
+unit; the rest (embedding, last norm, head, tied or not) is one more. All ranks then check the chosen way of scoring
+with the sharded model (sharded_check.py).
 
 Fails with ConfigError, on all ranks alike, when the model cannot be loaded or fails the check.
 """
@@ -33,11 +34,11 @@ from asyncrl.config import Config
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp.gang.ranks import Ranks
-from asyncrl.learner.fsdp.model import varlen
+from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
+from asyncrl.learner.fsdp.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.memory import Checkpointing, ModelShape, TrainingShape, advise, estimate, in_gigabytes
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
@@ -105,7 +106,7 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
             # No small steps are added to a frozen weight.
             parameter.data = parameter.data.to(dtype)
     if ranks.rank == 0 and ranks.device.type == "cuda":
-        tell_memory(policy, ranks, config.learner, dtype)
+        log_memory(policy, ranks, config.learner, dtype)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
     _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
     return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
@@ -169,8 +170,8 @@ def _offload(ranks: Ranks) -> CPUOffloadPolicy:
 def _load(
     model: ModelConfig, config: Config, ranks: Ranks, mesh: DeviceMesh, lora: LoraConfig | None = None
 ) -> tuple[Loaded, AgreeingWays]:
-    """All ranks together: their shards of a model in host memory, with those of ``lora``'s adapters, and the ways in
-    which the model may score."""
+    """All ranks together: the shards of a model and its adapters, in host memory, and the ways in which it may
+    score."""
     seed = config.run.seed
     loaded = load(model, ranks, mesh if mesh.device_type == "cpu" else make_mesh(ranks, "cpu"))
     # Without compilation and checkpointing, and as it was loaded: the model is checked.
@@ -198,7 +199,7 @@ def _load(
     policy.reshard()
     loaded.values.update(parts(policy))
     del policy
-    # FSDP's objects refer to themselves, and would hold the shards beside those of the next model.
+    # FSDP's objects refer to themselves: without this, the shards of both models would be in memory.
     gc.collect()
     return loaded, choice
 
@@ -270,7 +271,7 @@ def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: tor
         return functools.partial(checkpoint, forward, use_reentrant=False, **checkpoint_contexts(kind))
 
     kind = checkpointing(config, device)
-    if config.compile and kind == "selective" and device.type == varlen.DEVICE:
+    if config.compile and kind == "selective" and device.type == attention.DEVICE:
         # A compiled layer has other operators than those to keep, so the compiler must choose; it can where attention
         # does not break the graph.
         return torch.compile(again(forward, kind), dynamic=True)
@@ -280,7 +281,7 @@ def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: tor
 
 
 def shape_of(policy: Policy) -> ModelShape:
-    """Counts of a model, whole or on meta, before it is sharded. Raises where its configuration does not tell them."""
+    """Counts of a model, whole or on meta, before it is sharded. Raises if its configuration does not have them."""
     config = policy.model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -298,11 +299,10 @@ def shape_of(policy: Policy) -> ModelShape:
     )
 
 
-def tell_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """Log the memory that a rank on a GPU is going to need, and the keys to change where its device has no room.
+def log_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
+    """Log the memory that a rank on a GPU will need, and the keys to change if its device has too little.
 
-    Of a model whose sizes are not those of a dense one, as without attention or with other sizes in each layer, it logs
-    that its memory is not estimated.
+    The memory of a model without attention, or with layers of different sizes, is not estimated, which is logged.
     """
     available = torch.cuda.get_device_properties(ranks.device).total_memory
     try:

@@ -2,16 +2,16 @@
 sequence alone.
 
 Some architectures leak from one packed sequence into the next. Some change their logits behind the head. Fast attention
-leaves out features that it does not know (a soft cap). Each of these trains on wrong ratios in silence. The check
-therefore scores a random batch in every way, in float32, with the weights as loaded, and compares with the slowest way:
-one sequence a row, transformers' plain attention, the model's own logits. Two ways agree if measured rounding explains
-the difference at every position (rounding.py). The learner takes the fastest way that agrees:
+ignores features that it does not know, such as a soft cap. Each of these silently trains on wrong ratios. So the check
+scores a random batch in every way, in float32, with the loaded weights. It compares them with the slowest way: one
+sequence a row, transformers' plain attention, the model's own logits. Two ways agree if measured rounding explains the
+difference at every position (rounding.py). The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one; a common beginning of several in a row once, else in each
-    attention   of several: ours (attention.py), else transformers' choice, else the plain one; of one: the last two
+    attention   of several: ours, else transformers' choice, else the plain one; of one: the last two
     logits      in chunks, else the model's own
 
-The second part (sharded_check.py) holds the way chosen here against itself where it will run.
+The second part (sharded_check.py) repeats the comparison where the model will run.
 
 Fails with ConfigError under ``packing = "required"`` when no way of packing agrees.
 """
@@ -28,7 +28,7 @@ import torch
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
-from asyncrl.learner.algorithm.plan.sharing import find_sharing
+from asyncrl.learner.algorithm.plan.packing import find_sharing
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 from asyncrl.text.numbers import exact
@@ -38,10 +38,10 @@ LENGTHS = (7, 1, 19, 12, 5)
 COMMON = 4
 """Number of tokens with which all longer sequences begin."""
 _CPU = torch.device("cpu")
-PACKED: tuple[Attention, ...] = ("packed", "loaded", "plain")
-"""Ways to attend to several sequences a row, the fastest first."""
+FOR_PACKED_ROWS: tuple[Attention, ...] = ("packed", "loaded", "plain")
+"""Attention for several sequences a row, fastest first."""
 OURS: Attention = "packed"
-"""The one of these that may share common beginnings of sequences; in one kernel (varlen.py) so may another."""
+"""The one of these that may share common beginnings of sequences; VARLEN, the one kernel, may share them too."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class AgreeingWays(msgspec.Struct, frozen=True):
     """The ways that agree in float32."""
 
     packed: list[Attention]
-    """Ways among PACKED with which several sequences a row score as they do alone, the fastest first."""
+    """Those of FOR_PACKED_ROWS with which several sequences a row score as they do alone, the fastest first."""
     single: Attention
     """The fastest way for one sequence a row."""
     shared: bool
@@ -140,7 +140,7 @@ def choose_scoring(
     single: Attention = "loaded" if _agrees(alone) else "plain"
     found: dict[Attention, Distance | str] = {}
     if config.packing != "off":
-        found = {attention: tried(batch.packed, every, attention, chunked) for attention in PACKED}
+        found = {attention: tried(batch.packed, every, attention, chunked) for attention in FOR_PACKED_ROWS}
     packed = [attention for attention, result in found.items() if _agrees(result)]
     together = tried(batch.shared, every, OURS, chunked) if OURS in packed else None
 

@@ -46,9 +46,9 @@ from asyncrl.checkpoint.damage import check_file, refused
 from asyncrl.disk import full_errno
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.files import Digest, digest_file, sync, write_file
-from asyncrl.learner.fsdp.gang.ranks import Ranks
 from asyncrl.learner.fsdp.model.lora import A
 from asyncrl.learner.fsdp.model.policy import local
+from asyncrl.learner.fsdp.ranks import Ranks
 
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0

@@ -15,7 +15,7 @@ from learner import varlen_kernel
 from learner.learner_cases import save_small_model
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
-from asyncrl.learner.fsdp.model import varlen
+from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
 
@@ -38,13 +38,13 @@ def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention in one kernel, on CPUs."""
     varlen_kernel.install()
-    monkeypatch.setattr(varlen, "DEVICE", "cpu")
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
-def _load(folder: Path, attention: Attention) -> Policy:
+def _load(folder: Path, kind: Attention) -> Policy:
     policy = load_policy(ModelConfig(path=str(folder)))
-    policy.use_attention(attention)
-    return policy.to(torch.bfloat16) if attention == "varlen" else policy
+    policy.use_attention(kind)
+    return policy.to(torch.bfloat16) if kind == "varlen" else policy
 
 
 def _compiled(policy: Policy, monkeypatch: pytest.MonkeyPatch, backend: Any = None, **config: Any) -> list[Any]:

@@ -33,7 +33,8 @@ from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.weights import gather
 from asyncrl.learner.fsdp.weights.dcp import load_weights
-from asyncrl.learner.steps.step_planner import plan_step
+from asyncrl.learner.loop.step_planner import plan_step
+from asyncrl.learner.user_functions import find_advantage
 from asyncrl.lora import PREFIX, tensor_names
 
 RANK, ALPHA = 3, 6.0
@@ -146,7 +147,15 @@ def _penalties(backend, config, target: Path) -> list[float]:
     checkpoint is written right after it scored."""
     found = []
     for name in "ab":
-        plan = plan_step(random_groups(1, 3), version=0, fresh=True, step=1, config=config, backend=backend)
+        plan = plan_step(
+            random_groups(1, 3),
+            version=0,
+            fresh=True,
+            step=1,
+            config=config,
+            backend=backend,
+            advantage=find_advantage(config.learner),
+        )
         backend.save(target / name).result(60)
         backend.train(plan)
         found.append(plan.metrics["reward/kl_penalty"])

@@ -19,7 +19,7 @@ from model_matrix import make_family
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.learner.fsdp.model import attention, varlen
+from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 from asyncrl.learner.fsdp.startup import sharded_check
 from asyncrl.learner.fsdp.startup.sharded_check import (
@@ -114,14 +114,14 @@ def confirm(policy: Policy, ways: AgreeingWays, monkeypatch: pytest.MonkeyPatch)
     yield check
     monkeypatch.undo()
     attention.register()
-    varlen.register()
+    attention.register()
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention in one kernel, on CPUs."""
     varlen_kernel.install()
-    monkeypatch.setattr(varlen, "DEVICE", "cpu")
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
 
 
 def test_a_window_that_is_not_kept_is_seen(confirm, monkeypatch) -> None:
@@ -140,15 +140,15 @@ def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, mon
     # In float32 there is none.
     assert confirm(dtype=torch.float32).attention == "packed"
     # Seen by the kernel's own trial.
-    attend = varlen.attend
-    monkeypatch.setattr(varlen, "attend", lambda *values, **named: 1.1 * attend(*values, **named))
+    attend = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *values, **named: 1.1 * attend(*values, **named))
     found = confirm()
     assert found.attention == "packed"
     assert "a kernel for each sequence: what the kernel gives" in found.warnings[0]
     # Seen only past the model's window.
     blind = {"sliding_window": None}
-    monkeypatch.setattr(varlen, "attend", lambda *values, **named: attend(*values, **(named | blind)))
-    monkeypatch.setattr(varlen, "kernel_problem", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "attend", lambda *values, **named: attend(*values, **(named | blind)))
+    monkeypatch.setattr(attention, "kernel_problem", lambda *_, **__: None)
     found = confirm()
     assert found.attention == "packed"
     assert "own attention over packed rows cannot be used" in found.warnings[0]

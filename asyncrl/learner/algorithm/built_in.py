@@ -1,0 +1,43 @@
+"""The built-in losses and advantages by name, with their rows of the tables in docs/algorithms.md.
+
+Each is declared where it is written, by ``BuiltIn.add``. user_functions.py finds the one that a run uses.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class BuiltIn(dict[str, Any]):
+    """Functions by name, filled by a decorator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows: dict[str, tuple[str, str]] = {}
+
+    def add(self, formula: str, use: str) -> Callable[[_Function], _Function]:
+        """Decorate a function: its name is found from now on. ``formula`` and ``use`` are cells of the page."""
+
+        def enter(function: _Function) -> _Function:
+            name = function.__name__
+            self[name], self._rows[name] = function, (formula, use)
+            return function
+
+        return enter
+
+    def document(self, *columns: str) -> str:
+        """The table of docs/algorithms.md: columns for the name, the formula, ``options`` or none, and the use."""
+        rows = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for name, (formula, use) in self._rows.items():
+            options = [_options(self[name])] if "options" in columns else []
+            rows.append(f"| {' | '.join([f'`{name}`', formula, *options, use])} |")
+        return "\n".join(rows)
+
+
+def _options(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    return ", ".join(f"`{p.name}` = {p.default}" for p in parameters if p.kind == p.KEYWORD_ONLY)

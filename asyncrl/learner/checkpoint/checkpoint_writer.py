@@ -1,0 +1,307 @@
+"""Writes and restores checkpoints, on the event loop of rank 0; the disk has threads of its own.
+
+Training waits only until the state is copied. Writing, flushing, committing and removing old checkpoints happen in a
+task. At most one checkpoint is written at a time: one that comes due meanwhile is skipped and counted, except a final
+one, which waits.
+
+A checkpoint without enough room is not begun, because a full disk would break metrics and logs too. A task then checks
+for room, and the checkpoint is ``overdue`` as soon as there is some.
+
+``restore`` skips damaged checkpoints and fails with CheckpointError. A checkpoint that cannot be written is reported to
+``on_failed``, its files are removed, the last complete one stays, and training continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.checkpoint.contents import (
+    CONTENTS,
+    GROUPS,
+    STATE,
+    TRAINER,
+    CheckpointState,
+    Contents,
+    read_contents,
+    write_contents,
+)
+from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.checkpoint.step_back import StepBack
+from asyncrl.disk import free_bytes, no_room
+from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checkpoint.failed_writes import LOOK_S, FailedWrite, Kept
+from asyncrl.messages.groups import Group
+from asyncrl.runtime.clock import Clock
+
+AROUND_BYTES = 1 << 16
+"""Bytes of state, checksums and folders, apart from the trainer's files, the groups and the ledger."""
+_FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A checkpoint that is complete."""
+
+    version: int
+    step: int
+    path: Path
+    staged_s: float
+    """Seconds for which training waited."""
+    seconds: float
+    """Seconds from the beginning until the checkpoint was complete."""
+
+
+class CheckpointWriter:
+    """The writer of checkpoints. ``thread`` is the one from which all of ``backend`` is called."""
+
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        backend: Backend,
+        thread: Executor,
+        *,
+        keep: int,
+        keep_every_steps: int,
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        on_written: Callable[[Written], object],
+        on_failed: Callable[[FailedWrite, Kept | None], object],
+    ) -> None:
+        """``on_failed`` also gets the newest complete checkpoint."""
+        self.skipped = 0
+        """Checkpoints that came due while one was being written."""
+        self.newest: Kept | None = None
+        """The newest complete checkpoint, restored or written."""
+        self.failed: FailedWrite | None = None
+        """Failure of the newest attempt; None while one is being written, and once it is complete."""
+        self.overdue = False
+        """Whether a checkpoint failed for lack of room, and now there is room."""
+        self.damaged: dict[str, str] = {}
+        """Damaged checkpoints that ``restore`` renamed: their names, and the text for the user."""
+        self._looking: asyncio.Task[None] | None = None
+        self._folder = CheckpointFolder(folder)
+        self._incarnation = incarnation
+        self._backend = backend
+        self._thread = thread
+        self._keep, self._keep_every_steps = keep, keep_every_steps
+        self._tasks = tasks
+        self._clock = clock
+        self._on_written, self._on_failed = on_written, on_failed
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being copied or written."""
+        return not self._idle.is_set()
+
+    async def restore(self) -> Contents | None:
+        """Become the writer of the folder, and load the newest whole checkpoint into the backend; None without any.
+
+        Damaged newer ones are renamed and listed in ``damaged``. Comes after ``Backend.setup``. Raises CheckpointError.
+        """
+        loop = asyncio.get_running_loop()
+        # First: from here on an older learner can commit nothing.
+        await asyncio.to_thread(self._folder.claim, self._incarnation)
+        await loop.run_in_executor(self._thread, self._backend.sees, self._folder.folder)
+        search = await asyncio.to_thread(StepBack, self._folder)
+        while (path := search.next()) is not None:
+            try:
+                contents = await asyncio.to_thread(self._read, path)
+                await loop.run_in_executor(self._thread, self._backend.load, path / TRAINER)
+            except DamagedCheckpoint as problem:
+                await asyncio.to_thread(search.pass_over, problem)
+                continue
+            aside = await asyncio.to_thread(search.set_aside)
+            for damaged, now_at in zip(search.damaged, aside, strict=True):
+                self.damaged[damaged.path.name] = damaged.describe(path, contents.state.step, now_at)
+            self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
+            return contents
+        return None
+
+    async def write(
+        self,
+        state: CheckpointState,
+        buffered: Sequence[Group],
+        filtered: Sequence[Group],
+        write_lines: Callable[[CheckpointState], Awaitable[None]],
+        *,
+        final: bool = False,
+    ) -> bool:
+        """Copy the state and begin to write it. False if it was skipped, or failed at once.
+
+        ``write_lines`` returns once the lines about everything in the checkpoint are written. The callbacks report how
+        it ends. A ``final`` one waits for the one before. The groups must not change later.
+        """
+        if self.busy and not final:
+            self.skipped += 1
+            return False
+        buffered, filtered = list(buffered), list(filtered)
+        # Another write may begin between the end of the wait and this task's turn.
+        while self.busy:
+            await self._idle.wait()
+        self._idle.clear()
+        self._stop_looking()
+        self.overdue, self.failed = False, None
+        began = self._clock.now()
+        groups = sum(map(_group_bytes, (*buffered, *filtered)))
+        # JSON has the bits in base64: 4 characters for 3 bytes.
+        ledger = sum(len(epochs.bits) for epochs in state.ledger.concluded) * 4 // 3
+        needed = self._backend.checkpoint_bytes() + groups + ledger + AROUND_BYTES
+        try:
+            partial = await asyncio.to_thread(self._begin, state.version, needed)
+            loop = asyncio.get_running_loop()
+            saving = await loop.run_in_executor(self._thread, self._backend.save, partial / TRAINER)
+        except CheckpointError as error:
+            try:
+                await self._fail(state, error, needed)
+            finally:
+                self._idle.set()
+            return False
+        except BaseException:
+            self._idle.set()
+            raise
+        staged_s = self._clock.now() - began
+        self._tasks.create_task(
+            self._finish(
+                partial, saving, state, buffered, filtered, write_lines, began=began, staged_s=staged_s, needed=needed
+            )
+        )
+        return True
+
+    async def settle(self) -> None:
+        """Wait until none is being written. Cancelling the wait does not cancel the write."""
+        await self._idle.wait()
+
+    def close(self) -> None:
+        """Stop checking for room."""
+        self._stop_looking()
+
+    def _begin(self, version: int, needed: int) -> Path:
+        folder = self._folder.folder
+        free = free_bytes(folder)
+        if free is not None and free < needed:
+            raise CheckpointError(str(folder), no_room(folder, needed=needed), full=errno.ENOSPC)
+        return self._folder.begin(version)
+
+    async def _fail(self, state: CheckpointState, error: CheckpointError, needed: int) -> None:
+        folder, reason, older, free = self._folder.folder, error.reason, list[str](), None
+        if error.full:
+            # Measured after the files of the attempt were removed.
+            reason = await asyncio.to_thread(no_room, folder, error.full, needed=needed)
+            free = await asyncio.to_thread(free_bytes, folder)
+            with contextlib.suppress(CheckpointError):
+                older = await asyncio.to_thread(self._folder.older)
+        elif error.path != str(folder):
+            reason = f"{error.path}: {reason}"
+        self.failed = FailedWrite(
+            version=state.version,
+            step=state.step,
+            folder=folder,
+            reason=reason,
+            full=error.full,
+            needed=needed,
+            free=free,
+            older=older,
+        )
+        if self.failed.lacks_room:
+            self._looking = self._tasks.create_task(self._look_for_room(needed))
+        self._on_failed(self.failed, self.newest)
+
+    async def _look_for_room(self, needed: int) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            free = await asyncio.to_thread(free_bytes, self._folder.folder)
+            if free is not None and free >= needed:
+                self.overdue = True
+                return
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    async def _finish(
+        self,
+        partial: Path,
+        saving: Future[None],
+        state: CheckpointState,
+        buffered: list[Group],
+        filtered: list[Group],
+        write_lines: Callable[[CheckpointState], Awaitable[None]],
+        *,
+        began: float,
+        staged_s: float,
+        needed: int,
+    ) -> None:
+        try:
+            path = await self._commit(partial, saving, state, buffered, filtered, write_lines)
+            self.newest = Kept(version=state.version, step=state.step, path=path)
+            seconds = self._clock.now() - began
+            self._on_written(
+                Written(version=state.version, step=state.step, path=path, staged_s=staged_s, seconds=seconds)
+            )
+            await self._retain()
+        except CheckpointError as error:
+            await asyncio.to_thread(self._folder.discard, partial)
+            await self._fail(state, error, needed)
+        finally:
+            self._idle.set()
+
+    async def _commit(
+        self,
+        partial: Path,
+        saving: Future[None],
+        state: CheckpointState,
+        buffered: list[Group],
+        filtered: list[Group],
+        write_lines: Callable[[CheckpointState], Awaitable[None]],
+    ) -> Path:
+        # Both run to their end: no file may be removed while another part still writes.
+        ended = await asyncio.gather(
+            asyncio.to_thread(write_contents, partial, state, buffered, filtered),
+            asyncio.wrap_future(saving),
+            return_exceptions=True,
+        )
+        for problem in ended:
+            if problem is not None:
+                raise problem
+        await write_lines(state)
+        return await asyncio.to_thread(
+            self._folder.commit, partial, version=state.version, step=state.step, files=_FILES
+        )
+
+    async def _retain(self) -> None:
+        try:
+            await asyncio.to_thread(self._folder.retain, keep=self._keep, keep_every_steps=self._keep_every_steps)
+        except CheckpointError as error:
+            _LOG.warning("old checkpoints could not be removed: %s", error)
+
+    def _read(self, path: Path) -> Contents:
+        self._folder.verify(self._folder.at(path))
+        return read_contents(path)
+
+
+def _group_bytes(group: Group) -> int:
+    """Estimated bytes of a group on disk."""
+    size = len(group.lease.prompt)
+    for trajectory in group.trajectories:
+        arrays = sum(
+            array.nbytes
+            for sequence in trajectory.sequences
+            for array in (sequence.prompt_ids, sequence.tokens, sequence.logprobs)
+            if array is not None
+        )
+        # The messages of a conversation take about as much as its tokens.
+        size += len(trajectory.text) + arrays * (2 if trajectory.messages else 1)
+    return size

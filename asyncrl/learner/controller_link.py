@@ -1,0 +1,64 @@
+"""The learner's calls to the controller, which are repeated until this controller or its successor answers.
+
+Invariant: a rank joins the store of its own generation of the learner, even if the controller knows others.
+
+Fails with RemoteError when the controller refuses, and with DeadlineExceeded when rank 0 is not found in time. Fails
+with Refused when rank 0 is of a newer generation: this rank must start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.errors import DeadlineExceeded, Refused, RemoteError
+from asyncrl.messages import Request
+from asyncrl.messages.actors import ActorRecord, Resolve, Resolved
+from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.runtime.calls.retry import is_refusal, wait_out
+from asyncrl.runtime.services import ActorServices
+
+RANK_0 = "learner/0"
+
+
+class ControllerLink:
+    """The link to the controller; ``call`` sends it one request."""
+
+    def __init__(self, call: Callable[[Request], asyncio.Future[Any]], services: ActorServices) -> None:
+        self._call, self._name = call, services.name
+        self._awaits, self._log = services.awaits, services.log
+
+    async def report(self, request: Request) -> None:
+        """Send a request until it is answered. Raises RemoteError."""
+        with self._awaits.on(CONTROLLER, type(request).__name__):
+            while await self._ask(request) is None:
+                pass
+
+    async def find_store(self, generation: int, timeout_s: float) -> tuple[str, int]:
+        """Host and port of the store where the ranks of this generation of the learner meet."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while loop.time() < deadline:
+            # Rank 0 is ready only when all ranks have met; ``above`` skips those of earlier generations.
+            reply: Resolved | None = await self._ask(Resolve(name=RANK_0, above=generation - 1, unready=True))
+            if reply is not None and reply.record is not None:
+                return store_of(reply.record, generation)
+        raise DeadlineExceeded(self._name, RANK_0, "the rendezvous of the ranks", timeout_s)
+
+    async def _ask(self, request: Request) -> Any:
+        """The reply; None if the controller, or its successor, must be asked again. Raises RemoteError."""
+        try:
+            return await self._call(request)
+        except (DeadlineExceeded, RemoteError) as error:
+            if is_refusal(error):
+                raise
+            await wait_out(self._log, "controller", error)
+            return None
+
+
+def store_of(rank_0: ActorRecord, generation: int) -> tuple[str, int]:
+    """Host and port of the store of ``rank_0``, which is of this generation or a newer one. Raises Refused."""
+    if rank_0.incarnation != generation:
+        raise Refused(RANK_0, "incarnation", ours=str(generation), theirs=str(rank_0.incarnation))
+    return rank_0.facts["store_host"], rank_0.facts["store_port"]

@@ -1,1 +1,0 @@
-"""The ranks together: commands, exchanges of bytes, and the watch for hangs."""

@@ -1,0 +1,249 @@
+"""Detects that the learner's ranks hang, and names the waiting rank, what it waits for, and the ranks it waits on.
+
+Under gloo a collective that not all ranks enter raises in time; under NCCL it spins until a signal ends the process. So
+each rank writes its Position to the store every BEAT_S, and reads those of the others in a long wait. A wait of the
+training thread without progress for longer than the limit ends the process with an error. Progress is the end of a
+wait, and each ``mark`` once the device has reached it.
+
+Invariant: the watch enters no collective, and its thread that reads the clock calls no other process. If all ranks
+compute at the same place, no rank is to blame, and without NCCL that is not a hang, however long it lasts.
+
+Fails by ending the process (``end_process``). A store that does not answer counts as silence of learner/0, which holds
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import msgspec
+import torch
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.errors import DeadlineExceeded
+from asyncrl.telemetry.logging import write_text
+
+BEAT_S = 2.0
+"""Seconds between two positions that a rank writes, and between two looks at the clock."""
+SILENT_S = 15.0
+"""Seconds without a new position after which a rank has stopped."""
+AFTER_S = 5.0
+"""Seconds past the limit in which a collective may still raise by itself."""
+ASK_FROM = 0.5
+"""Share of its limit that a wait has lasted before the other ranks are looked at."""
+MOST_NAMED = 4
+"""Most ranks that an error names."""
+_LOG = logging.getLogger(__name__)
+
+
+class Position(msgspec.Struct, frozen=True, array_like=True):
+    """Place of a rank's training thread, written by the rank itself."""
+
+    beat: int
+    """Counts up while the process lives."""
+    waits: int
+    """Waits begun so far; all ranks begin the same ones."""
+    what: str
+    """Name of the present wait; empty outside of waits."""
+
+
+@dataclass
+class Others:
+    """The positions of the other ranks, and the ranks to blame for a wait. Pure: the caller passes the time."""
+
+    rank: int
+    world_size: int
+    _seen: dict[int, Position] = field(default_factory=dict)
+    _fresh: dict[int, float] = field(default_factory=dict)
+    _asked: float | None = None
+
+    def ask(self, now: float) -> None:
+        """Record that the store is asked for the positions."""
+        self._asked = now if self._asked is None else self._asked
+
+    def note(self, positions: dict[int, Position], now: float) -> None:
+        """Record the positions that the store holds."""
+        self._asked = None
+        for rank, position in positions.items():
+            known = self._seen.get(rank)
+            if known is None or known.beat != position.beat:
+                self._fresh[rank] = now
+            self._seen[rank] = position
+
+    def blame(self, waits: int, what: str, now: float) -> list[str]:
+        """Ranks that have stopped, or are not at the wait of this rank; one text each."""
+        if self.rank and self._asked is not None and now - self._asked > SILENT_S:
+            return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
+        found = list[str]()
+        # No position was read so far.
+        if not self._seen:
+            return found
+        for rank in range(self.world_size):
+            if rank == self.rank:
+                continue
+            seen = self._seen.get(rank)
+            if seen is None:
+                found.append(f"learner/{rank} (never heard of)")
+            elif (silence := now - self._fresh[rank]) > SILENT_S:
+                found.append(f"learner/{rank} (silent for {silence:.0f} s, last {_place(seen)})")
+            # A rank that is ahead waits for others itself.
+            elif (seen.waits, seen.what) != (waits, what) and seen.waits <= waits:
+                found.append(f"learner/{rank} ({_place(seen)})")
+        return found
+
+
+def _place(position: Position) -> str:
+    return f"in {position.what}" if position.what else "outside of any wait"
+
+
+def in_words(blamed: list[str]) -> str:
+    """Ranks that an error names."""
+    if not blamed:
+        return "the other ranks of the learner"
+    more = f" and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
+    return ", ".join(blamed[:MOST_NAMED]) + more
+
+
+def end_process(error: DeadlineExceeded) -> NoReturn:
+    """End this process at once; the node agent reports the error, which is its last output."""
+    _LOG.error("%s", error)
+    write_text(f"{error.who}: {error}\n")
+    # The training thread is in a call that nothing ends, and an orderly exit would wait for it.
+    os._exit(error.exit_code)
+
+
+@dataclass(slots=True)
+class _Wait:
+    what: str
+    began: float
+
+
+class HangWatch:
+    """The watch of one rank; it watches the thread that creates it."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: TCPStore,
+        *,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        """``store`` is a client of the ranks' store for this watch alone."""
+        self._rank, self._world_size, self._store = rank, world_size, store
+        self._on_cuda, self._timeout_s = device.type == "cuda", timeout_s
+        self._others = Others(rank, world_size)
+        self._watched = threading.get_ident()
+        self._lock = threading.Lock()
+        self._waits: list[_Wait] = []
+        self._begun = 0
+        self._marks: deque[torch.cuda.Event] = deque()
+        self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for work, name in ((self._tell, "hang-tell"), (self._look, "hang-look"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """Context of a wait; the waits of other threads are not watched."""
+        if threading.get_ident() != self._watched:
+            yield
+            return
+        with self._lock:
+            self._waits.append(_Wait(what, time.monotonic()))
+            self._begun += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits.pop()
+                if self._waits:
+                    self._waits[-1].began = time.monotonic()
+
+    def mark(self) -> None:
+        """Record progress within a wait: now, and once the device has done its present work."""
+        if self._on_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            with self._lock:
+                self._marks.append(event)
+        self._moved()
+
+    def blamed(self) -> list[str]:
+        """Ranks that this rank waits on now; empty on any thread but the watched one."""
+        return self._blame() if threading.get_ident() == self._watched else []
+
+    def _blame(self) -> list[str]:
+        with self._lock:
+            what = self._waits[-1].what if self._waits else ""
+            return self._others.blame(self._begun, what, time.monotonic())
+
+    def stop(self) -> None:
+        """End both threads; one that waits for the store ends with the process."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(BEAT_S)
+
+    def _moved(self) -> None:
+        with self._lock:
+            if self._waits:
+                self._waits[-1].began = time.monotonic()
+
+    def _tell(self) -> None:
+        beat = 0
+        while not self._stopped.wait(BEAT_S):
+            beat += 1
+            with self._lock:
+                own = Position(beat, self._begun, self._waits[-1].what if self._waits else "")
+            try:
+                self._store.set(f"position/{self._rank}", msgspec.msgpack.encode(own))  # type: ignore[arg-type]
+                # Not all the time, which would keep the store busy.
+                if self._lasted() > self._timeout_s * ASK_FROM:
+                    with self._lock:
+                        self._others.ask(time.monotonic())
+                    found = self._read_others()
+                    with self._lock:
+                        self._others.note(found, time.monotonic())
+            except (DistNetworkError, DistStoreError) as error:
+                # Rank 0 is gone or ending.
+                _LOG.debug("the ranks' store: %s", error)
+                return
+
+    def _read_others(self) -> dict[int, Position]:
+        keys = {rank: f"position/{rank}" for rank in range(self._world_size) if rank != self._rank}
+        # multi_get would wait for the key of a rank that has written no position yet.
+        there = [rank for rank, key in keys.items() if self._store.check([key])]
+        said = self._store.multi_get([keys[rank] for rank in there])
+        return {
+            rank: msgspec.msgpack.decode(bytes(body), type=Position) for rank, body in zip(there, said, strict=True)
+        }
+
+    def _lasted(self) -> float:
+        """Seconds without progress in the present wait."""
+        with self._lock:
+            return time.monotonic() - self._waits[-1].began if self._waits else 0.0
+
+    def _look(self) -> None:
+        while not self._stopped.wait(BEAT_S):
+            # Only this thread removes marks, so the first stays the first without the lock.
+            while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
+                self._marks.popleft()
+                self._moved()
+            lasted, blamed = self._lasted(), self._blame()
+            if lasted > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
+                hint = "see their logs; the limit is learner.collective_timeout_s"
+                with self._lock:
+                    what = self._waits[-1].what if self._waits else ""
+                end_process(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, lasted, hint))

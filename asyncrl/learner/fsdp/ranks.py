@@ -1,0 +1,279 @@
+"""The ranks of the learner: rendezvous, commands of rank 0, exchanges of bytes; torch.distributed without pickle.
+
+Rank 0 opens a TCPStore on a port that it has bound itself; the other ranks learn the port from the controller. The
+store is the rendezvous of the process group and carries the commands (StoreLine). No collective runs between two
+commands, so the collective timeout does not limit the wait for the next one: ranks enter a collective only after a
+command.
+
+Parcels travel as raw bytes (commands.py) over gloo, which both backends have.
+
+Fails with DeadlineExceeded when ranks do not meet, or do not enter a collective, in time; otherwise with torch's
+RuntimeError and a note on where. A wait that torch does not end, as under NCCL, ends the process (hang_watch.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner.fsdp.hang_watch import HangWatch, in_words
+
+NCCL_AFTER_S = 60.0
+"""Time after the limit when NCCL's own watchdog ends the process, if ours has not."""
+LEAVE_WAIT_S = 5.0
+"""Time that rank 0 gives the others to leave."""
+_LOG = logging.getLogger(__name__)
+IDLE_WAIT_S = 300.0
+"""Length of one wait of a rank for the next command; it is repeated."""
+
+
+class Ranks:
+    """One of the learner's ranks. All ranks create it together; it blocks until all are there."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        host: str,
+        port: int,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        replicas: int = 1,
+        store: TCPStore | None = None,
+    ) -> None:
+        """``store`` is rank 0's, as of weights.collective.gloo.open_store; ``replicas`` divides ``world_size``.
+
+        Raises DeadlineExceeded when a rank is late.
+        """
+        assert (store is not None) == (rank == 0)
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.replicas, self.shards = replicas, world_size // replicas
+        """Copies of the model, and ranks per copy; the first copy is on the first ranks."""
+        self.timeout_s = timeout_s
+        if host in ("127.0.0.1", "localhost", "::1"):
+            # Otherwise gloo looks up this host's name, which may not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        try:
+            self._store = store if store is not None else self._client(host, port)
+            # Each has its own client: a waiting client blocks its connection.
+            self._told = self._client(host, port)
+            self._interrupter = self._client(host, port)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=self._store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s + (NCCL_AFTER_S if device.type == "cuda" else 0.0)),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise DeadlineExceeded(
+                f"learner/{rank}",
+                f"the {world_size} ranks",
+                f"rendezvous at {host}:{port}",
+                timeout_s,
+                str(error),
+            ) from error
+        self.commands = StoreLine("command", rank, world_size, client=self._told, interrupter=self._interrupter)
+        self._watch: HangWatch | None = None
+        if world_size > 1:
+            self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
+
+    def _client(self, host: str, port: int) -> TCPStore:
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
+
+    def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
+        """Send each rank its uint8 array. Rank 0 passes ``parcels``; the others pass their ``size``."""
+        with self.waiting(what):
+            if parcels is not None:
+                sent = [dist.isend(torch.from_numpy(parcels[r]), r) for r in range(1, self.world_size)]
+                for work in sent:
+                    assert work is not None
+                    work.wait()
+                return parcels[0]
+            parcel = torch.empty(size, dtype=torch.uint8)
+            dist.recv(parcel, 0)
+            return parcel.numpy()
+
+    def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
+        """Broadcast rank 0's ``data`` to all."""
+        with self.waiting(what):
+            return _broadcast(data or b"", 0)
+
+    def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
+        """Numbers of every rank, the same on all: float64 [world size, len(values)]."""
+        with self.waiting(what):
+            ours = torch.tensor(values, dtype=torch.float64)
+            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
+            dist.all_gather(everyone, ours)
+            return torch.stack(everyone).numpy()
+
+    def agree(self, problem: str | None, what: str) -> list[str]:
+        """Share the problem of any rank. Returns the problems in order of rank, the same on all ranks."""
+        if not self.all_gather([float(problem is not None)], what).any():
+            return []
+        with self.waiting(what):
+            said = [_broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)]
+        return [words.decode() for words in said if words]
+
+    @property
+    def replica(self) -> int:
+        """The copy of the model that this rank belongs to."""
+        return self.rank // self.shards
+
+    def another_group(self, timeout_s: float, *, members: int | None = None) -> dist.ProcessGroup | None:
+        """All ranks together: a group of the first ``members`` (by default all), for collectives on another thread.
+
+        None for a single member, and on a rank that is not a member.
+        """
+        members = members or self.world_size
+        if members == 1:
+            return None
+        with self.waiting("another process group"):
+            group = dist.new_group(range(members), backend="gloo", timeout=timedelta(seconds=timeout_s))
+        return group if isinstance(group, dist.ProcessGroup) else None
+
+    def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
+        """All ranks together, on one thread each: the ``data`` of every rank, in order of rank.
+
+        ``group`` is from ``another_group``, with that timeout, and nothing else uses it meanwhile. Collectives of the
+        training may run at the same time.
+        """
+        if group is None:
+            assert self.world_size == 1
+            return [data]
+        with self.waiting(what, timeout_s):
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+            # all_gather needs tensors of one size: each is padded to the longest.
+            longest = max(int(size) for size in sizes)
+            ours = torch.zeros(longest, dtype=torch.uint8)
+            ours.numpy()[: len(data)] = np.frombuffer(data, dtype=np.uint8)
+            everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
+            dist.all_gather(everyone, ours, group=group)
+            return [bytes(got[: int(size)].numpy()) for got, size in zip(everyone, sizes, strict=True)]
+
+    @contextmanager
+    def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
+        """Context around collectives; its errors name the waiting rank and the ranks that it waited on.
+
+        ``timeout_s`` if the process group has another limit than learner.collective_timeout_s.
+        """
+        blamed: list[str] = []
+        try:
+            with self._watch.wait(what) if self._watch is not None else nullcontext():
+                try:
+                    yield
+                except RuntimeError:
+                    # While this rank is still in the wait.
+                    blamed = self._watch.blamed() if self._watch is not None else []
+                    raise
+        except RuntimeError as error:
+            # torch raises RuntimeError for timeouts and everything else; only the text differs.
+            if "timed out" in str(error).lower():
+                raise DeadlineExceeded(
+                    f"learner/{self.rank}",
+                    in_words(blamed),
+                    what,
+                    timeout_s or self.timeout_s,
+                    "see their logs" + ("" if timeout_s else "; the limit is learner.collective_timeout_s"),
+                ) from error
+            error.add_note(f"learner/{self.rank} of {self.world_size} ranks, {what}")
+            raise
+
+    def mark(self) -> None:
+        """Record progress between two of many collectives in a wait: the limit holds for each."""
+        if self._watch is not None:
+            self._watch.mark()
+
+    def close(self) -> None:
+        """Leave the group. Rank 0, which holds the store, lets the others leave first, for a limited time."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        if self.rank:
+            self._told.set(f"left/{self.rank}", "")
+        else:
+            try:
+                self._told.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S))
+            except DistStoreError:
+                _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
+        dist.destroy_process_group()
+        del self.commands, self._store, self._told, self._interrupter
+
+
+def _broadcast(data: bytes, source: int) -> bytes:
+    """The ``data`` of rank ``source``, on all."""
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, source)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if data:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, source)
+    return bytes(buffer.numpy())
+
+
+class StoreLine:
+    """Messages of rank 0 to all other ranks, in order, through the store of their rendezvous.
+
+    One thread uses an end, except for ``interrupt``. Message n for rank r is the key ``NAME/r/n``. A rank waits for its
+    next key without a limit, in repeated waits of IDLE_WAIT_S; no collective runs meanwhile. The wait ends at once when
+    the key is set, when the connection to rank 0 breaks, or when ``interrupt`` sets the key. Invariant: each message is
+    received once, in order, however late, and then deleted from the store.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int, *, client: TCPStore, interrupter: TCPStore) -> None:
+        """``name`` is what is awaited, for errors; while this end waits it blocks ``client``."""
+        self._name, self._rank, self._world_size = name, rank, world_size
+        self._client, self._interrupter = client, interrupter
+        self._count = 0
+        self._interrupted = threading.Event()
+
+    def tell(self, body: bytes) -> None:
+        """Rank 0: send a message to every other rank."""
+        self._count += 1
+        for rank in range(1, self._world_size):
+            self._client.set(self._key(rank, self._count), body)  # type: ignore[arg-type]
+
+    def next(self) -> bytes | None:
+        """Ranks above 0: the next message, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
+        self._count += 1
+        key = self._key(self._rank, self._count)
+        while not self._interrupted.is_set():
+            try:
+                self._client.wait([key], timedelta(seconds=IDLE_WAIT_S))
+                body = bytes(self._client.get(key))
+                # The reader deletes it: rank 0 does not wait for the others after each message.
+                self._client.delete_key(key)
+                # ``interrupt`` sets an empty message.
+                return body or None
+            except DistStoreError:
+                # No message yet: wait again.
+                continue
+            except DistNetworkError as error:
+                raise ActorFailed(
+                    "learner/0", f"gone while learner/{self._rank} awaited its next {self._name}"
+                ) from error
+        return None
+
+    def interrupt(self) -> None:
+        """From any thread: end ``next``, at once if it waits."""
+        self._interrupted.set()
+        # Only if rank 0 has not set it, so that no message is lost. ``next`` counts up before it waits, so it waits for
+        # the first of these keys, or is about to wait for the second.
+        for count in (self._count, self._count + 1):
+            self._interrupter.compare_set(self._key(self._rank, count), "", "")
+
+    def _key(self, rank: int, count: int) -> str:
+        return f"{self._name}/{rank}/{count}"

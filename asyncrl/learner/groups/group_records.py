@@ -1,0 +1,81 @@
+"""Writes what became of groups that are not trained, and the results of evaluation rounds.
+
+Prompts that were left out or quarantined, and the text of filtered groups, are written as they come. A round is
+concluded when its last group is here. Its line is written before its outcomes are reported, because these end the
+round, and with the last round the run.
+
+Invariant: lines are written in order, one task at a time, so that all lines of a checkpoint are written before it is
+complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from asyncrl.config import Config
+from asyncrl.learner.groups.dataloader_link import DataloaderLink
+from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.metrics.step_lines import StepLines
+from asyncrl.learner.progress import Progress
+from asyncrl.messages.dataloader import Outcome
+from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, StoryLog
+
+
+class GroupRecords:
+    """The writer of these records."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        progress: Progress,
+        intake: Intake,
+        evals: EvalCollector,
+        dataloader: DataloaderLink,
+        lines: StepLines,
+        group_log: StoryLog,
+    ) -> None:
+        self.rounds_written = set(evals.closed)
+        """Evaluation rounds whose line is written, as NAME@ROUND."""
+        self._config, self._progress, self._news = config, progress, progress.news.listen()
+        self._intake, self._evals, self._dataloader = intake, evals, dataloader
+        self._lines, self._group_log = lines, group_log
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Write records as they come, until cancelled."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            await self.write_untrained()
+            await self._conclude_rounds()
+
+    async def write_untrained(self) -> None:
+        """Write all prompts and groups that were not trained so far."""
+        async with self._writing:
+            left_out, self._intake.left_out = self._intake.left_out, []
+            quarantined, self._intake.quarantined = self._intake.quarantined, []
+            for prompt in left_out:
+                self._group_log.tell(NOT_TRAINED, uid=prompt.uid, reason=prompt.reason, outcome="left out")
+            for item in quarantined:
+                self._group_log.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
+            step, version = self._progress.step, self._progress.version
+            await self._lines.quarantined(step, quarantined)
+            filtered, self._intake.filtered_samples = self._intake.filtered_samples, []
+            for each in filtered:
+                await self._lines.samples("filtered", each.reason, step, version, [each.group])
+
+    async def _conclude_rounds(self) -> None:
+        for round, groups in self._evals.complete():
+            name, step = round.rpartition("@")[0], self._progress.step
+            metrics = eval_metrics(name, groups, self._config.eval[name].pass_at)
+            await self._lines.emit({"kind": "eval", "step": step} | metrics)
+            shown = sorted((group for group in groups if group.trajectories), key=lambda group: group.lease.index)
+            version = metrics.get("weights/version", self._progress.version)
+            await self._lines.samples("evaluation", name, step, version, shown)
+            self.rounds_written.add(round)
+            self._group_log.tell(EVALUATED, uids=[group.lease.uid for group in groups], step=self._progress.step)
+            for group in groups:
+                self._intake.outcomes.outcome(Outcome(group.lease.uid, "evaluated"))
+            self._dataloader.changed()

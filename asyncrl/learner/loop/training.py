@@ -1,0 +1,355 @@
+"""The loop of rank 0: wait for groups, train a step, publish a version, write a checkpoint; until the last step.
+
+Supervised warm steps come first: version 0 holds the weights after them.
+
+The loop waits for groups, never for a replica, the parameter server or a disk. A version is assembled while the next
+step is trained, one at a time. version_schedule.py retries versions that cannot be published; checkpoint_writer.py
+handles checkpoints that cannot be written.
+
+A preempted run takes the groups that rollouters still deliver, stops at a version boundary and writes a checkpoint. If
+the version there cannot be published, the checkpoint holds its steps, and the resumed run publishes them.
+
+If every trajectory of a step is masked, the step does not count: the optimizer, the step number and the version do not
+change. Its groups are filtered, and others take their places.
+
+Fails with ActorFailed, which ends the run, when a step is not finite. Fails with CannotLearn when there is no signal,
+after all steps were published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.errors import ActorFailed, CannotLearn, NonFiniteStep
+from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness
+from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
+from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
+from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
+from asyncrl.learner.groups.dataloader_link import DataloaderLink
+from asyncrl.learner.groups.intake import MASKED, Intake
+from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.loop.step_groups import StepGroups
+from asyncrl.learner.loop.step_planner import StepPlanner
+from asyncrl.learner.loop.version_schedule import VersionSchedule
+from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
+from asyncrl.learner.progress import Progress
+from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.user_functions import find_advantage
+from asyncrl.messages.groups import Group
+from asyncrl.runtime.services import ActorServices
+from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, StoryLog
+from asyncrl.telemetry.trace import Track
+from asyncrl.trajectories import is_truncated, versions_of
+
+T = TypeVar("T")
+
+
+class Training:
+    """The loop of rank 0. ``thread`` is that of ``backend``."""
+
+    def __init__(
+        self,
+        config: Config,
+        services: ActorServices,
+        *,
+        progress: Progress,
+        backend: Backend,
+        thread: ThreadPoolExecutor,
+        intake: Intake,
+        dataloader: DataloaderLink,
+        versions: Versions,
+        schedule: VersionSchedule,
+        lines: StepLines,
+        checkpoints: RunCheckpoints,
+        group_log: StoryLog,
+        track: Track,
+        supervised: SupervisedSteps | None,
+        teacher: ServedTeacher | None,
+    ) -> None:
+        self._config = config
+        self._states, self._counters, self._histograms = services.states, services.counters, services.histograms
+        self._clock, self._log, self._awaits = services.clock, services.log, services.awaits
+        self._notify, self._mark_progress = services.notify, services.progress
+        self._progress, self._news = progress, progress.news.listen()
+        self._backend, self._thread = backend, thread
+        self._intake, self._dataloader = intake, dataloader
+        self._versions, self._schedule = versions, schedule
+        self._lines, self._checkpoints, self._group_log = lines, checkpoints, group_log
+        self._track, self._supervised, self._teacher = track, supervised, teacher
+        self._first_version = -1
+        self._planner = StepPlanner(
+            config,
+            backend=backend,
+            thread=thread,
+            intake=intake,
+            progress=progress,
+            counters=services.counters,
+            advantage=find_advantage(config.learner),
+            supervised=supervised,
+            teacher=teacher,
+        )
+        self._groups = StepGroups(
+            config,
+            services,
+            progress=progress,
+            intake=intake,
+            dataloader=dataloader,
+            schedule=schedule,
+            planner=self._planner,
+            teacher=teacher,
+            track=track,
+        )
+
+    async def plan_early(self) -> None:
+        """Plan each step while the one before is trained, until cancelled; without this, steps are planned late."""
+        await self._planner.run()
+
+    def close(self) -> None:
+        """End the planning; the tasks have ended."""
+        self._planner.close()
+
+    async def warm_up(self) -> bool:
+        """Take the supervised warm steps that no checkpoint holds; whether there were any.
+
+        A preempted run stops between two of them, and continues there when it is resumed. A run that has trained a
+        step takes no more, even if its configuration now asks for more.
+        """
+        steps, first = self._config.sft.warm_steps if not self._progress.step else 0, self._backend.warm_steps
+        while self._backend.warm_steps < steps and not self._progress.preempted:
+            supervised, number = self._supervised, self._backend.warm_steps + 1
+            assert supervised is not None
+            began = self._clock.now()
+            self._states.enter("training")
+            self._track.enter("warm step", step=number)
+            plan = await self._on_thread(functools.partial(supervised.warm_step, number))
+            trained = await self._on_thread(functools.partial(self._backend.train, plan))
+            self._track.leave()
+            self._counters["sft/warm_steps"] = number
+            self._counters.add("learner/tokens", plan.tokens)
+            line = {"kind": "warm", "step": self._progress.step, "sft/warm_steps": number, "sft/warm_steps_of": steps}
+            line |= plan.metrics | trained
+            await self._lines.emit(line | {"time/train_s": self._clock.now() - began})
+            self._mark_progress()
+        return self._backend.warm_steps > first
+
+    async def begin(self, prompts: Sequence[np.ndarray]) -> None:
+        """Publish the weights at the start; engines are checked with ``prompts``. Raises ActorFailed."""
+        self._schedule.probed = from_prompts(prompts, probe_length(self._config))
+        await self._schedule.first()
+        self._first_version = self._progress.version
+
+    async def run(self) -> None:
+        """Train to the last step, or to the boundary at which a preempted run stops.
+
+        Then all steps are published, except for a version that a preempted run cannot publish at once.
+        """
+        learner, progress = self._config.learner, self._progress
+        last_boundary = progress.step
+        while progress.step < learner.steps:
+            began = self._clock.now()
+            try:
+                if not await self._groups.wait():
+                    break
+            except CannotLearn as problem:
+                # A checkpoint of all trained steps needs a version boundary.
+                try:
+                    await self._publish_the_rest()
+                except ActorFailed as failed:
+                    raise ActorFailed(problem.actor, f"{problem.reason}; {failed.reason}") from failed
+                raise
+            step = await self._train_step(began)
+            if step is None:
+                continue
+            progress.step += 1
+            progress.unpublished += 1
+            boundary = False
+            if self._schedule.is_due:
+                publish_began = self._clock.now()
+                boundary = await self._schedule.publish()
+                step.line.update(self._versions.metrics)
+                step.line["time/publish_s"] = self._clock.now() - publish_began
+            step.line["weights/version"] = progress.version
+            step.line["time/step_s"] = self._clock.now() - began
+            await self._lines.put(step)
+            self._mark_progress()
+            if boundary:
+                # FinalWrites writes the checkpoint after the last step.
+                if progress.step < learner.steps and self._checkpoint_is_due(last_boundary):
+                    self._states.enter("checkpointing")
+                    await self._checkpoints.begin()
+                last_boundary = progress.step
+        self._planner.plan_early(None)
+        await self._publish_the_rest()
+
+    def _checkpoint_is_due(self, last_boundary: int) -> bool:
+        """Whether the interval ended since the step ``last_boundary``; a run may be resumed inside a version."""
+        every = self._config.checkpoint.every_versions * self._config.learner.steps_per_version
+        is_due = bool(every and self._progress.step // every > last_boundary // every)
+        return is_due or self._checkpoints.overdue
+
+    async def finish(self) -> None:
+        """Wait for the last evaluations, after the last step.
+
+        Their leases go only to engines that serve the last version, so this waits until the parameter server has it. A
+        preempted run does not wait.
+        """
+        self._progress.finished = True
+        self._intake.outcomes.finished()
+        self._states.enter("waiting", "last evaluations")
+        await self._dataloader.all_acknowledged()
+        give_up_at = self._schedule.give_up_at
+        with self._awaits.on("rollouter", "last evaluations"):
+            while True:
+                # Before the question, so that no news that comes meanwhile is lost.
+                self._news.clear()
+                if self._progress.preempted or await self._dataloader.rounds_over():
+                    return
+                if self._versions.spoiled:
+                    await self._schedule.insist(give_up_at)
+                else:
+                    await self._news.wait()
+
+    async def _train_step(self, began: float) -> TrainedStep | None:
+        """Train one step; None if it does not count, because its groups were filtered or quarantined."""
+        learner, intake, version = self._config.learner, self._intake, self._progress.version
+        groups, filtered = intake.begin_step()
+        step = self._progress.next_step
+        following = step.after(learner.steps_per_version, self._versions.next_number)
+        self._planner.plan_early(following if following.step <= learner.steps else None)
+        self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
+        # Under the first version every learner waits: engines begin only with it.
+        intake.outcomes.step_began(len(intake.buffer), waited=self._groups.waited and version > self._first_version)
+        self._dataloader.changed()
+        train_began, train_wall = self._clock.now(), self._clock.wall()
+        self._states.enter("training")
+        self._track.enter("pack", step=step.step, groups=len(groups))
+        try:
+            plan = await self._planner.plan(step.inputs_of(groups))
+            plan_s = self._clock.now() - train_began
+            if not plan.sequences:
+                self._filter_step(groups)
+                return None
+            self._track.enter("train", step=step.step, version=version, **_sampled(groups))
+            trained, metrics = await asyncio.gather(
+                self._on_thread(lambda: self._backend.train(plan)),
+                asyncio.to_thread(step_metrics, groups, filtered, version, self._config),
+            )
+        except NonFiniteStep as error:
+            if learner.on_nonfinite != "skip" or error.places:
+                # Only the user can mend conversations: the next step would use them again.
+                raise
+            self._log.error("update was not taken", error=str(error))
+            self._counters.add("learner/skipped_steps")
+            reason = f"the {error.what} of step {step.step} is not finite"
+            intake.spoil_step(error.uids, reason, trained=error.trained)
+            if not error.trained:
+                self._dataloader.changed()
+                return None
+            trained = dict(error.metrics)
+            groups = [group for group in groups if group.lease.uid in error.trained]
+            plan = _taken(plan, error.trained)
+            metrics = step_metrics(groups, filtered, version, self._config)
+        await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
+        train_ended = self._clock.now()
+        self._track.leave()
+        self._schedule.probed = from_groups(groups, probe_length(self._config)) or self._schedule.probed
+        lengths = intake.end_step()
+        if self._teacher is not None:
+            self._teacher.keep(intake.claims)
+        self._group_log.tell(TRAINED, step=step.step, version=version, uids=[group.lease.uid for group in groups])
+        self._dataloader.changed()
+        self._count(metrics, plan, trained)
+        line = {
+            "kind": "train",
+            "step": step.step,
+            "weights/version": version,
+            **metrics,
+            **plan.metrics,
+            **trained,
+            "rollout/granted_length_mean": sum(lengths) / len(lengths) if lengths else None,
+            "staleness/limit": self._dataloader.limit,
+            "buffer/groups": len(intake.buffer),
+            "time/wait_for_groups_s": train_began - began,
+            "time/train_s": train_ended - train_began,
+            "time/plan_s": plan_s,
+            "time/publish_s": 0.0,
+            **intake.counts(),
+        }
+        return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
+
+    def _count(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:
+        hard = self._config.staleness.hard
+        late = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
+        self._counters.add(late, metrics["staleness/late_groups"])
+        self._counters["ledger/trained"] = self._intake.ledger.count("trained")
+        self._counters.add("learner/tokens", plan.tokens)
+        if "perf/mfu" in trained:
+            self._counters["perf/mfu"] = trained["perf/mfu"]
+
+    def _filter_step(self, groups: list[Group]) -> None:
+        """Filter the groups of a step without a token to train: momentum alone would move the weights."""
+        self._track.leave()
+        self._intake.filter_step()
+        self._counters.add("learner/empty_steps")
+        self._counters.add("groups/filtered", len(groups))
+        for group in groups:
+            self._group_log.tell(NOT_TRAINED, uid=group.lease.uid, reason=MASKED, outcome="filtered")
+        count = int(self._counters["learner/empty_steps"])
+        text = _masked(groups, self._progress.step + 1, self._progress.version, self._config)
+        self._notify("empty_step", text, count=count)
+        self._dataloader.changed()
+        self._mark_progress()
+
+    async def _publish_the_rest(self) -> None:
+        give_up_at = self._schedule.give_up_at
+        while self._progress.unpublished or not await self._versions.settled():
+            if self._progress.preempted:
+                # Once: no engine will load it, and the checkpoint, which must be in time, holds the steps.
+                await self._schedule.retry(math.inf)
+                return
+            await self._schedule.insist(give_up_at)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _masked(groups: list[Group], step: int, version: int, config: Config) -> str:
+    """Text for the user: why a step has no token to train, and what to change."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    text = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
+    cut = sum(map(is_truncated, trajectories)) if config.reward.truncated == "mask" else 0
+    if cut and config.episode.kind == "single":
+        text += f", {cut} because they were cut at rollout.max_tokens = {config.rollout.max_tokens} under "
+        text += 'reward.truncated = "mask"; raise the one, or set the other to "score" or "penalty"'
+    elif cut:
+        text += f', {cut} because they ran out of tokens, turns or time under reward.truncated = "mask"; raise the '
+        text += 'limits of [rollout] and [episode], or set it to "score" or "penalty"'
+    limit = config.staleness.max
+    late = sum(all(version - v > limit for v in versions_of(t)) for t in trajectories)
+    if config.staleness.hard and late:
+        text += f", {late} because all of their tokens are staler than staleness.max = {limit} under "
+        text += f'staleness.late = "{config.staleness.late}"; raise the one, or set the other to "train"'
+    return f"{text}. Its {len(groups)} groups count as filtered, and others take their places"
+
+
+def _taken(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
+    """The trained part of a plan: the updates of these groups."""
+    updates = [update for update in plan.updates if set(uids).issuperset(update.uids)]
+    return replace(plan, updates=updates, metrics={})
+
+
+def _sampled(groups: list[Group]) -> dict[str, int]:
+    """Oldest and newest version that sampled tokens of these groups, if there are any."""
+    versions = [version for group in groups for trajectory in group.trajectories for version in versions_of(trajectory)]
+    return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

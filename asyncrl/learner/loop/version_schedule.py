@@ -1,0 +1,168 @@
+"""When versions of the weights are published: after each ``learner.steps_per_version`` steps, and again after failures.
+
+A version that cannot be begun or assembled, for example on a full disk, is reported and becomes overdue: it is tried
+again. Training continues with the groups that the last version admits. The run ends with the reason only when nothing
+is left to train and nothing can be published for ``checkpoint.room_wait_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.disk import full_errno, in_bytes, in_words
+from asyncrl.errors import ActorFailed, AsyncRLError
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.groups.dataloader_link import DataloaderLink
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.progress import Progress
+from asyncrl.learner.publishing.versions import Versions
+from asyncrl.runtime.services import ActorServices
+
+RETRY_S = 5.0
+"""Pause before an overdue version is tried again."""
+NOTICE = "publish"
+"""Key of the notice about versions that cannot be published."""
+
+
+class VersionSchedule:
+    """The schedule of versions; it writes their numbers to ``progress`` and calls ``published`` with each."""
+
+    def __init__(
+        self,
+        config: Config,
+        services: ActorServices,
+        *,
+        progress: Progress,
+        intake: Intake,
+        dataloader: DataloaderLink,
+        published: Callable[[int], None],
+    ) -> None:
+        self._versions: Versions
+        self.probed: Sequence[ProbeSequence] = []
+        """Sequences that engines score to prove that they serve the learner's weights."""
+        self._config, self._name = config, services.name
+        self._states, self._counters, self._clock = services.states, services.counters, services.clock
+        self._log, self._notify = services.log, services.notify
+        self._progress = progress
+        self._intake, self._dataloader, self._published = intake, dataloader, published
+        self._reason = ""
+        """Reason that the last attempt to publish failed."""
+        self._error: OSError | None = None
+        """Error of the last version that failed."""
+
+    def use(self, versions: Versions) -> None:
+        """Publish by ``versions``, which reports to ``failed`` and ``assembled``."""
+        self._versions = versions
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough steps were trained for a new version."""
+        return self._progress.unpublished >= self._config.learner.steps_per_version
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a version of the present weights must be published: it is due, or no engine can load the newest."""
+        return self.is_due or self._versions.spoiled
+
+    @property
+    def next_try(self) -> float:
+        """Time at which an overdue version is tried again."""
+        return self._clock.now() + RETRY_S
+
+    @property
+    def give_up_at(self) -> float:
+        """Time until which a run without anything left to train waits for a version."""
+        # The key of the end of the run: here, too, a run waits for room on a full disk, and would lose trained steps.
+        return self._clock.now() + self._config.checkpoint.room_wait_s
+
+    async def first(self) -> None:
+        """Publish the weights at the start. Raises ActorFailed."""
+        if not await self.publish() or not await self._versions.settled():
+            raise ActorFailed(self._name, f"the weights at the start cannot be published: {self._reason}")
+
+    async def publish(self) -> bool:
+        """Begin a new version of the present weights, which then needs nothing from here; False if it is overdue."""
+        self._states.enter("publishing")
+        try:
+            version = await self._versions.make(self.probed)
+        except OSError as error:
+            if isinstance(error, AsyncRLError):
+                # Not a full disk or memory: the ranks are out of step.
+                raise
+            self.failed(error)
+            return False
+        progress = self._progress
+        progress.version, progress.unpublished = version, 0
+        progress.trained_at_version = self._intake.ledger.count("trained")
+        # It does no harm before the parameter server has the version: the gate counts by what engines serve.
+        self._intake.outcomes.published(version, progress.trained_at_version)
+        self._published(version)
+        self._dataloader.changed()
+        return True
+
+    async def retry(self, give_up_at: float) -> bool:
+        """Try an overdue version, to its end. Raises ActorFailed if it fails after ``give_up_at``."""
+        if await self.publish() and await self._versions.settled():
+            return True
+        if self._clock.now() >= give_up_at:
+            error = self._error
+            assert error is not None
+            within = f"{self._config.checkpoint.room_wait_s:g} s (checkpoint.room_wait_s)"
+            reason = f"no version could be published for {within}: {self._reason}"
+            to_do, _ = _advice(error, self._version_bytes)
+            raise ActorFailed(self._name, f"{reason}; to do: {to_do}, and resume the run") from error
+        return False
+
+    async def insist(self, give_up_at: float) -> None:
+        """``retry``, with a pause after a failure."""
+        if not await self.retry(give_up_at):
+            await asyncio.sleep(RETRY_S)
+
+    def failed(self, error: OSError) -> None:
+        """Report a version that could not be begun or assembled."""
+        self._reason, self._error = why_not_published(error), error
+        self._counters.add("weights/not_published")
+        self._log.error("no version published; training continues as long as it can", error=str(error))
+        if self._versions.whole >= 0:
+            text = f"no version of the weights after {self._versions.whole} could be published: {self._reason}"
+            to_do, waits_for = _advice(error, self._version_bytes)
+            meanwhile = (
+                "Training continues with the groups that are admitted, and the version is tried again. The run ends "
+                f"when these are used up and none could be published for {self._config.checkpoint.room_wait_s:g} s "
+                f"(checkpoint.room_wait_s). To do: {to_do}"
+            )
+            self._notify(NOTICE, text, meanwhile=meanwhile, waits_for=waits_for)
+
+    def assembled(self) -> None:
+        """Report that the newest version is assembled, if one before it failed."""
+        if self._reason:
+            self._reason = ""
+            self._notify(NOTICE, f"versions are published again, from {self._versions.whole} on")
+
+    @property
+    def _version_bytes(self) -> float:
+        """Size of the newest assembled version; 0 before the first."""
+        return self._versions.metrics.get("weights/publish_bytes", 0.0)
+
+
+def why_not_published(error: OSError) -> str:
+    """Reason that a version could not be published. Errors of files name the file; memory has no name."""
+    if isinstance(error.filename, str):
+        return in_words(error, Path(error.filename))
+    return f"shared memory for the weights: {error.strerror or error}"
+
+
+def _advice(error: OSError, version_bytes: float) -> tuple[str, str]:
+    """Advice for the user, and the thing that the run waits for; a version takes ``version_bytes`` of memory."""
+    if isinstance(error.filename, str):
+        if full_errno(error):
+            # Only the number of a version is written to the disk.
+            folder = Path(error.filename).parent
+            return f"free space in {folder}; a few KiB are enough for this", f"room on {folder}"
+    elif full_errno(error) or error.errno == errno.ENOMEM:
+        return f"free memory on this host: a version takes {in_bytes(version_bytes)} of it", "memory for the weights"
+    return "mend what is named", ""

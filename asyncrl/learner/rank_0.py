@@ -1,0 +1,317 @@
+"""Rank 0 of the learner: makes the parts of the loop, each from those before it, and runs it from start to end.
+
+The order of a run: warm steps, the first version, the state of the run for the dataloader, the steps, the last
+evaluations, the last checkpoint and the exported model, the report of the end.
+
+Fails with CannotLearn when there is no signal; no trained step is lost then. Other errors end the process, and all
+ranks start again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from asyncrl.checkpoint.contents import Contents
+from asyncrl.checkpoint.origin import Origin
+from asyncrl.config import Config
+from asyncrl.disk import in_words
+from asyncrl.errors import CannotLearn
+from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
+from asyncrl.learner.checkpoint.final_writes import FinalWrites
+from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports, RunCheckpoints
+from asyncrl.learner.controller_link import ControllerLink
+from asyncrl.learner.groups.component_names import ComponentNames
+from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderCall, DataloaderLink
+from asyncrl.learner.groups.deliveries import Deliveries
+from asyncrl.learner.groups.evals import EvalCollector
+from asyncrl.learner.groups.group_records import GroupRecords
+from asyncrl.learner.groups.intake import Intake, IntakeState
+from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.loop.training import Training
+from asyncrl.learner.loop.version_schedule import VersionSchedule
+from asyncrl.learner.metrics.grace_watch import GraceWatch
+from asyncrl.learner.metrics.records import RecordFiles
+from asyncrl.learner.metrics.step_lines import StepLines
+from asyncrl.learner.progress import Progress
+from asyncrl.learner.publishing.version_mark import VersionMark
+from asyncrl.learner.publishing.versions import Versions
+from asyncrl.messages import Request
+from asyncrl.messages.actors import RunFinished
+from asyncrl.runtime.services import ActorServices
+from asyncrl.sft.conversations import Conversations
+from asyncrl.telemetry.group_log import RESTORED, StoryLog
+from asyncrl.telemetry.trace import STEPS, WEIGHTS, Trace
+
+
+class Rank0:
+    """The parts of rank 0. ``thread`` is that of ``backend``; the calls send one request each."""
+
+    def __init__(
+        self,
+        config: Config,
+        services: ActorServices,
+        *,
+        trace: Trace,
+        tasks: asyncio.TaskGroup,
+        backend: Backend,
+        thread: ThreadPoolExecutor,
+        run_dir: Path,
+        host: str,
+        start: int,
+        incarnation: int,
+        files: RecordFiles,
+        mark: VersionMark,
+        writer: CheckpointWriter,
+        reports: CheckpointReports,
+        restored: Contents | None,
+        origin: Origin,
+        conversations: Conversations | None,
+        controller: ControllerLink,
+        call_dataloader: DataloaderCall,
+        call_parameter_server: Callable[[Request], asyncio.Future[Any]],
+        send_line: Callable[[dict[str, Any]], None],
+        published: Callable[[int], None],
+    ) -> None:
+        """``send_line`` sends a metrics line to the controller; ``published`` is called with each new version."""
+        state = restored.state if restored is not None else None
+        self.progress = progress = Progress(step=state.step if state is not None else 0)
+        self._config, self._services, self._tasks, self._run_dir = config, services, tasks, run_dir
+        self._group_log, self._send_line = StoryLog(services.name), send_line
+        self._controller, self._writer, self._reports = controller, writer, reports
+        self._grace_watch = GraceWatch(config)
+        self.intake = intake = Intake(
+            config.learner, self._restore_groups(restored, origin), samples=config.run.samples_per_step
+        )
+        evals = EvalCollector(state.rounds_closed if state is not None else ())
+        components = ComponentNames(config, state.components if state is not None else ())
+        fingerprint = conversations.fingerprint if conversations is not None else ""
+        if state is not None and state.conversations and fingerprint not in ("", state.conversations):
+            text = "the conversations of sft.data, or their tokens, have changed since the run was left: their order "
+            services.notify("conversations", f"{text}begins anew")
+        self.lines = lines = StepLines(
+            files,
+            services,
+            samples_per_step=config.run.samples_per_step,
+            tell=self._line_written,
+            notify=self._lines_waiting,
+            step=progress.step,
+        )
+        track = trace.track("steps", STEPS)
+        self._teacher: ServedTeacher | None = None
+        url = config.learner.teacher_url
+        if url is not None and config.learner.backend != "sim":
+            self._teacher = ServedTeacher(url, config.learner.teacher_server, services, tasks=tasks, news=progress.news)
+            for group in intake.buffer.groups:
+                self._teacher.begin(group)
+        self._dataloader = dataloader = DataloaderLink(
+            call_dataloader,
+            config.learner,
+            services,
+            progress=progress,
+            intake=intake,
+            evals=evals,
+            restored=state,
+        )
+        self.deliveries = Deliveries(
+            config,
+            services,
+            tasks=tasks,
+            progress=progress,
+            intake=intake,
+            evals=evals,
+            components=components,
+            dataloader=dataloader,
+            teacher=self._teacher,
+            group_log=self._group_log,
+        )
+        schedule = VersionSchedule(
+            config, services, progress=progress, intake=intake, dataloader=dataloader, published=published
+        )
+        self._versions = Versions(
+            config,
+            backend,
+            thread,
+            mark,
+            host=host,
+            call=call_parameter_server,
+            tasks=tasks,
+            log=services.log,
+            on_spoiled=progress.news.announce,
+            on_failed=schedule.failed,
+            on_whole=schedule.assembled,
+            track=track,
+            assemblies=trace.track("versions", WEIGHTS),
+        )
+        schedule.use(self._versions)
+        supervised = None
+        if conversations is not None:
+            supervised = SupervisedSteps(config, conversations, packed=backend.packed)
+        self._records = GroupRecords(
+            config,
+            progress=progress,
+            intake=intake,
+            evals=evals,
+            dataloader=dataloader,
+            lines=lines,
+            group_log=self._group_log,
+        )
+        self._checkpoints = RunCheckpoints(
+            config,
+            services,
+            writer=writer,
+            progress=progress,
+            intake=intake,
+            dataloader=dataloader,
+            components=components,
+            records=self._records,
+            lines=lines,
+            origin=origin,
+            conversations=fingerprint,
+            start=start,
+            incarnation=incarnation,
+        )
+        self._training = Training(
+            config,
+            services,
+            progress=progress,
+            backend=backend,
+            thread=thread,
+            intake=intake,
+            dataloader=dataloader,
+            versions=self._versions,
+            schedule=schedule,
+            lines=lines,
+            checkpoints=self._checkpoints,
+            group_log=self._group_log,
+            track=track,
+            supervised=supervised,
+            teacher=self._teacher,
+        )
+        self._final_writes = FinalWrites(
+            config,
+            services,
+            run_dir=run_dir,
+            backend=backend,
+            thread=thread,
+            progress=progress,
+            checkpoints=self._checkpoints,
+            writer=writer,
+        )
+
+    def _restore_groups(self, restored: Contents | None, origin: Origin) -> IntakeState | None:
+        """The groups and outcomes of a checkpoint; groups that other settings made are generated again instead."""
+        if restored is None:
+            self._group_log.tell(RESTORED, step=0, uids=[])
+            return None
+        state, log = restored.state, self._services.log
+        buffered, filtered = restored.buffered, restored.filtered
+        failed, lengths = state.quarantined, list(state.delivered_lengths)
+        # Also after a crash within the run, until there is a checkpoint of this configuration.
+        if reason := state.origin.compare(self._config, origin).gives_back:
+            log.info("does not restore the groups of the checkpoint", groups=len(buffered), reason=reason)
+            self._services.counters.add("groups/given_back", len(buffered))
+            buffered, filtered, failed, lengths = [], [], 0, []
+        uids = [group.lease.uid for group in buffered]
+        self._group_log.tell(RESTORED, step=state.step, version=state.version, uids=uids)
+        path = str(restored.path)
+        log.info("continues from a checkpoint", version=state.version, step=state.step, path=path, buffered=len(uids))
+        return IntakeState(state.ledger, buffered, filtered, failed, lengths)
+
+    async def start(self) -> None:
+        """Begin to distribute versions."""
+        await self._versions.start()
+
+    async def run(self) -> None:
+        """Train from here to the end of the run, and report the end."""
+        states, config = self._services.states, self._config
+        for work in (self.lines.run(), self.lines.retry(), self._records.run()):
+            self._tasks.create_task(work)
+        training = self._training
+        self.deliveries.notify(self.deliveries.learning.at_start())
+        warmed = await training.warm_up()
+        states.enter("waiting", DATALOADER)
+        await training.begin(await self._dataloader.sample_prompts())
+        states.enter("waiting", DATALOADER)
+        # After the first publication, whose version the dataloader needs.
+        await self._dataloader.restore()
+        if warmed and config.checkpoint.every_versions:
+            # A learner that starts again must not repeat the warm steps.
+            states.enter("checkpointing")
+            await self._checkpoints.begin()
+        for work in (self._dataloader.report(), self._dataloader.watch(), training.plan_early()):
+            self._tasks.create_task(work)
+        try:
+            await training.run()
+        except CannotLearn:
+            # No trained step may be lost.
+            await self._final_writes.begin(preempted=False)
+            await self._finish(preempted=True)
+            raise
+        self._reports.is_trained = True
+        preempted = self.progress.step < config.learner.steps
+        # The checkpoint is written during the last evaluations.
+        await self._final_writes.begin(preempted=preempted)
+        if not preempted:
+            await training.finish()
+            if self.progress.preempted:
+                text = "the last evaluations were given up: the run was preempted"
+                self._services.notify("last evaluations", text)
+                if not config.checkpoint.every_versions:
+                    # Otherwise it was begun above, and nothing was trained since.
+                    await self._final_writes.begin(preempted=True)
+        failure = await self._finish(preempted=preempted)
+        await self._controller.report(RunFinished(preempted=preempted, failure=failure))
+        states.enter("done")
+
+    async def _finish(self, *, preempted: bool) -> str:
+        failure = await self._final_writes.finish(preempted=preempted)
+        await self._records.write_untrained()
+        await self.lines.finish()
+        await self._reports.all_sent()
+        return failure
+
+    def preempt(self) -> None:
+        """Stop at the next version boundary, with a checkpoint."""
+        self._final_writes.preempted()
+        self.progress.preempted = True
+        self.progress.news.announce()
+
+    async def close(self) -> None:
+        """End what ``run`` began; its tasks have ended."""
+        await self._versions.close()
+        if self._teacher is not None:
+            await self._teacher.close()
+        self._training.close()
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the run."""
+        return {
+            "learner/step": self.progress.step,
+            "buffer/groups": len(self.intake.buffer),
+            "records/pending": self.lines.pending,
+            **self.intake.counts(),
+        }
+
+    def _line_written(self, line: dict[str, Any]) -> None:
+        self._send_line(line)
+        if line["kind"] == "train":
+            self.deliveries.notify([*self.deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
+
+    def _lines_waiting(self, lost: int, error: OSError | None) -> None:
+        files = "metrics.jsonl, quarantine.jsonl or samples/"
+        where = f": {in_words(error, self._run_dir)}" if error is not None else ""
+        if lost:
+            text = f"lines of {files} are lost{where}; they are missing from the report, too"
+            self._services.notify("records", text, count=lost, meanwhile="Training continues")
+        elif error is not None:
+            meanwhile = "Training continues; the lines are kept in memory and are written when there is room"
+            self._services.notify("records", f"lines of {files} cannot be written{where}", meanwhile=meanwhile)
+        else:
+            text = f"lines of {files} were written late, when there was room again; none is lost"
+            self._services.notify("records", text)

@@ -1,1 +1,0 @@
-"""The plan of each step: made when it begins, or while the step before is trained."""

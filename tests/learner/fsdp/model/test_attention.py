@@ -1,0 +1,141 @@
+"""Attention over a packed row in one kernel: when it is taken, and that it is what each sequence alone gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from learner import varlen_kernel
+from torch import nn
+
+from asyncrl.learner.fsdp.model import attention
+from asyncrl.learner.fsdp.model.attention import Heads, connect, kernel_problem, refusal, round_longest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel on CPUs."""
+    varlen_kernel.install()
+    monkeypatch.setattr(attention, "DEVICE", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"dtype": torch.float16, "head": 256, "value_head": 256}, None),
+        ({"device": "cpu"}, "cuda alone"),
+        ({"dtype": torch.float32}, "bfloat16"),
+        ({"value_head": 64}, "values"),
+        ({"head": 100, "value_head": 100}, "multiple of 8"),
+        ({"head": 264, "value_head": 264}, "up to 256"),
+        ({"softcap": 50.0}, "soft cap"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+)
+def test_the_kernel_is_taken_where_it_can_do_what_is_asked(changed: dict[str, Any], why: str | None) -> None:
+    asked: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "head": 128, "value_head": 128}
+    found = refusal(**(asked | changed))
+    assert (found is None) if why is None else (found is not None and why in found)
+
+
+def test_the_longest_is_rounded_to_few_numbers() -> None:
+    rounded = {n: round_longest(n) for n in range(1, 5000)}
+    assert all(n <= longest for n, longest in rounded.items())
+    assert sorted(set(rounded.values())) == [128, 256, 512, 1024, 2048, 4096, 8192]
+
+
+def _attended(attend: Any, module: nn.Module, values: list[torch.Tensor], told: dict[str, Any]) -> list[torch.Tensor]:
+    """Output, and the gradients of its sum of squares."""
+    leaves = [x.detach().requires_grad_() for x in values]
+    output = attend(module, *leaves, None, **told)[0]
+    return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]
+
+
+def _both(
+    lengths: tuple[int, ...], keys: int, prefixes: tuple[int, ...] | None = None, **named: Any
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and gradients in one kernel, in bfloat16, and sequence by sequence, in float32."""
+    random, total = torch.Generator().manual_seed(0), sum(lengths)
+    pieces = connect(lengths, prefixes)
+    seen = pieces.key_lengths
+    values = [torch.randn(1, heads, total, 16, generator=random).bfloat16() for heads in (4, keys, keys)]
+    told = {"sequence_lengths": torch.tensor(lengths), "key_lengths": torch.tensor(seen), **named}
+    told |= {"key_index": None if pieces.key_index is None else torch.from_numpy(pieces.key_index)}
+    packed = {"cu_seqlens": attention.cumulate(lengths, CPU), "cu_seqlens_k": attention.cumulate(seen, CPU)}
+    packed |= {"max_seqlen": round_longest(max(seen))}
+    module = nn.Module()
+    module.num_key_value_groups = 4 // keys  # type: ignore[assignment]
+    ours = _attended(attention.varlen_attention, module, values, told | packed)
+    truth = _attended(attention.packed_attention, module, [x.float() for x in values], told)
+    return list(zip(ours, truth, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "lengths", "prefixes", "named"),
+    [
+        (1, (9, 1, 30, 4), None, {}),
+        (4, (9, 1, 30, 4), None, {"sliding_window": 2}),
+        (2, (9, 1, 30, 4), None, {"sliding_window": 5, "scaling": 0.9}),
+        # Keys of a common beginning collect the gradients of all who share it.
+        (2, (9, 20, 4, 4, 30), (-1, -1, 0, 0, 1), {}),
+        (2, (9, 20, 4, 4, 30), (-1, -1, 0, 0, 1), {"sliding_window": 12}),
+        # More than the kernel can do: sequence by sequence.
+        (2, (9, 3), None, {"softcap": 2.0}),
+    ],
+)
+def test_a_row_gets_in_one_kernel_what_its_sequences_get_alone(kernel, keys, lengths, prefixes, named) -> None:
+    for ours, truth in _both(lengths, keys, prefixes, **named):
+        assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
+
+
+def test_keys_are_repeated_where_torch_has_no_groups(kernel, monkeypatch) -> None:
+    attend = attention.varlen.varlen_attn
+
+    def of_2_11(query: Any, key: Any, *rest: Any, scale: Any, window_size: Any) -> Any:
+        assert query.shape == key.shape
+        return attend(query, key, *rest, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(attention.varlen, "varlen_attn", of_2_11)
+    monkeypatch.setattr(attention, "_HAS_GQA", False)
+    for ours, truth in _both((9, 3), 2, sliding_window=4):
+        assert float((ours.float() - truth).norm() / truth.norm()) < 0.02
+
+
+HEADS = Heads(queries=4, keys=2, width=16)
+
+
+def test_the_kernel_is_tried_where_it_is_to_run(kernel, monkeypatch) -> None:
+    attend = attention.attend
+
+    def tried(windowed: bool = True) -> str | None:
+        return kernel_problem(CPU, torch.bfloat16, HEADS, windowed=windowed)
+
+    assert tried() is None
+    assert "float32" not in str(kernel_problem(CPU, torch.float16, HEADS, windowed=True))
+    assert "soft cap" in str(kernel_problem(CPU, torch.bfloat16, Heads(4, 2, 16, softcap=9.0), windowed=False))
+
+    def wider(*values: Any, sliding_window: int | None, **named: Any) -> Any:
+        return attend(*values, sliding_window=sliding_window and sliding_window + 1, **named)
+
+    monkeypatch.setattr(attention, "attend", wider)
+    assert tried(windowed=False) is None
+    assert "away from float32" in str(tried())
+
+    def broken(*_values: Any, **_named: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(attention, "attend", broken)
+    assert tried() == "RuntimeError: no kernel image is available"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_the_kernel_of_a_gpu(width: int, windowed: bool) -> None:
+    heads = Heads(queries=8, keys=2, width=width)
+    assert kernel_problem(torch.device("cuda"), torch.bfloat16, heads, windowed=windowed) is None

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
+
+from asyncrl.errors import DeadlineExceeded
+from asyncrl.learner.fsdp import ranks as rendezvous
+from asyncrl.weights.collective.gloo import open_store
+from asyncrl.weights.collective.links import listen
+
+
+def test_a_follower_that_comes_late_hears_every_word_and_the_store_keeps_none_that_was_heard() -> None:
+    store, words = open_store("127.0.0.1", 5.0), [b"first", b"second", b"third"]
+    speaks, hears = (rendezvous.StoreLine("command", rank, 2, client=store, interrupter=store) for rank in range(2))
+    before = store.num_keys()
+    for word in words:
+        speaks.tell(word)
+    assert [hears.next() for _ in words] == words
+    assert store.num_keys() == before
+
+
+def _long_run(rank: int, addresses: Any) -> list[Any]:
+    ranks, said = meet(rank, addresses), []
+    if rank == 0:
+        # Longer than the collective timeout, as when there are no groups.
+        time.sleep(1.5 * TIMEOUT_S)
+        ranks.commands.tell(b"first")
+    else:
+        said.append(ranks.commands.next())
+    mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
+    said.append(ranks.scatter(mine if rank == 0 else None, 5 if rank else 3, "parcels").tolist())
+    said.append(ranks.broadcast_bytes("wörd".encode() if rank == 0 else None, "a word").decode())
+    said.append(ranks.all_gather([rank, 0.1], "sums").tolist())
+    said.append(ranks.agree(None, "nothing"))
+    said.append(ranks.agree(f"wrong at {rank}" if rank else None, "something"))
+    if rank:
+        threading.Timer(0.5, ranks.commands.interrupt).start()
+        said += [ranks.commands.next(), ranks.commands.next()]
+        try:
+            ranks.all_gather([1.0], "a collective that rank 0 does not enter")
+        except DeadlineExceeded as error:
+            said.append(error)
+        addresses.put("done")
+    else:
+        assert addresses.get(timeout=RANK_WAIT_S) == "done"
+    ranks.close()
+    return said
+
+
+def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should(pools) -> None:
+    first, (command, *second) = pools.play(2, _long_run)
+    assert command == b"first"
+    words = ["wörd", [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
+    assert first == [[0, 1, 2], *words]
+    *second, error = second
+    # Interrupted while it waits, and before it waits.
+    assert second == [[0, 1, 2, 3, 4], *words, None, None]
+    what = "a collective that rank 0 does not enter"
+    assert (error.who, error.what, error.waited_s) == ("learner/1", what, TIMEOUT_S)
+
+
+def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]:
+    """The words, the port, whether it may be tried again, and whether a group is left."""
+    store = open_store("127.0.0.1", TIMEOUT_S)
+    port = store.port
+    if dead == 0:
+        with listen("127.0.0.1") as gone:
+            port, store = gone.getsockname()[1], None
+    with pytest.raises(DeadlineExceeded) as failure:
+        rendezvous.Ranks(1 - dead, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+    return str(failure.value), port, failure.value.restartable, dist.is_initialized()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rendezvous_with_a_dead_rank_ends_after_its_deadline_and_may_be_tried_again(dead: int) -> None:
+    """I7: a rank that was sent to one starts anew by itself."""
+    # A process of its own: torch counts this group among those of its process for ever.
+    pool = RankPool(1)
+    try:
+        [(words, port, restartable, left)] = pool.play(_misses, dead)
+    finally:
+        pool.close()
+    assert f"learner/{1 - dead} waited 2.0 s on the 2 ranks for rendezvous at 127.0.0.1:{port}" in words
+    assert restartable and not left

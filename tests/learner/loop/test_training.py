@@ -1,0 +1,253 @@
+"""The loop of rank 0 on its own: its checkpoints, and the end of a preempted run."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from learner.learner_cases import make_group, make_trajectory
+from services import services
+from virtual import LoopClock, run_virtual
+
+from asyncrl.config.load import validate_config
+from asyncrl.errors import ActorFailed
+from asyncrl.learner.backends.backend import create
+from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.loop.training import Training
+from asyncrl.learner.loop.version_schedule import RETRY_S, VersionSchedule
+from asyncrl.learner.progress import Progress
+from asyncrl.messages.dataloader import Supply
+from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.trace import STEPS, Trace
+
+ASKED_S = 1.0
+"""Time that the dataloader takes to say whether a round is open."""
+
+
+class Versions:
+    """Versions without a parameter server; there is no memory for those that are tried ``before`` a time, s."""
+
+    spoiled, whole = False, -1
+
+    def __init__(self) -> None:
+        self.next_number, self.before = 0, 0.0
+        self.metrics: dict[str, float] = {}
+
+    async def make(self, probed: object) -> int:
+        if LoopClock().now() < self.before:
+            raise OSError(errno.ENOMEM, "no memory")
+        self.next_number += 1
+        return self.next_number - 1
+
+    async def settled(self) -> bool:
+        return True
+
+
+class Dataloader:
+    """Has no more groups than were delivered, and a round of evaluation that stays open."""
+
+    limit, supply = 1.0, Supply(number=0, exhausted=True, outstanding=0)
+
+    def changed(self) -> None:
+        """Reports nothing."""
+
+    async def all_acknowledged(self) -> None:
+        """Everything is."""
+
+    async def rounds_over(self) -> bool:
+        await asyncio.sleep(ASKED_S)
+        return False
+
+
+class Scene:
+    """The training of a run. These ``groups`` are in the buffer, by default one for each step from ``step`` on."""
+
+    def __init__(self, *, step: int = 0, steps: int, groups: range | None = None, **tables: Any) -> None:
+        learner = tables.pop("learner", {})
+        config = validate_config(
+            {
+                "data": {"source": "synthetic"},
+                "rollout": {"engine": "sim"},
+                "reward": {"function": "constant"},
+                "learner": {
+                    "backend": "sim",
+                    "steps": steps,
+                    "groups_per_step": 1,
+                    "dynamic_sampling": False,
+                    "sim": {"step_s": 0.0},
+                    **learner,
+                },
+                **tables,
+            }
+        )
+        self.versions, self.written = Versions(), list[int]()
+        self.thread, clock, self.intake = ThreadPoolExecutor(1), LoopClock(), Intake(config.learner)
+        self.dataloader = Dataloader()
+        for index in groups if groups is not None else range(step, steps):
+            self.deliver(index)
+
+        async def put(step: object) -> None:
+            """Write nothing."""
+
+        async def begin() -> None:
+            self.written.append(self.progress.step)
+
+        self.progress, shared = Progress(step=step), services(clock=clock)
+        schedule = VersionSchedule(
+            config,
+            shared,
+            progress=self.progress,
+            intake=self.intake,
+            dataloader=self.dataloader,  # type: ignore[arg-type]
+            published=lambda version: None,
+        )
+        schedule.use(self.versions)  # type: ignore[arg-type]
+        self.training = Training(
+            config,
+            shared,
+            progress=self.progress,
+            backend=create(config, 0),
+            thread=self.thread,
+            intake=self.intake,
+            dataloader=self.dataloader,  # type: ignore[arg-type]
+            versions=self.versions,  # type: ignore[arg-type]
+            schedule=schedule,
+            lines=SimpleNamespace(put=put),  # type: ignore[arg-type]
+            checkpoints=SimpleNamespace(begin=begin, overdue=False),  # type: ignore[arg-type]
+            group_log=StoryLog("learner/0"),
+            track=Trace(clock.now, clock.wall, window_s=0.0).track("steps", STEPS),
+            supervised=None,
+            teacher=None,
+        )
+
+    def deliver(self, index: int) -> None:
+        trajectories = [make_trajectory([3, 4], reward=float(at)) for at in range(2)]
+        self.intake.deliver(make_group(index, [1, 2], trajectories))
+
+    async def run(self) -> None:
+        await self.training.begin([])
+        await self.training.run()
+
+    def preempt(self) -> None:
+        self.progress.preempted = True
+        self.progress.news.announce()
+
+    def close(self) -> None:
+        self.training.close()
+        self.thread.shutdown()
+
+
+@pytest.mark.parametrize(("begins", "written"), [(0, [6, 12]), (6, [12]), (7, [13]), (11, [13])])
+def test_checkpoints_come_as_often_after_a_resumption_inside_a_version(begins: int, written: list[int]) -> None:
+    async def main() -> list[int]:
+        scene = Scene(step=begins, steps=16, learner={"steps_per_version": 2}, checkpoint={"every_versions": 3})
+        await scene.run()
+        scene.close()
+        return scene.written
+
+    assert run_virtual(main()) == written
+
+
+@pytest.mark.parametrize("after_s", [0.5 * ASKED_S, 1.5 * ASKED_S])
+def test_a_preempted_run_gives_up_its_last_evaluations(after_s: float) -> None:
+    """Also while the dataloader is asked whether they are over."""
+
+    async def main() -> None:
+        scene = Scene(steps=2)
+        await scene.run()
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(scene.training.finish())
+            await asyncio.sleep(after_s)
+            scene.preempt()
+        scene.close()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.5 * RETRY_S])
+def test_a_preempted_run_does_not_wait_for_an_overdue_version(after_s: float) -> None:
+    """From the beginning of the wait for that version, or in the middle of it; its steps are for the checkpoint."""
+
+    async def main() -> None:
+        scene, clock = Scene(steps=2), LoopClock()
+        await scene.training.begin([])
+        scene.versions.before = clock.now() + 1e6
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(after_s)
+        scene.preempt()
+        asked = clock.now()
+        await running
+        assert clock.now() - asked <= RETRY_S
+        assert (scene.progress.version, scene.progress.unpublished) == (0, scene.progress.step)
+        assert scene.progress.step
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_run_that_is_preempted_inside_a_version_publishes_its_steps() -> None:
+    async def main() -> None:
+        scene = Scene(steps=4, learner={"steps_per_version": 4})
+        await scene.training.begin([])
+        running = asyncio.create_task(scene.training.run())
+        while not scene.progress.step:
+            await asyncio.sleep(0)
+        scene.preempt()
+        await running
+        assert 0 < scene.progress.step < 4
+        assert (scene.progress.version, scene.progress.unpublished) == (1, 0)
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_version_that_stays_overdue_at_the_end_fails_the_run_after_the_wait_for_room() -> None:
+    async def main() -> None:
+        scene, clock = Scene(steps=2, checkpoint={"room_wait_s": 60}), LoopClock()
+        await scene.training.begin([])
+        scene.versions.before = 1e6
+        with pytest.raises(ActorFailed, match=r"no version could be published for 60 s .*no memory"):
+            await scene.training.run()
+        assert 60 <= clock.now() <= 60 + 2 * RETRY_S
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_a_run_that_is_resumed_with_fewer_steps_than_it_has_taken_is_at_its_end() -> None:
+    async def main() -> None:
+        scene = Scene(step=5, steps=4)
+        await scene.run()
+        assert (scene.progress.step, scene.progress.version) == (5, 0)
+        scene.close()
+
+    run_virtual(main())
+
+
+def test_i8_steps_after_an_overdue_version_wait_for_all_groups_of_the_next() -> None:
+    """Under the limit 0, where a step of the groups that came first would be a matter of their arrival."""
+
+    async def main() -> None:
+        scene, clock = (
+            Scene(steps=4, groups=range(2), learner={"steps_per_version": 2}, staleness={"max": 0}),
+            LoopClock(),
+        )
+        scene.dataloader.supply = Supply(number=0, exhausted=False, outstanding=2)
+        await scene.training.begin([])
+        scene.versions.before = clock.now() + 0.5 * RETRY_S
+        running = asyncio.create_task(scene.training.run())
+        await asyncio.sleep(1.5 * RETRY_S)
+        assert (scene.progress.step, scene.progress.version) == (2, 1)
+        for index, step in ((3, 2), (2, 4)):
+            scene.deliver(index)
+            scene.progress.news.announce()
+            await asyncio.sleep(1.0)
+            assert scene.progress.step == step
+        await running
+        scene.close()
+
+    run_virtual(main())
