@@ -318,7 +318,7 @@ class CheckpointFolder:
         newest = self.newest_writer()
         if newest > incarnation:
             raise CheckpointError(
-                str(self.folder), f"a newer learner (incarnation {newest}) writes here; {incarnation} no longer may"
+                str(self.folder), f"a newer learner (incarnation {newest}) writes here; {incarnation} may not"
             )
 
     def _refuse_if_below(self, partial: Path, version: int, step: int) -> None:

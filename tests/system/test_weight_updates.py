@@ -11,7 +11,7 @@ from inprocess import System, sim_config, until
 from run_files import assert_spans_cover, groups
 from structlog.testing import capture_logs
 
-from asyncrl.learner.loop import Training
+from asyncrl.learner.loop.training import Training
 from asyncrl.telemetry.metrics_line import read_metrics
 from asyncrl.weights.collective.gloo import GlooGroup
 from asyncrl.weights.segments import Segment

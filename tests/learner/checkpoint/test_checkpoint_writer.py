@@ -31,7 +31,7 @@ from asyncrl.checkpoint.contents import (
 from asyncrl.checkpoint.damage import reading
 from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
-from asyncrl.learner.checkpoint import writer as writer_module
+from asyncrl.learner.checkpoint import checkpoint_writer as writer_module
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
 from asyncrl.ledger import Ledger

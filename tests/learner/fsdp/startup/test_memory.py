@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp.model.policy import Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.memory import USABLE, ModelShape, TrainingShape, advise, estimate
-from asyncrl.learner.fsdp.startup.sharding import shape_of, tell_memory
+from asyncrl.learner.fsdp.startup.sharding import log_memory, shape_of
 
 QWEN_7B = ModelShape(
     parameters=7_615_616_512,
@@ -102,7 +102,7 @@ def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     ranks = SimpleNamespace(shards=1, replicas=1, device=torch.device("cuda"))
     with caplog.at_level(logging.INFO, "asyncrl"):
-        tell_memory(policy, ranks, LearnerConfig(), torch.bfloat16)
+        log_memory(policy, ranks, LearnerConfig(), torch.bfloat16)
     assert [
         record.getMessage().startswith(f"memory of the learner: not estimated: {problem}") for record in caplog.records
     ] == [bool(problem)]
