@@ -32,9 +32,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.group_check import has_signal
 from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.learner.fsdp.trainer import Trainer
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.learner.metrics.records import RecordFiles
-from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.reward.reward_worker import resolve

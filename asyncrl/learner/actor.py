@@ -97,7 +97,7 @@ class Learner(Actor):
             self.notify(f"start-up check {index}", text)
         files = await asyncio.to_thread(RecordFiles, run_dir, start)
         track = self.trace.track("checkpoint", CHECKPOINTS)
-        reports = CheckpointReports(self.services, self._controller, tasks=self.tasks, track=track)
+        reports = CheckpointReports(self.services, self._controller.report, tasks=self.tasks, track=track)
         self._writer = self._make_writer(backend, reports)
         self._rank_0 = Rank0(
             self.config,

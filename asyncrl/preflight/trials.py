@@ -43,7 +43,7 @@ PLAIN = "I am not sure. The answer is 42."
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint of which nothing is asked."""
-ALGORITHM = "asyncrl.learner.algorithm.loss.trial"
+ALGORITHM = "asyncrl.learner.functions.trial"
 TRIAL_S = 60.0
 """Longest time for the trial (s); importing torch takes most."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")

@@ -16,7 +16,7 @@ from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, Rewa
 from asyncrl.learner.algorithm.plan import batch
 from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
-from asyncrl.learner.user_functions import find_advantage
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan
 from asyncrl.trajectories import sampled_positions

@@ -184,7 +184,7 @@ def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> Any:
     import torch
     import torch.distributed as dist
 
-    from asyncrl.learner.fsdp import ranks as rendezvous
+    from asyncrl.learner.fsdp.ranks import ranks as rendezvous
     from asyncrl.weights.collective.gloo import open_store
 
     torch.set_num_threads(1)

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.loss.trial import problems_of
+from asyncrl.learner.functions.trial import problems_of
 from asyncrl.preflight.trials import check_algorithm
 
 MODULE = """

@@ -15,8 +15,8 @@ from asyncrl.checkpoint.contents import read_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.origin import record
 from asyncrl.config import Config
+from asyncrl.learner.groups.progress import PlanInputs
 from asyncrl.learner.loop.step_planner import StepPlanner
-from asyncrl.learner.progress import PlanInputs
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
 

@@ -29,7 +29,7 @@ from asyncrl.learner.fsdp.model.lora import add_adapters
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.learner.fsdp.updates import make_optimizer
-from asyncrl.learner.user_functions import find_advantage
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch
 

@@ -23,9 +23,9 @@ from asyncrl.config.load import validate_config
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import VersionSchedule
-from asyncrl.learner.progress import Progress
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group, Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence

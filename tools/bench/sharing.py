@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.learner.algorithm.plan.batch import StepPlan, build_step
 from asyncrl.learner.fsdp.trainer import Trainer
-from asyncrl.learner.user_functions import find_advantage
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Sequence, Trajectory, VersionSpan
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target

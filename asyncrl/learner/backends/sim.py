@@ -20,7 +20,7 @@ from asyncrl.config import Config
 from asyncrl.files import sync, write_file
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
-from asyncrl.learner.background import Background
+from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.exchange.publication import OnSealed, Publication
 from asyncrl.learner.fsdp.schedule import learning_rate

@@ -7,6 +7,7 @@ contents are written before it is complete, so that a learner that continues fro
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry
@@ -14,13 +15,13 @@ from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_complete_again, checkpoint_failed
-from asyncrl.learner.controller_link import ControllerLink
 from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
-from asyncrl.learner.groups.group_records import GroupRecords
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.step_lines import StepLines
-from asyncrl.learner.progress import Progress
+from asyncrl.messages import Request
 from asyncrl.messages.actors import CheckpointWritten
 from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.trace import Track
@@ -30,12 +31,18 @@ class CheckpointReports:
     """Reports about checkpoints: counters, notices to the user, and each new checkpoint to the controller."""
 
     def __init__(
-        self, services: ActorServices, controller: ControllerLink, *, tasks: asyncio.TaskGroup, track: Track
+        self,
+        services: ActorServices,
+        report: Callable[[Request], Coroutine[None, None, None]],
+        *,
+        tasks: asyncio.TaskGroup,
+        track: Track,
     ) -> None:
+        """``report`` sends a message to the controller until it is answered."""
         self.is_trained = False
         """Whether nothing more is trained: the end of the run then reports a write that fails."""
         self._counters, self._log, self._notify = services.counters, services.log, services.notify
-        self._clock, self._controller, self._tasks, self._track = services.clock, controller, tasks, track
+        self._clock, self._report, self._tasks, self._track = services.clock, report, tasks, track
         self._failures = 0
         """Checkpoints in a row that failed."""
         self._sending: set[asyncio.Task[None]] = set()
@@ -70,7 +77,7 @@ class CheckpointReports:
     def announce(self, version: int, step: int, path: Path) -> None:
         """Report the newest checkpoint to the controller."""
         message = CheckpointWritten(version=version, step=step, path=str(path))
-        sending = self._tasks.create_task(self._controller.report(message))
+        sending = self._tasks.create_task(self._report(message))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
 

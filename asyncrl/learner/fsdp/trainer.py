@@ -33,7 +33,7 @@ from asyncrl.learner.fsdp import commands
 from asyncrl.learner.fsdp.commands import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.policy import Policy, model_folder
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.startup.sharding import (
     build_frozen,
@@ -59,7 +59,7 @@ from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.gather import publish
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
-from asyncrl.learner.user_functions import make_objective
+from asyncrl.learner.functions.user_functions import make_objective
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.collective.gloo import open_store

@@ -35,7 +35,7 @@ from asyncrl.learner.algorithm.plan.batch import UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 
 
 class TermShape(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNe
 from asyncrl.learner.exchange.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.progress import Progress
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
     OutcomesSeen,

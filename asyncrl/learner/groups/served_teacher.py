@@ -18,7 +18,7 @@ from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.errors import ActorFailed
 from asyncrl.learner.algorithm.plan.batch import GroupScores
 from asyncrl.learner.algorithm.plan.scoring import by_group, sampled_sequences
-from asyncrl.learner.progress import News
+from asyncrl.learner.groups.progress import News
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.lifecycle.backoff import backoff

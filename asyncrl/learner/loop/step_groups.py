@@ -16,10 +16,10 @@ from asyncrl.config.operation import LAST_GROUPS_SHARE
 from asyncrl.errors import CannotLearn
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.learner.loop.version_schedule import VersionSchedule
-from asyncrl.learner.progress import Progress
 from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.trace import Track
 

@@ -25,8 +25,8 @@ from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, kl_p
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.progress import NextStep, PlanInputs, Progress
 from asyncrl.messages.groups import Group
 from asyncrl.telemetry.metrics import Figures
 

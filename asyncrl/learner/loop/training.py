@@ -36,16 +36,16 @@ from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import MASKED, Intake
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.loop.step_groups import StepGroups
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.progress import Progress
 from asyncrl.learner.publishing.versions import Versions
-from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, StoryLog

@@ -18,7 +18,7 @@ from asyncrl.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.progress import Progress
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.runtime.services import ActorServices
 

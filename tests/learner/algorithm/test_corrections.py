@@ -17,7 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.loss.objective import correction, kl_losses
 from asyncrl.learner.algorithm.losses import BUILT_IN
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.user_functions import find_loss, make_objective
+from asyncrl.learner.functions.user_functions import find_loss, make_objective
 
 CAP = 1.3
 CONFIGS = [

@@ -24,8 +24,8 @@ from asyncrl.learner.fsdp import trainer as trainer_module
 from asyncrl.learner.fsdp.model.attention import Pieces, connect, packed_attention
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
-from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.groups import Group
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
-from asyncrl.learner.progress import Progress
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.runtime.clock import Clock
 
 WAIT_S = 30.0

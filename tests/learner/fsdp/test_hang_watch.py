@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from learner.rank_pool import PROCESSES
 
-from asyncrl.learner.fsdp.hang_watch import MOST_NAMED, SILENT_S, Others, Position, in_words
+from asyncrl.learner.fsdp.ranks.hang_watch import MOST_NAMED, SILENT_S, Others, Position, in_words
 
 WAIT_S = 120.0
 TIMEOUT_S = 3.0
@@ -70,8 +70,8 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     import torch.distributed as dist
 
     from asyncrl.errors import DeadlineExceeded
-    from asyncrl.learner.fsdp import hang_watch
-    from asyncrl.learner.fsdp.ranks import Ranks
+    from asyncrl.learner.fsdp.ranks import hang_watch
+    from asyncrl.learner.fsdp.ranks.ranks import Ranks
     from asyncrl.weights.collective.gloo import open_store
 
     hang_watch.BEAT_S, hang_watch.AFTER_S, hang_watch.SILENT_S = 0.2, 0.5, 1.0

@@ -16,7 +16,7 @@ from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import build_scoring
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.user_functions import make_objective
+from asyncrl.learner.functions.user_functions import make_objective
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ratio of a sequence, reference, entropy bonus": {

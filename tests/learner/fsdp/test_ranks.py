@@ -11,7 +11,7 @@ import torch.distributed as dist
 from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.learner.fsdp import ranks as rendezvous
+from asyncrl.learner.fsdp.ranks import ranks as rendezvous
 from asyncrl.weights.collective.gloo import open_store
 from asyncrl.weights.collective.links import listen
 

@@ -12,7 +12,7 @@ from asyncrl.errors import DeadlineExceeded, RemoteError, RestoreNeeded
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.progress import Progress
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
 from asyncrl.runtime.calls.retry import DEADLINE
 

@@ -26,8 +26,8 @@ from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed, ConfigError
 from asyncrl.learner.groups import served_teacher
+from asyncrl.learner.groups.progress import News
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.progress import News
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.telemetry.metrics import Figures
 from asyncrl.trajectories import sampled_positions

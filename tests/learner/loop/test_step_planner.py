@@ -25,11 +25,11 @@ from asyncrl.config import Config
 from asyncrl.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
 from asyncrl.learner.loop.step_planner import StepPlanner
-from asyncrl.learner.progress import NextStep, PlanInputs, Progress
-from asyncrl.learner.user_functions import find_advantage
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.telemetry.metrics import Figures

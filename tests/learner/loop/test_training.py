@@ -17,9 +17,9 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import ActorFailed
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import RETRY_S, VersionSchedule
-from asyncrl.learner.progress import Progress
 from asyncrl.messages.dataloader import Supply
 from asyncrl.telemetry.group_log import StoryLog
 from asyncrl.telemetry.trace import STEPS, Trace

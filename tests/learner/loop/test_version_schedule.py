@@ -10,8 +10,8 @@ from learner.learner_cases import make_config
 from services import services
 from structlog.testing import capture_logs
 
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.version_schedule import VersionSchedule
-from asyncrl.learner.progress import Progress
 
 MARK = "/no/such/folder/version_mark.json"
 

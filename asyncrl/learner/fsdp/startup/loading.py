@@ -41,7 +41,7 @@ from asyncrl.learner.fsdp.model.policy import (
     parts,
     refuse_incomplete,
 )
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.shard_plan import (
     INDEX,
     ONE_FILE,

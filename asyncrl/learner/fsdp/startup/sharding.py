@@ -38,7 +38,7 @@ from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import Policy, local, parts
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.memory import Checkpointing, ModelShape, TrainingShape, advise, estimate, in_gigabytes
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded
-from asyncrl.learner.background import Background
+from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.copies import ShardCopies, adapter_units, model_units
 from asyncrl.learner.fsdp.weights.gather import gather_buckets
 

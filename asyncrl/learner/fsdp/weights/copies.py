@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from asyncrl.learner.fsdp.model.lora import A, B, LoraLinear, adapted_layers, merged
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.shard_plan import layer_of, own_rows
 from asyncrl.lora import tensor_names
 

@@ -48,7 +48,7 @@ from asyncrl.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.model.lora import A
 from asyncrl.learner.fsdp.model.policy import local
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.learner.exchange.publication import OnSealed, Publication, fill_buckets
-from asyncrl.learner.fsdp.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.copies import Unit, Weight, flat, joined
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.segments import Segment, layout

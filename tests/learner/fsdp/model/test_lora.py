@@ -33,8 +33,8 @@ from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.weights import gather
 from asyncrl.learner.fsdp.weights.dcp import load_weights
+from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
-from asyncrl.learner.user_functions import find_advantage
 from asyncrl.lora import PREFIX, tensor_names
 
 RANK, ALPHA = 3, 6.0

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded
-from asyncrl.learner.fsdp.hang_watch import HangWatch, in_words
+from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0
 """Time after the limit when NCCL's own watchdog ends the process, if ours has not."""

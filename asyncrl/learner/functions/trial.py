@@ -1,4 +1,4 @@
-"""Trial of the advantage and the loss of a run on made-up tokens: ``python -m asyncrl.learner.algorithm.loss.trial``.
+"""Trial of the advantage and the loss of a run on made-up tokens: ``python -m asyncrl.learner.functions.trial``.
 
 Reads the section ``learner`` as JSON from standard input, and ``rollout.samples_per_prompt`` from its command line.
 Writes a JSON list of problems, each beginning with its key, to standard output; prints of the user's code go to
@@ -19,7 +19,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.advantages import ScoredGroup
 from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.user_functions import find_advantage, make_objective
+from asyncrl.learner.functions.user_functions import find_advantage, make_objective
 from asyncrl.workers.user_code import describe
 
 LENGTHS = (3, 2)

@@ -16,8 +16,8 @@ from asyncrl.config import Config
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.metrics.step_lines import StepLines
-from asyncrl.learner.progress import Progress
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, StoryLog
 

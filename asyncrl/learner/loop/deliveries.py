@@ -15,10 +15,10 @@ from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.metrics.learning_watch import LearningWatch
 from asyncrl.learner.metrics.truncation_watch import TruncationWatch
-from asyncrl.learner.progress import Progress
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
