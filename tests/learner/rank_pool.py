@@ -51,7 +51,7 @@ class RankPool:
     def play(self, case: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Returns by rank what ``case(rank, addresses, *arguments)`` returned, None where the case ended the process.
 
-        Ranks tell one another over the queue ``addresses``.
+        Ranks exchange addresses over the queue ``addresses``.
         """
         for tasks in self._tasks:
             tasks.put((case, arguments))
@@ -83,7 +83,7 @@ class RankPool:
 
 
 class Pools:
-    """A pool for each number of ranks, made when it is asked for, and anew after a case that failed or ended a rank."""
+    """A pool for each number of ranks, made when it is needed, and again after a case that failed or ended a rank."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -173,7 +173,7 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor._redistribute import _gen_transform_infos
 
     # A process of a run has one mesh. Here it has several, one after the other, which torch takes for equal, so that it
-    # would go on with the process group of the first.
+    # would use the process group of the first.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     _gen_transform_infos.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()

@@ -58,7 +58,7 @@ def test_answers_are_trained_with_their_ends_and_nothing_else_is(family):
     assert found.count("[") == 1 and found.endswith("[The end.<|im_end|>]")
     absent = [message | {"weight": None} for message in TALK]
     assert shown(config, {"messages": absent}) == [expected.removesuffix("\n")]
-    # What is said after the last answer has no part.
+    # Messages after the last answer are not used.
     assert shown(config, {"messages": [*TALK, {"role": "user", "content": "Bye."}]}) == shown(
         config, {"messages": TALK}
     )

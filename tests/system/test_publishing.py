@@ -201,8 +201,8 @@ class Slow:
                 slow.hold(name)
                 super().__init__(name, size)
 
-        def noted_train(trainer, plan, ahead=0):
-            found = train(trainer, plan, ahead)
+        def noted_train(trainer, plan):
+            found = train(trainer, plan)
             if self.gathering.is_set():
                 self.note("trained", self.trained)
             return found
@@ -282,7 +282,7 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
 def test_a_version_spans_its_steps_and_lines_have_the_times_of_its_updates(tmp_path, monkeypatch):
     fresh = []
     real = SimTrainer.train
-    monkeypatch.setattr(SimTrainer, "train", lambda self, plan, ahead=0: fresh.append(plan.fresh) or real(self, plan))
+    monkeypatch.setattr(SimTrainer, "train", lambda self, plan: fresh.append(plan.fresh) or real(self, plan))
     learner = {"steps": 6, "steps_per_version": 2, "sim": {"publish_bytes": 8192}}
     system = System(sim_config(learner=learner, rollout={"sim": {"load_s": 0.01}}), tmp_path / "run")
     assert system.play().phase == "done"

@@ -148,7 +148,7 @@ def test_a_line_counts_the_trained_groups_where_a_later_update_was_refused(playe
     """The groups of updates that were not taken go back, and are counted by the step that trains them."""
     train, tokens, refused = SimTrainer.train, [], []
 
-    def refuses(trainer, plan, ahead=0):
+    def refuses(trainer, plan):
         first, *later = plan.updates
         if len(tokens) == 2:
             tokens.append(first.tokens)

@@ -83,7 +83,7 @@ LONG = RIGHT | {"overlong_penalty": -0.1}
     [
         (_scored({"r": 0.5}, {"r": 0.5 + 1e-7}), "reward", False),
         (_scored({"r": 0.5}, {"r": 0.5}, {"r": 0.6}), "reward", True),
-        # Right answers, of which one is a little long.
+        # Right answers; one is a little long.
         (_scored(RIGHT, LONG), "reward", False),
         (_scored(WRONG, LONG), "reward", True),
         (_scored(RIGHT | {"style": 0.3}, RIGHT | {"style": 0.9}), "accuracy", False),
@@ -92,7 +92,7 @@ LONG = RIGHT | {"overlong_penalty": -0.1}
         (_scored({"timed_out": 0.0}, {"timed_out": 0.0}), "accuracy", False),
         (_in_turns(0.0, 0.5), "reward", True),
         (_in_turns(0.0, 1e-7), "reward", False),
-        # As two agents that play side by side: nothing is told apart.
+        # Two agents that play the same episode: the rewards do not differ.
         (_in_turns(0.5, 0.5), "reward", False),
     ],
 )
@@ -141,7 +141,7 @@ def test_metrics_of_a_step() -> None:
 
 
 def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> None:
-    # What is repeated is late for nobody.
+    # Repeated tokens are never late.
     mixed = make_trajectory([8, 1, 2, 3], roles="rsss", reward=1.0, version=[0, 1, 2, 3])
     group = make_group(0, [9], [mixed, make_trajectory([4, 5], version=0)])
     config = make_config(advantage="dr_grpo").model_copy(update={"staleness": StalenessConfig(max=1, late="mask")})
@@ -161,7 +161,7 @@ def test_late_tokens_that_are_left_out_are_counted_and_their_reward_stays() -> N
 
 
 def test_a_token_without_a_loss_is_not_computed() -> None:
-    """A sequence without a sampled token, whatever follows the last of one, and a trajectory without any."""
+    """A sequence without a sampled token, tokens after the last sampled one, and a trajectory without any."""
     main, aside = make_sequence([10, 11, 12], roles="scc"), make_sequence([10, 40], roles="rr")
     whole = make_trajectory(sequences=[main, aside], reward=1.0)
     group = make_group(0, [1], [whole, make_trajectory([50], roles="r")])

@@ -67,7 +67,7 @@ def test_a_row_has_the_tokens_of_each_of_its_sequences(batch) -> None:
     for places in layout.places:
         assert pieces.positions[places].tolist() == list(range(len(places)))
         for piece in np.unique(np.searchsorted(ends, places, side="right")):
-            # Whatever a piece attends to is the sequence from its beginning to the end of the piece.
+            # A piece attends to its sequence from the beginning to the end of the piece.
             assert seen[piece].tolist() == places[: len(seen[piece])].tolist()
 
 

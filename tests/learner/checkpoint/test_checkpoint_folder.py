@@ -88,7 +88,7 @@ def test_leftovers_are_removed_and_what_is_not_ours_or_holds_files_stays(checkpo
     (checkpoints.begin(4) / "half").write_text("half")
     for name in ("v00000009", ".dead-v00000001-5", ".v00000002.partial-7", "abandoned-v00000008", "notes"):
         (checkpoints.folder / name / "inside").mkdir(parents=True)
-    # By a commit there is a COMPLETE in every folder of that name: somebody has lost this one's.
+    # A commit writes COMPLETE into every folder of that name; this one has lost it.
     (kept / "COMPLETE").unlink()
     checkpoints.claim(101)
     left = ["abandoned-v00000008", "latest", "notes", "v00000002", "v00000003", "writer.json"]
@@ -116,7 +116,7 @@ def test_leftovers_that_cannot_be_removed_are_told_and_keep_no_learner_from_star
 
 
 def test_nothing_is_committed_below_the_newest(checkpoints) -> None:
-    """A learner that does not know of the newest trains for nothing: the next one goes on from there."""
+    """A learner that does not know the newest checkpoint trains in vain: the next one continues from that."""
     newest = _write(checkpoints, 40)
     for version, step in ((20, 90), (41, 79)):
         said = rf"version {version} of step {step} is below the newest checkpoint, v00000040 of step 80"
@@ -250,7 +250,7 @@ class _Crash(BaseException):
 
 
 class _Machine:
-    """Stops at the n-th call that changes the disk; then loses what was not flushed, as far as a disk may."""
+    """Stops at the n-th call that changes the disk; then loses what was not flushed, as a disk may."""
 
     CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
@@ -293,7 +293,7 @@ class _Machine:
             self.unflushed_renames.append((Path(arguments[0]), Path(arguments[1])))
 
     def power_cut(self, *, undo_renames: bool) -> None:
-        """Lose all that was not flushed."""
+        """Lose everything that was not flushed."""
         for name, real in self._real.items():
             setattr(os, name, real)
         if undo_renames:
@@ -306,7 +306,7 @@ class _Machine:
 
 
 def _history(folder: Path, done: list[str]) -> None:
-    """A learner that starts, writes twice, keeps one; ``done`` notes what it was told is committed."""
+    """A learner that starts, writes twice, keeps one; ``done`` records what was reported as committed."""
     checkpoints = CheckpointFolder(folder)
     checkpoints.claim(200)
     for version, text in ((8, "first"), (9, "second"), (9, "third")):
@@ -317,7 +317,7 @@ def _history(folder: Path, done: list[str]) -> None:
 
 @pytest.mark.parametrize("undo_renames", [False, True])
 def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_path, monkeypatch, undo_renames) -> None:
-    """I1: what the run goes on from is what was last committed."""
+    """I1: the run continues from what was last committed."""
     order = ["old", "first", "second", "third"]
     seen: set[str] = set()
     for stop_at in itertools.count(1):
@@ -337,13 +337,13 @@ def test_after_a_crash_at_any_call_the_last_committed_one_is_there_whole(tmp_pat
         for mark in folder.glob("v*/COMPLETE"):
             # No half of one that is being removed.
             after.verify(after.at(mark.parent))
-        # What is being committed may be there already, but nothing is lost.
+        # The checkpoint that was being committed may exist already, but nothing is lost.
         at = order.index(done[-1])
         assert text in order[at : at + 2], f"stopped at call {stop_at}, after {done}"
         seen.add(text)
         if machine.calls < stop_at:
             break
-        # The next learner cleans up and goes on.
+        # The next learner cleans up and continues.
         after.claim(300)
         assert _text(after) == text
         _write(after, 20)
@@ -416,9 +416,9 @@ def _found(version: int, step: int, serial: int = 0) -> Found:
         ([10, 20, 30], 2, 0, [1]),
         ([10, 20, 30, 40], 1, 20, [1, 3]),
         ([0, 5], 1, 5, [1]),
-        # No multiple is there: the run goes on between two of them.
+        # There is no multiple: the run is between two of them.
         ([11, 21, 25, 31, 41, 45], 1, 20, [1, 3, 4]),
-        # What the most was trained for stays, whatever its number.
+        # The checkpoint of the highest step stays, also with a lower version.
         ([40, 20, 35], 1, 0, [2]),
         ([40, 40, 35], 1, 0, [1]),
     ],

@@ -55,7 +55,7 @@ def _held_up() -> Iterator[threading.Event]:
 
 
 def _drawn() -> list[float]:
-    """What the generators give next."""
+    """The next numbers of the generators."""
     return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
 

@@ -71,7 +71,7 @@ def _replacing(old: bytes, new: bytes) -> Callable[[Path], object]:
     [
         (STATE, _shorten, "cannot be read", True),
         (STATE, _replacing(b'"bits":"', b'"bits":"no base64 '), "cannot be read", False),
-        # What another version has written is no damage: going on from an older one would give it up.
+        # A checkpoint of another format is not damaged: to continue from an older one would lose it.
         (STATE, _replacing(b'"format":3', b'"format":9'), "has format 9, and this asyncrl reads format 3 only", False),
         (STATE, _replacing(b'"step":6', b'"step":"6"'), "as if another version of asyncrl had written it", False),
         (GROUPS, lambda path: path.write_bytes(b""), "holds 0 groups, not 2", True),
@@ -237,7 +237,7 @@ def test_one_that_comes_due_meanwhile_is_skipped_and_a_final_one_waits(folder, t
         both = await asyncio.gather(
             checkpoints.write(make_state(3), mine, []), checkpoints.write(make_state(4), [], [])
         )
-        # What is done to the buffer afterwards is not in it.
+        # Later changes of the buffer are not in it.
         mine.clear()
         assert both == [True, False]
         assert not await checkpoints.write(make_state(5), [], [])
@@ -422,7 +422,7 @@ def test_a_learner_steps_back_from_a_damaged_checkpoint_and_says_so(two, thread,
     assert text.startswith(f"checkpoint v00000004, now {aside}, is damaged: {two / 'v00000004'}")
     assert said in text
     assert text.endswith("the run continues from the newest whole one, v00000003 of step 6: 2 steps are trained again")
-    # Nothing of it is lost, and it is told once.
+    # Nothing of it is lost, and it is reported once.
     assert sorted(path.name for path in aside.rglob("*")) == before
     again = _World(two, thread, incarnation=102)
     assert again.play(lambda checkpoints: checkpoints.restore()).state.version == 3

@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class Backend:
-    """Writes as many bytes as it says, or raises what it is told to."""
+    """Reports given sizes, and raises a given error."""
 
     def __init__(self, config: Any) -> None:
         self._sim = create(config, 0)
@@ -120,7 +120,7 @@ class Scene:
         await checkpoints.write(state, [], [], self._write_lines, final=True)
 
     async def _write_lines(self, state: CheckpointState) -> None:
-        """There are none."""
+        """Write nothing."""
 
     @property
     def left(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A rank that hangs is named: who waited, for what, on whom, whether torch ends the wait or not."""
+"""A rank that hangs is named with the wait and the ranks that it waited on, whether torch ends the wait or not."""
 
 from __future__ import annotations
 

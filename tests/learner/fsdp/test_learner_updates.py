@@ -96,7 +96,7 @@ def _plain(folder: Path, config) -> list[dict[str, np.ndarray]]:
 def _gradients(backend, config, *budgets: int) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
     """Rank 0's shards of the gradient of each update, before the optimizer sees it, and the metrics of the last step.
 
-    Of a step for each of the ``budgets``.
+    For a step with each of the ``budgets``.
     """
     found = gradients_of(backend)
     for budget in budgets:
@@ -182,7 +182,7 @@ def _poison_an_update(backend, config) -> tuple[Any, int, int]:
 
 
 def test_an_update_that_is_refused_ends_the_step_and_not_those_before_it(folder, run_well) -> None:
-    """On one rank: with more, the others tell their own actors, as where a gradient is not finite."""
+    """On one rank; with more, each raises in its own actor, as for a gradient that is not finite."""
     config = make_config(folder, updates_per_batch=2, on_nonfinite="skip")
     facts, taken, steps = run_well(config, _poison_an_update)
     assert facts[:4] == ("loss", True, True, True)

@@ -80,7 +80,7 @@ def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rendezvous_with_a_dead_rank_ends_after_its_deadline_and_may_be_tried_again(dead: int) -> None:
-    """I7: a rank that was sent to one starts anew by itself."""
+    """I7: a rank that was sent to one starts again by itself."""
     # A process of its own: torch counts this group among those of its process for ever.
     pool = RankPool(1)
     try:

@@ -251,7 +251,7 @@ def _fail_to_write(backend, folder: Path) -> tuple[list[str], int]:
 
 
 def test_steps_are_trained_while_a_gather_takes_its_time_and_after_one_that_fails(folder, tmp_path, run_well) -> None:
-    """On two real ranks: all that a version, which is of one moment, costs the training is the copy of their shards."""
+    """On two real ranks: a version, which is of one moment, costs the training only the copy of their shards."""
     (tmp_path / "file").write_text("in the way")
     config = make_config(folder, ranks=2, bucket_bytes=50_000)
     events, weights, problems, count = run_well(config, _train_beside_a_slow_gather_and_failed_writes, tmp_path)

@@ -23,7 +23,7 @@ def test_a_share_of_the_peak_of_all_devices(name: str, peak: float) -> None:
         ("NVIDIA GH200 480GB", 9.89e14),
         ("NVIDIA GB200", 2.25e15),
         ("NVIDIA GeForce RTX 4090", 1.65e14),
-        # Cards of which another's name is a part, and less than a whole one.
+        # Cards whose name contains that of another, and parts of a card.
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090 D", None),

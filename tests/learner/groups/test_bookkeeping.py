@@ -76,7 +76,7 @@ def test_eval_figures_label_the_versions_served_and_count_failures_apart():
     first.finish_reason, second.finish_reason = "turns", "time"
     first.sequences.append(make_sequence([1, 2, 3, 4], roles="rcss", versions=9))
     figures = eval_metrics("held", [good])
-    # What is not sampled is of no version.
+    # Tokens that were not sampled have no version.
     assert [figures[f"eval/held/{name}"] for name in names] == [0.5, 1.0, 0, 4, 4.0, 1.0]
     assert figures["weights/version"] == 9
     nothing = eval_metrics("held", [failed])
@@ -216,7 +216,7 @@ def test_a_step_has_the_means_of_its_updates_and_the_sums_of_what_they_cost():
     second = UpdateTimes(version=4, transport="gloo", load_s=1.5, stall_s=2.0, bytes=1000, encoded_bytes=1000)
     costs = {"updates": 2, "stall_s": 2.75, "bytes": 2000, "encoded_bytes": 1400}
     means = {"stage_s": 0.5, "pause_s": 0.125, "load_s": 1.0, "resume_s": 0.0625}
-    # Of those that were measured.
+    # Over those that were measured.
     policy = {f"policy/{name}": value for name, value in measured.items()}
     assert update_metrics([first, second]) == {f"weights/{k}": v for k, v in (costs | means).items()} | policy
     assert update_metrics([]) == {f"weights/{name}": 0 for name in costs}

@@ -1,4 +1,4 @@
-"""Reports of the learner are known to the dataloader in the end, whatever that has lost."""
+"""The dataloader gets all reports of the learner in the end, also after it has lost some."""
 
 import asyncio
 
@@ -39,7 +39,7 @@ class Dataloader:
 
 
 class StartingAgain:
-    """Has just started: asks to be told where the run stands, and takes two seconds over that word."""
+    """Has just started: asks for the state of the run, and takes two seconds to restore it."""
 
     def __init__(self):
         self.number, self.words, self.up, self.finished = 0, 0, False, False
@@ -94,7 +94,7 @@ def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the
 
 @pytest.mark.parametrize("at_s", [0.5, 1.0, 1.5])
 def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_after_it(at_s):
-    """It is the end of the training: with no more steps to come nothing would tell the dataloader later."""
+    """At the end of the training: without further steps no later report would follow."""
 
     async def main():
         dataloader, intake, progress = StartingAgain(), Intake(LearnerConfig()), Progress(version=9)

@@ -1,4 +1,4 @@
-"""Groups that the learner takes in: each group once, each prompt one outcome, and a snapshot to go on from."""
+"""Groups that the learner takes: each group once, each prompt one outcome, and a snapshot for a successor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reported(intake: Intake) -> list[Outcome]:
 
 
 def test_a_group_is_taken_once_and_has_one_outcome():
-    """I1: whatever is delivered again, and whenever, is a duplicate."""
+    """I1: a group that is delivered again, at any time, is a duplicate."""
     intake = Intake(LEARNER)
     assert [intake.deliver(group(i)) for i in (3, 1, 3)] == ["buffered", "buffered", "duplicate"]
     lossy = msgspec.structs.replace(group(4, rewards=(1.0, 1.0)), dropped=2, failed_attempts=7)

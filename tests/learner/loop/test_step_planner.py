@@ -205,7 +205,7 @@ def test_the_groups_of_a_step_to_come(late, limit, steps_per_version, step, vers
     assert sorted(each.lease.uid for each in found) == [f"0-{index}" for index in chosen]
 
 
-# --- beside the training ---
+# --- during the training ---
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""What the user reads about a version that cannot be published."""
+"""The notice about a version that cannot be published."""
 
 import errno
 from types import SimpleNamespace

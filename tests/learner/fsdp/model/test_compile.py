@@ -1,5 +1,5 @@
-"""Compiled layers keep few graphs, whatever the rows: each more is compiled while the ranks wait, and past the limit of
-dynamo a layer is not compiled at all.
+"""Compiled layers keep few graphs for all kinds of rows. Ranks wait while another graph is compiled, and past dynamo's
+limit a layer is not compiled at all.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_chunks_have_the_values_and_gradients_of_the_whole(
 
 
 def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> None:
-    """Advantages of both signs, as in a step: what the parts sum to is small beside them."""
+    """Advantages of both signs, as in a step: their sum is much smaller than the parts."""
     torch.manual_seed(0)
     count = 2048
     hidden, weight = torch.randn(count, 64).bfloat16(), (0.05 * torch.randn(512, 64)).bfloat16()

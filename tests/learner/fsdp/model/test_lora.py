@@ -57,7 +57,7 @@ def _policy(folder: Path, **lora: Any):
 
 
 def test_every_linear_layer_of_the_decoder_gets_one_and_nothing_else(folder) -> None:
-    """What is in memory for it is what is trained: no gradient and no state of the frozen rest."""
+    """Only trained parameters take memory: the frozen rest has no gradient and no state."""
     policy = _policy(folder)
     layers = adapted_layers(policy.model)
     assert len(layers) == 2 * 7 and "model.layers.1.mlp.down_proj" in layers

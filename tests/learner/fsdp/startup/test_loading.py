@@ -82,7 +82,7 @@ def _differences(ranks: Ranks, mesh: Any, folder: Path, ours: Path | None = None
         wrong.append("the parameters of an empty one")
     if empty.model.all_tied_weights_keys != expected.model.all_tied_weights_keys:
         wrong.append("what is tied")
-    # Of rank 0, which publishes.
+    # On rank 0, which publishes.
     if not rank and str(empty.model._weight_conversions) != str(expected.model._weight_conversions):
         wrong.append("the conversions")
     return wrong, bool(read)

@@ -68,7 +68,7 @@ def test_the_long_sequence_passes_the_window_and_costs_seconds(window, longest, 
 
 
 class OneRank:
-    """A rank beside another one, if ``theirs`` are that one's numbers."""
+    """One of two ranks, if ``theirs`` are the numbers of the other."""
 
     device, world_size, rank = torch.device("cpu"), 1, 0
 
@@ -95,7 +95,7 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def ways(policy: Policy) -> AgreeingWays:
-    """All that there are."""
+    """Every one."""
     found = choose_scoring(policy, LearnerConfig(), seed=make_config().run.seed)
     assert found.scoring == Scoring(True, "packed", True, shared=True)
     return found
@@ -137,7 +137,7 @@ def test_a_window_that_is_not_kept_is_seen(confirm, monkeypatch) -> None:
 
 def test_the_kernel_is_taken_and_given_up_where_it_is_wrong(confirm, kernel, monkeypatch) -> None:
     assert confirm() == Scoring(True, "varlen", True, shared=True)
-    # In float32 there is none.
+    # Not in float32.
     assert confirm(dtype=torch.float32).attention == "packed"
     # Seen by the kernel's own trial.
     attend = attention.attend
