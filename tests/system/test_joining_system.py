@@ -47,17 +47,17 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
         found = await system.join("c")
         assert (found.agent, found.actors) == ("agent/0", ["rollouter/2"])
         await step(system, 3)
-        leases = system.actors["dataloader/0"]
+        dataloader = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
             await until(lambda: system.actors["rollouter/2"].figures()["rollout/sampled_tokens"])
-            await until(lambda: leases._leases._holders.asking == 3)
-        assert "rollouter/2" in leases.roster.actors
+            await until(lambda: dataloader._book._holders.asking == 3)
+        assert "rollouter/2" in dataloader.roster.actors
         await step(system, 2)
         await system.leave(found, within_s)
-        await until(lambda: "rollouter/2" not in leases.roster.actors)
-        assert leases._leases._holders.asking == 2
+        await until(lambda: "rollouter/2" not in dataloader.roster.actors)
+        assert dataloader._book._holders.asking == 2
         assert system.actors["parameter_server/0"].counters["weights/replicas"] == 2
-        assert leases.counters["tickets/granted_alone"] == 0
+        assert dataloader.counters["tickets/granted_alone"] == 0
         # A name is given once.
         again = await system.join("c2")
         assert again.actors == ["rollouter/3"]

@@ -244,7 +244,7 @@ def test_a_stopped_run_drains_in_order_and_returns_groups_in_flight(tmp_path):
         await system.stop()
 
     assert system.play(stop).phase in ("failed", "done")
-    holders, learner = system.actors["dataloader/0"]._leases._holders, system.actors["learner/0"]
+    holders, learner = system.actors["dataloader/0"]._book._holders, system.actors["learner/0"]
     # From a dataloader that is older than any other: nothing changes.
     dataloader = Caller("dataloader/0", 0, -1, 0.0)
     in_learner = learner.holds(Holds(uids=list(holders.uids)), dataloader).uids
