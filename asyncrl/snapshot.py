@@ -1,12 +1,12 @@
-"""State of a run at one moment, as far as it is known: asyncrl-top shows it, --json prints it and a replay reads it.
+"""The state of a run at one moment: asyncrl-top shows it, ``--json`` prints it, and a replay reads it.
 
-Built by the controller from heartbeats, kept in the run folder, sent to every viewer. All times are durations in
-seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state are cumulative since the start of an
-actor's incarnation; a rate divides by the time between the heartbeats that brought its figures (``heard_s``), not
-by that between two ``wall`` (rates.py of the monitor). Names of figures are those of docs/metrics.md.
+The controller builds it from heartbeats, records it in the run folder and sends it to viewers. Times are durations in
+seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state count from the start of an incarnation. A
+rate divides by the time between two heartbeats, by ``heard_s`` (telemetry/snapshots/rates.py). docs/metrics.md lists
+the names of metrics.
 
-Invariant: fields are added, never given another meaning; a change that breaks a reader of older ones raises SCHEMA.
-None of it is ever part of a cycle, so the garbage collector need not follow it (``gc=False``).
+Invariant: fields are only added; a change that breaks readers of older snapshots raises SCHEMA. Snapshots are never
+part of a reference cycle, so the garbage collector ignores them (``gc=False``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from msgspec import Meta, Struct, field
 
 SCHEMA = 1
 OVER = frozenset({"done", "failed"})
-"""Phases of a run in which nothing goes on."""
+"""Phases of a run that is over."""
 ENDING = OVER | {"draining"}
-"""Phases in which actors end because they are told to."""
+"""Phases in which actors end as planned."""
 Count = Annotated[int, Meta(ge=0)]
 
 
@@ -30,7 +30,7 @@ class Wait(Struct, gc=False, frozen=True, kw_only=True):
     what: str
     seconds: float
     idle: bool = False
-    """Normal idleness: no sign of trouble by itself."""
+    """Whether the wait is normal, and no sign of trouble."""
 
 
 class Resource(Struct, gc=False, frozen=True, kw_only=True):
@@ -45,10 +45,10 @@ class Resource(Struct, gc=False, frozen=True, kw_only=True):
     state_s: float = 0.0
     """Seconds in the present state."""
     seconds: dict[str, float]
-    """Seconds by state, as the resource has told them itself: none shrinks while it lives. With ``since_s`` in the
-    present state they add up to its age at the last heartbeat of its actor."""
+    """Seconds by state in the resource's last record; they never shrink. With ``since_s`` in the present state they
+    add up to its age at the last heartbeat of its actor."""
     since_s: float = 0.0
-    """Seconds in the present state since the resource told ``seconds``, up to that heartbeat; none after it."""
+    """Seconds in the present state from that record to the last heartbeat."""
 
     @property
     def spent(self) -> dict[str, float]:
@@ -61,13 +61,13 @@ class Gpu(Struct, gc=False, frozen=True, kw_only=True):
 
     index: Count
     utilisation: float | None
-    """Share of the last interval, 0 to 1; None for a part of a GPU (MIG), which does not say."""
+    """Share of the last interval, 0 to 1; None for a part of a GPU (MIG), which does not report it."""
     memory_bytes: Count
     memory_total_bytes: Count
 
 
 class Histogram(Struct, gc=False, frozen=True, array_like=True):
-    """Counts by fixed buckets; the edges are in the catalogue of metrics."""
+    """Counts by fixed buckets; the declaration of the metric has the edges."""
 
     counts: list[Count]
     """Counts by bucket, one more than there are edges: the last bucket is open above."""
@@ -85,14 +85,14 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     condition: str
     """absent, starting, ready, silent, condemned, dead, lost (with its host), aside."""
     state: str = ""
-    """State of the actor by its own word."""
+    """State that the actor reports."""
     awaiting: str = ""
     state_s: float = 0.0
     heard_s: float = 0.0
     """Age of the actor's last heartbeat."""
     restarts: Count = 0
     version: int = -1
-    """Newest version of the weights that the actor knows of."""
+    """Newest version of the weights that the actor knows."""
     loop_lag_s: float = 0.0
     """Largest lag of its event loop since the last heartbeat."""
     loop_busy: float = 0.0
@@ -105,7 +105,7 @@ class ActorView(Struct, gc=False, frozen=True, kw_only=True):
     """Open waits, the oldest first."""
     resources: list[Resource] = []
     metrics: dict[str, float] = field(name="figures", default_factory=dict)
-    """Counters and gauges by their names."""
+    """Counters and gauges by name; ``figures`` in MessagePack and JSON."""
     histograms: dict[str, Histogram] = {}
     gpus: list[Gpu] = []
 
@@ -130,7 +130,7 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     """RunPhase."""
     attempt: Count
     age_s: float
-    """Seconds since the run's first controller started in this attempt; they go on evenly where a clock is set."""
+    """Seconds since the first controller of this attempt started, by a monotonic clock."""
     step: Count
     steps: Count
     version: int
@@ -139,13 +139,13 @@ class RunView(Struct, gc=False, frozen=True, kw_only=True):
     waiting_for: list[str] = []
     lost_hosts: list[str] = []
     stalled: str = ""
-    """The watchdog's report, while it holds."""
+    """The stall report, while the run is stalled."""
     staleness_max: Count = 0
     groups_per_step: Count = 0
     disk_free_bytes: Count | None = None
-    """Bytes free on the disk of the run folder; None where that is not known."""
+    """Bytes free on the disk of the run folder; None if unknown."""
     aside: dict[str, str] = {}
-    """The replicas that are set aside, with the reasons."""
+    """Replicas that are set aside, with the reasons."""
 
 
 class Snapshot(Struct, gc=False, frozen=True, kw_only=True):

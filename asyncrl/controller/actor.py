@@ -23,7 +23,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.health.failure_detector import FailureDetector
 from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import Hosts
-from asyncrl.controller.observation.observers import Watching
+from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.observation.open_waits import OpenWaits
 from asyncrl.controller.observation.recent_lines import RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
@@ -120,13 +120,13 @@ class Controller(Actor):
         )
         self._restarts = 0
         """Times that a controller of this attempt of the run was started again."""
-        self._watching = Watching(
+        self._watching = Observation(
             self,
             self._registry,
             self._run,
             # Through functions: the failure detector and the members are made below.
             stalled=lambda: self._failures.stalled,
-            sink=self._sinks.picture,
+            sink=self._sinks.snapshot,
             is_gone=lambda name: self._members.is_gone(name),
         )
         self._traces = Traces(
@@ -300,7 +300,7 @@ class Controller(Actor):
         entry.version = caller.param_version
         self.counters["heartbeats/left_out"] = self._registry.left_out
         # As the registry has taken them in: cut, and no more than its limit.
-        self._watching.told(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
+        self._watching.add_events(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:

@@ -118,7 +118,7 @@ class Metrics(Message, frozen=True, kw_only=True):
     lines: list[dict[str, Any]] = []
     line: Count
     """Number of the last line of these, or of the last that there is."""
-    picture: Count
+    snapshot_number: Count
     """Number of the newest snapshot."""
     snapshot: bytes = b""
     last: bool = False
@@ -126,7 +126,7 @@ class Metrics(Message, frozen=True, kw_only=True):
 
 
 class WatchMetrics(Request, frozen=True, kw_only=True):
-    """Sinks to controller, parked until there are lines after number ``line`` or another snapshot than ``picture``.
+    """Sinks to controller, parked until there are lines after ``line`` or a snapshot other than ``snapshot_number``.
 
     The controller forgets the lines up to that number.
     """
@@ -135,7 +135,7 @@ class WatchMetrics(Request, frozen=True, kw_only=True):
     senders = SINKS
     idle = True
     line: Count = 0
-    picture: Count = 0
+    snapshot_number: Count = 0
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):

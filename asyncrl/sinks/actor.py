@@ -1,8 +1,8 @@
-"""The sinks' shell: takes metrics from the controller and hands them to the lane of every sink.
+"""The actor of the sinks: asks the controller for metrics and hands them to the thread of each sink.
 
-It asks, and so has one answer on the way at most; it hands on at once and waits for no sink. When the run drains it
-takes what the controller still has, and the sinks then have ``FLUSH_S`` to bring out what they hold. Sinks that fail
-are opened again by their lanes and told to the user; nothing of them fails the actor.
+Invariant: at most one request is open, and the actor waits for no sink. When the run drains, it takes the last lines,
+and the sinks have ``FLUSH_S`` to write what they hold. If a sink fails, its thread opens it again and the user gets a
+notice; the actor does not fail.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asyncrl.errors import WireError
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.runtime.calls.retry import wait_out
-from asyncrl.sinks.figures import Line
-from asyncrl.sinks.lane import Lane, Sink
+from asyncrl.sinks.entries import Line
 from asyncrl.sinks.prometheus import PrometheusSink
+from asyncrl.sinks.sink_thread import Sink, SinkThread
 from asyncrl.sinks.tensorboard import TensorBoardSink
 from asyncrl.sinks.wandb import WandbSink
 from asyncrl.snapshot import Snapshot
@@ -30,34 +30,34 @@ from asyncrl.snapshot import Snapshot
 NICENESS = 10
 """Niceness of the process: training comes first."""
 LOOK_S = 1.0
-"""Interval at which is looked how the sinks are."""
+"""Seconds between two checks of the sinks."""
 LAST_LINES_S = 1.0
-"""Longest that a draining actor waits for the last lines."""
+"""Longest wait of a draining actor for the last lines (s)."""
 FLUSH_S = 4.0
-"""Longest that the sinks may bring out what they hold, at the end."""
+"""Longest wait for the sinks to write what they hold, at the end (s)."""
 
 
 class Sinks(Actor):
-    """The actor of the sinks; the module tells its rules."""
+    """The actor of the sinks; see the module."""
 
     role = "sinks"
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._lanes: list[Lane] = []
-        self._told: dict[str, tuple[int, str]] = {}
-        """Failures and address of each sink as they were told of last."""
+        self._threads: list[SinkThread] = []
+        self._reported: dict[str, tuple[int, str]] = {}
+        """Failures and address of each sink in the last report."""
         self._snapshots = msgspec.msgpack.Decoder(Snapshot)
         self._temporary = ""
 
     async def setup(self) -> None:
-        """Begin to open the sinks, each in its own thread."""
+        """Start the thread of each sink, which opens it."""
         # Up to NICENESS and not by it: os.nice adds to what the process has been given.
         os.nice(max(0, NICENESS - os.nice(0)))
         self._temporary = await asyncio.to_thread(_own_temporary_files, self.context.credentials.run_id)
-        self._lanes = [Lane(sink) for sink in self._sinks()]
-        for lane in self._lanes:
-            lane.start()
+        self._threads = [SinkThread(sink) for sink in self._sinks()]
+        for thread in self._threads:
+            thread.start()
 
     def _sinks(self) -> list[Sink]:
         """Sinks that are configured. Each imports its library when it is opened."""
@@ -73,7 +73,7 @@ class Sinks(Actor):
         return sinks
 
     async def run(self) -> None:
-        """Take metrics until there are no more, and let the sinks bring them out."""
+        """Take metrics until the last, and let the sinks write them."""
         self.tasks.create_task(self._look_at_sinks())
         taking = self.tasks.create_task(self._take())
         await self.drained()
@@ -81,9 +81,9 @@ class Sinks(Actor):
         await self._flush()
 
     async def close(self) -> None:
-        """Remove what libraries have left."""
-        for lane in self._lanes:
-            lane.end()
+        """Remove the temporary files of libraries."""
+        for thread in self._threads:
+            thread.end()
         if self._temporary:
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
@@ -95,57 +95,57 @@ class Sinks(Actor):
             except WireError as error:
                 await wait_out(self.log, "controller", error)
                 continue
-            seen = WatchMetrics(line=found.line, picture=found.picture)
+            seen = WatchMetrics(line=found.line, snapshot_number=found.snapshot_number)
             records: list[Line | Snapshot] = [*found.lines]
             if found.snapshot:
-                # First: it goes along with the next line of a step.
+                # First: the next line of a step takes it along.
                 records.insert(0, self._snapshots.decode(found.snapshot))
             for record in records:
-                for lane in self._lanes:
-                    lane.put(record)
+                for thread in self._threads:
+                    thread.put(record)
             self.progress()
             if found.last:
                 return
 
     async def _flush(self) -> None:
         until = time.monotonic() + FLUSH_S
-        # All are told before any is waited for: they share the time.
-        for lane in self._lanes:
-            lane.end()
-        for lane in self._lanes:
-            if not await asyncio.to_thread(lane.join, max(0.0, until - time.monotonic())):
-                lane.fail(f"it has not brought out what it holds within {FLUSH_S:g} s")
-        self._tell()
+        # All end at once: they share the time.
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            if not await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic())):
+                thread.fail(f"it did not write what it holds within {FLUSH_S:g} s")
+        self._report()
 
     async def _look_at_sinks(self) -> None:
         while True:
-            self._tell()
+            self._report()
             await asyncio.sleep(LOOK_S)
 
-    def _tell(self) -> None:
-        """Tell the user of failures, and the log of addresses."""
-        for lane in self._lanes:
-            failures, address = self._told.get(lane.name, (0, ""))
-            if lane.failures > failures:
-                text = f"the sink {lane.name} has failed: {lane.trouble}"
-                meanwhile = "The run goes on without it, and it is tried again"
-                self.notify(f"sink {lane.name}", text, count=lane.failures, meanwhile=meanwhile)
-            if lane.address and lane.address != address:
-                self.log.info("sink is ready", sink=lane.name, address=lane.address)
-            self._told[lane.name] = lane.failures, lane.address
+    def _report(self) -> None:
+        """Report failures to the user, and addresses to the log."""
+        for thread in self._threads:
+            failures, address = self._reported.get(thread.name, (0, ""))
+            if thread.failures > failures:
+                text = f"the sink {thread.name} has failed: {thread.trouble}"
+                meanwhile = "The run continues without it, and it is tried again"
+                self.notify(f"sink {thread.name}", text, count=thread.failures, meanwhile=meanwhile)
+            if thread.address and thread.address != address:
+                self.log.info("sink is ready", sink=thread.name, address=thread.address)
+            self._reported[thread.name] = thread.failures, thread.address
 
     def figures(self) -> dict[str, float]:
-        """Counts of what the sinks did not take."""
+        """Counts of lines and records that the sinks did not take."""
         return super().figures() | {
-            "sinks/dropped": sum(lane.dropped for lane in self._lanes),
-            "sinks/lost": sum(lane.lost for lane in self._lanes),
+            "sinks/dropped": sum(thread.dropped for thread in self._threads),
+            "sinks/lost": sum(thread.lost for thread in self._threads),
         }
 
 
 def _own_temporary_files(run_id: str) -> str:
-    """Folder for the temporary files of this process, from here on; those of its predecessors are removed.
+    """Make a folder for the temporary files of this process, and remove those of earlier processes.
 
-    Libraries keep theirs until the regular end of a process, which an actor's never has.
+    Libraries remove their files at the regular end of a process, and an actor has none.
     """
     prefix = f"asyncrl-sinks-{run_id}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):

@@ -1,9 +1,8 @@
-"""The names and labels under which Prometheus sees a run. Pure.
+"""Metrics of a run as families of Prometheus, with names and labels. Pure.
 
-A name of ours becomes one of the Prometheus grammar: ``reward/mean`` is ``asyncrl_reward_mean``. Labels tell
-things of one kind apart: the actor and its host, the replica of an update, the evaluation, the component of a
-reward, the stage of an episode. Kinds and descriptions are those of the catalogue. Invariant: figures of one name are
-of one kind; of two names of a run's own that become the same the last counts.
+``reward/mean`` becomes ``asyncrl_reward_mean``. Labels distinguish actor and host, replica, evaluation, component and
+stage. Kinds and descriptions come from the catalogue. Invariant: a family has one kind; if two names of a run map to
+one, the last value counts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.sinks.figures import numbers, run_figures
+from asyncrl.sinks.entries import numbers, run_values
 from asyncrl.snapshot import ActorView, Histogram, Snapshot
 from asyncrl.telemetry import catalogue
 from asyncrl.telemetry.catalogue import Metric
@@ -28,13 +27,13 @@ LABELS = {
     "rollout/episodes_failed/": "cause",
     "rollout/forks/": "cause",
 }
-"""Label by the beginning of a name, the rest of which is its value."""
+"""Label by the prefix of a name; the rest of the name is its value."""
 EVAL_LABELS = {"component": "component", "pass_at": "k"}
-"""Label of a number of an evaluation that has members, by its name."""
+"""Label of an evaluation's number with members, by its name."""
 GAUGES = {
-    "version": ("version", "newest weights that it knows of"),
+    "version": ("version", "newest version of the weights that it knows"),
     "heard_s": ("heard_s", "age of its last heartbeat"),
-    # Beside the histogram loop/lag_s.
+    # loop/lag_s is a histogram.
     "loop_lag_s": ("loop_lag_max_s", "largest lag of its event loop since the last heartbeat"),
     "loop_busy": ("loop_busy", "share of time in which its event loop's thread used a processor"),
     "cpu": ("cpu", "processors used by it and its children"),
@@ -45,7 +44,7 @@ GAUGES = {
 
 @dataclass(slots=True)
 class Family:
-    """The figures of one name. ``edges`` are those of a histogram."""
+    """The values of one name. ``edges`` are those of a histogram."""
 
     kind: str
     text: str
@@ -55,14 +54,14 @@ class Family:
 
 
 def prometheus_name(name: str) -> str:
-    """A name of ours by the grammar of metric names."""
+    """The name of a metric in Prometheus."""
     return "asyncrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
-    """Families by name: of the newest line of each kind, evaluation and replica, and of the newest snapshot.
+    """Families by name, from the newest line of each kind, evaluation and replica, and from the newest snapshot.
 
-    Replicas that have left the run since are left out.
+    Replicas that have left the run are left out.
     """
     found = _Families()
     there = {actor.name for actor in snapshot.actors} if snapshot is not None else None
@@ -70,8 +69,8 @@ def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -
         if line.get("kind") != "update" or there is None or line.get("replica") in there:
             _add_line(found, line)
     if snapshot is not None:
-        found.add("run/phase", 1.0, "1 for the phase that it is in", phase=snapshot.run.phase)
-        for name, value in run_figures(snapshot).items():
+        found.add("run/phase", 1.0, "1 for the present phase", phase=snapshot.run.phase)
+        for name, value in run_values(snapshot).items():
             found.add(name, value, "of the run as a whole")
         for actor in snapshot.actors:
             _add_actor(found, actor)
@@ -108,7 +107,7 @@ def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
         elif kind == "eval" and name.startswith("eval/"):
             evaluation, _, figure = name.removeprefix("eval/").partition("/")
             figure, _, member = figure.partition("/")
-            # ``eval/*/pass_at`` and the older ``pass_at_k`` have one name each.
+            # ``eval/*/pass_at`` and ``pass_at_k`` are two names.
             labels = {EVAL_LABELS.get(figure, "of"): member} if member else {}
             found.add(f"eval/{figure}", value, _text(name), eval=evaluation, **labels)
         elif kind == "train":
@@ -142,7 +141,7 @@ def _add_actor(found: _Families, actor: ActorView) -> None:
 
 
 def _labelled(name: str) -> tuple[str, dict[str, str]]:
-    """The name of the family and the label that tells its figures apart."""
+    """The name of the family, and the label of a value in it."""
     for beginning, label in LABELS.items():
         if name.startswith(beginning):
             return beginning[:-1], {label: name.removeprefix(beginning)}

@@ -1,8 +1,7 @@
-"""An endpoint for Prometheus: /metrics over HTTP, the newest figures of the run, by prometheus_client's own server.
+"""The Prometheus endpoint: /metrics over HTTP with the newest metrics, on the server of prometheus_client.
 
-A client costs the others nothing: each has a thread of its own, CONNECTIONS at most at once, and is cut off after
-CONNECTION_S whatever it does. Anybody who reaches the port may read; nothing can be written. Fails with OSError when
-the address cannot be bound.
+At most CONNECTIONS clients are served at once, each in its own thread, for at most CONNECTION_S. Each client that
+reaches the port may read. Raises OSError if the address cannot be bound.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from typing import Any, ClassVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from asyncrl.files import replace_file
+from asyncrl.sinks.entries import Line
 from asyncrl.sinks.exposition import Labels, families_of
-from asyncrl.sinks.figures import Line
 from asyncrl.snapshot import Snapshot
 from asyncrl.telemetry.metrics_line import is_voided
 
 ADDRESS_FILE = "monitor/prometheus.json"
-"""``{"address": "http://HOST:PORT/metrics"}``, while the endpoint is there."""
+"""``{"address": "http://HOST:PORT/metrics"}``, while the endpoint is open."""
 CONNECTIONS = 16
 CONNECTION_S = 10.0
 ACCEPT_PAUSE_S = 0.1
@@ -33,7 +32,7 @@ ACCEPT_PAUSE_S = 0.1
 
 
 class PrometheusSink:
-    """The endpoint as a sink; the module tells its rules."""
+    """The endpoint as a sink; see the module."""
 
     name: ClassVar[str] = "prometheus"
 
@@ -47,7 +46,7 @@ class PrometheusSink:
         self.address = ""
 
     def open(self) -> None:
-        """Bind, and tell the address."""
+        """Bind, and write the address file."""
         from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry(auto_describe=False)
@@ -60,24 +59,24 @@ class PrometheusSink:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"http://{host}:{self._server.server_port}/metrics"
-        # A full disk is no reason not to serve; the address is in the actor's log too.
+        # The endpoint serves also if the disk is full; the log has the address too.
         with contextlib.suppress(OSError):
             self._address_file.parent.mkdir(exist_ok=True)
             replace_file(self._address_file, json.dumps({"address": self.address}) + "\n")
 
     def write(self, record: Line | Snapshot) -> None:
-        """Take a record: the newest counts."""
+        """Keep the newest record of its kind."""
         if isinstance(record, Snapshot):
             self._snapshot = record
             return
         line = record
         names = {key.split("/")[1] for key in line if key.startswith("eval/")}
         key = (str(line.get("kind")), str(line.get("replica", "")), *sorted(names))
-        # Another dictionary: those who collect go through the present one.
+        # A new dictionary: other threads iterate over the present one.
         self._lines = {key: other for key, other in self._lines.items() if not is_voided(other, line)} | {key: line}
 
     def close(self) -> None:
-        """Take the endpoint away."""
+        """Close the endpoint."""
         if self._server is not None:
             server, self._server, self.address = self._server, None, ""
             server.shutdown()
@@ -129,12 +128,12 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
             try:
                 return super().get_request()
             except OSError:
-                # Where no descriptor is left, the connection waits on, and would be tried again at once, without end.
+                # Without a free descriptor the connection stays pending, and accept would spin.
                 time.sleep(ACCEPT_PAUSE_S)
                 raise
 
         def verify_request(self, request: Any, client_address: Any) -> bool:
-            """Whether there is room for the connection, which is cut off after CONNECTION_S."""
+            """Whether there is room for the connection; it is closed after CONNECTION_S."""
             if len(self.clients) >= CONNECTIONS:
                 return False
             timer = self.clients[request] = threading.Timer(CONNECTION_S, _cut_off, (request,))
@@ -155,11 +154,11 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
                 _cut_off(client)
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A client that went away or was cut off is nobody's concern."""
+            """Ignore a client that left or was cut off."""
 
     class ScrapeHandler(WSGIRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
-            """Keep messages of the server out of the log of the run."""
+            """Log nothing."""
 
     return make_server(host, port, make_wsgi_app(registry), ScrapeServer, ScrapeHandler)
 

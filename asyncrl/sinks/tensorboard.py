@@ -1,7 +1,7 @@
-"""Event files for TensorBoard under RUN/tensorboard, one for each life of the process.
+"""Event files for TensorBoard under RUN/tensorboard, one for each process of the sinks.
 
-A record is written as a whole or not at all: what a full disk has torn is cut off again. Where a learner goes on from
-a checkpoint, TensorBoard is told to forget the steps from there on. Fails with OSError.
+Invariant: a record is written as a whole or not at all; a torn one is cut off. When a learner resumes from a
+checkpoint, an event makes TensorBoard drop the later steps. Raises OSError.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from asyncrl.files import append_whole
-from asyncrl.sinks.figures import Entries, Line
+from asyncrl.sinks.entries import Entries, Line
 from asyncrl.snapshot import Snapshot
 
 FOLDER = "tensorboard"
 
 
 class TensorBoardSink:
-    """The writer of event files; the module tells its rules."""
+    """The writer of event files; see the module."""
 
     name: ClassVar[str] = "tensorboard"
     address = ""
@@ -33,17 +33,17 @@ class TensorBoardSink:
         self._entries = Entries()
 
     def open(self) -> None:
-        """Begin the file, or go on with it."""
+        """Create the file, or open it again."""
         from tensorboard.compat.proto import event_pb2
 
         self._folder.mkdir(exist_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if not os.fstat(self._file).st_size:
-            # The first event of a file tells its format.
+            # The first event of a file holds its format.
             self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def write(self, record: Line | Snapshot) -> None:
-        """Write a line as an event of its step; the latest snapshot goes along with the next line of a step."""
+        """Write a line as an event of its step, with the newest snapshot on the line of a step."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         if (entry := self._entries.take(record)) is None:
@@ -52,11 +52,11 @@ class TensorBoardSink:
         if entry.again:
             started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
             self._write(event_pb2.Event(wall_time=now, step=step, session_log=started))
-        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in entry.figures.items()]
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in entry.values.items()]
         self._write(event_pb2.Event(wall_time=now, step=step, summary=summary_pb2.Summary(value=values)))
 
     def close(self) -> None:
-        """Close the file, which has every event already."""
+        """Close the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

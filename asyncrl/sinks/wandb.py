@@ -1,8 +1,8 @@
-"""Weights & Biases, offline or online: one W&B run for a run, across resumes.
+"""Weights & Biases, offline or online: one W&B run for a run and all of its resumes.
 
-The id is kept in RUN/monitor/wandb.json. Steps are a figure like the others and the axis of all, for a learner that
-goes on from a checkpoint repeats some. The key is found by W&B itself, in the environment or the user's netrc.
-Its service is a process of its own; when that has died, the library must be set up anew.
+RUN/monitor/wandb.json holds the id. ``step`` is a metric and the axis of all others, because a learner that resumes
+from a checkpoint repeats steps. W&B finds its key in the environment or the user's netrc. Its service is a process of
+its own; if it dies, the library must be initialised again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from asyncrl.config.monitor import WandbConfig
 from asyncrl.files import replace_file
-from asyncrl.sinks.figures import Entries, Line
+from asyncrl.sinks.entries import Entries, Line
 from asyncrl.snapshot import Snapshot
 
 ID_FILE = "monitor/wandb.json"
@@ -23,7 +23,7 @@ INIT_S = 60.0
 
 
 class WandbSink:
-    """The W&B run as a sink; the module tells its rules. ``config`` is the whole configuration, as JSON has it."""
+    """The W&B run as a sink; see the module. ``config`` is the whole configuration as a JSON object."""
 
     name: ClassVar[str] = "wandb"
 
@@ -35,7 +35,7 @@ class WandbSink:
         self.address = ""
 
     def open(self) -> None:
-        """Begin the W&B run, or go on with it."""
+        """Create the W&B run, or resume it."""
         import wandb
 
         online = self._wandb.mode == "online"
@@ -47,7 +47,7 @@ class WandbSink:
             dir=str(self._run_dir),
             config=self._config,
             mode="online" if online else "offline",
-            # Offline there is nothing to resume, and W&B warns of it.
+            # W&B warns if an offline run shall resume.
             resume="allow" if online else None,
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, init_timeout=INIT_S
@@ -57,12 +57,12 @@ class WandbSink:
         self.address = (self._run.url if online else self._run.dir) or ""
 
     def write(self, record: Line | Snapshot) -> None:
-        """Log a line as one entry of the history; the latest snapshot goes along with the next line of a step."""
+        """Log a line as one entry, with the newest snapshot on the line of a step."""
         if (entry := self._entries.take(record)) is not None:
-            self._run.log({"step": entry.step, **entry.figures})
+            self._run.log({"step": entry.step, **entry.values})
 
     def close(self) -> None:
-        """Hand everything to the service and let it end."""
+        """Hand everything to the service and end it."""
         if self._run is None:
             return
         import wandb
@@ -71,7 +71,7 @@ class WandbSink:
         try:
             run.finish()
         finally:
-            # It raises when its service is dead, and has forgotten it then.
+            # It raises if its service is dead, and resets its state all the same.
             with contextlib.suppress(Exception):
                 wandb.teardown()
 
@@ -79,7 +79,7 @@ class WandbSink:
         path = self._run_dir / ID_FILE
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(path.read_text())["id"])
-        # Where it cannot be kept, only a later attempt is another run to W&B.
+        # If the file cannot be written, a later attempt becomes another W&B run.
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, json.dumps({"id": self._made_id, "project": self._wandb.project}) + "\n")

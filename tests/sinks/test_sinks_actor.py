@@ -129,7 +129,7 @@ async def exposed(run_dir):
 
 async def test_those_that_are_started_again_go_on_and_bring_out_all_that_is_there_when_the_run_ends(tmp_path):
     async with living(tmp_path, **TENSORBOARD, **PROMETHEUS) as cluster:
-        cluster.controller._sinks.picture(msgspec.msgpack.encode(snapshot(step=1234)))
+        cluster.controller._sinks.snapshot(msgspec.msgpack.encode(snapshot(step=1234)))
         cluster.feed(train(1))
         await cluster.taken(1)
         address = cluster.run_dir / "monitor" / "prometheus.json"
@@ -185,7 +185,7 @@ async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(t
             cluster.feed(train(1), train(2))
             await cluster.end()
             assert await cluster.notices() == [
-                "the sink tensorboard has failed: it has not brought out what it holds within 0.2 s"
+                "the sink tensorboard has failed: it did not write what it holds within 0.2 s"
             ]
     finally:
         go.set()

@@ -28,7 +28,7 @@ def feed_lines(feed, *steps):
 
 async def ask(feed, after=None, incarnation=1, patience_s=60.0):
     """The answer to the first question, or to the one after an answer."""
-    seen = WatchMetrics(line=after.line, picture=after.picture) if after else WatchMetrics()
+    seen = WatchMetrics(line=after.line, snapshot_number=after.snapshot_number) if after else WatchMetrics()
     return await feed.watch(seen, Caller("sinks/0", incarnation, -1, asyncio.get_running_loop().time() + patience_s))
 
 
@@ -54,7 +54,7 @@ async def test_lines_are_told_in_order_a_bounded_number_at_once_and_the_last_ans
 async def test_what_was_not_taken_is_told_again_also_to_sinks_that_were_started_again(feed, counters):
     feed_lines(feed, 1, 2)
     for snapshot in (b"first", b"newest"):
-        feed.picture(snapshot)
+        feed.snapshot(snapshot)
     for answer in (await ask(feed), await ask(feed)):
         assert (steps(answer), answer.snapshot) == ([1, 2], b"newest")
     feed_lines(feed, 3)
@@ -78,10 +78,10 @@ async def test_a_question_waits_for_news(feed):
 async def test_what_an_earlier_controller_has_told_is_nothing_of_this_one(feed):
     earlier = SinksFeed({}, ABOVE - 2000, wanted=True)
     feed_lines(earlier, *range(5))
-    earlier.picture(b"earlier")
+    earlier.snapshot(b"earlier")
     told = await ask(earlier)
     feed_lines(feed, 6, 7)
-    feed.picture(b"newest")
+    feed.snapshot(b"newest")
     answer = await ask(feed, told)
     assert (steps(answer), answer.snapshot) == ([6, 7], b"newest")
 

@@ -16,7 +16,7 @@ import wandb_files
 from sinks_cases import evaluation, snapshot, train, update, wait_for
 
 from asyncrl.config.monitor import WandbConfig
-from asyncrl.sinks.lane import Lane
+from asyncrl.sinks.sink_thread import SinkThread
 from asyncrl.sinks.wandb import WandbSink
 from tools.live_run import lives, title
 
@@ -50,15 +50,15 @@ def run_dir(tmp_path):
 
 @contextmanager
 def writing(run_dir):
-    """The lane of the sink, which is ready."""
-    lane = Lane(WandbSink(run_dir, OFFLINE, {"learner": {"steps": 40}}))
-    lane.start()
+    """The thread of the sink, which is ready."""
+    thread = SinkThread(WandbSink(run_dir, OFFLINE, {"learner": {"steps": 40}}))
+    thread.start()
     try:
-        wait_for(lambda: lane.address)
-        yield lane
+        wait_for(lambda: thread.address)
+        yield thread
     finally:
-        lane.end()
-        assert lane.join(60)
+        thread.end()
+        assert thread.join(60)
 
 
 def service():
@@ -67,19 +67,19 @@ def service():
     return found
 
 
-def put(lane, *records):
+def put(thread, *records):
     for record in records:
-        lane.put(record)
+        thread.put(record)
 
 
 def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_path):
-    with writing(run_dir) as lane:
-        put(lane, snapshot(step=1), train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
+    with writing(run_dir) as thread:
+        put(thread, snapshot(step=1), train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
         core = service()
-    assert (lane.lost, lane.dropped, lane.failures, lane.address) == (0, 0, 0, "")
+    assert (thread.lost, thread.dropped, thread.failures, thread.address) == (0, 0, 0, "")
     wait_for(lambda: not lives(core))
-    with writing(run_dir) as lane:
-        put(lane, train(3))
+    with writing(run_dir) as thread:
+        put(thread, train(3))
     path, second = wandb_files.files(run_dir)
     found = wandb_files.history(path)
     assert [(entry["step"], entry.get("reward/mean")) for entry in found] == [
@@ -101,15 +101,15 @@ def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_pat
 def test_its_service_is_killed_and_it_goes_on_with_another_though_its_id_cannot_be_kept(run_dir):
     """Records given meanwhile are lost and counted; those after it are in W&B's files."""
     (run_dir / "monitor").write_text("in the way")
-    with writing(run_dir) as lane:
-        put(lane, train(1))
+    with writing(run_dir) as thread:
+        put(thread, train(1))
         killed = service()
         killed.kill()
         steps = count(2)
-        wait_for(lambda: put(lane, train(next(steps))) or lane.failures)
-        wait_for(lambda: lane.address)
-        put(lane, train(LATER))
-    assert lane.lost >= 1 and lane.dropped == 0
+        wait_for(lambda: put(thread, train(next(steps))) or thread.failures)
+        wait_for(lambda: thread.address)
+        put(thread, train(LATER))
+    assert thread.lost >= 1 and thread.dropped == 0
     # W&B does not wait for the service that it has given up.
     for left in [each for each in gc.get_objects() if type(each) is subprocess.Popen]:
         if left.pid == killed.pid:

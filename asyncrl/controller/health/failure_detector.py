@@ -23,7 +23,7 @@ from asyncrl.controller.health.stalls import (
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
 from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import BEATS, Hosts
-from asyncrl.controller.observation.observers import Watching
+from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.messages.monitor import AwaitRecord
@@ -94,7 +94,7 @@ class FailureDetector:
         run: RunStateMachine,
         hosts: Hosts,
         members: HostChanges,
-        watching: Watching,
+        watching: Observation,
         *,
         tell: Callable[[], None],
         changed: Callable[[], None],

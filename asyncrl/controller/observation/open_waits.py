@@ -1,8 +1,8 @@
 """Open waits of a run, by the notices of its actors ("room on /runs"). Pure.
 
-Invariant: a wait ends with the incarnation of the actor that gave the notice, however late the notice arrives; or with
-a later notice of that actor and key. It is part of the state of the run, so that a lost or late message cannot leave
-it on a screen. The number of waits is bounded by MOST; a notice beyond that is shown, and its wait is not.
+Invariant: a wait ends with the incarnation of its actor, or with a later notice of that actor and key. The state of the
+run holds the waits, so a lost message cannot leave one on a screen. There are at most MOST waits; a further notice is
+shown without its wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Lines of metrics: which are taken in, and the newest, for those who follow the run step by step. Pure.
+"""The newest lines of metrics for readers that follow the run step by step, and the check of a line. Pure.
 
-Lines are numbered from 1. A reader that falls too far behind misses the oldest, and is told none twice.
+Lines are numbered from 1. A reader that falls too far behind misses the oldest lines, and never gets one twice.
 """
 
 from __future__ import annotations

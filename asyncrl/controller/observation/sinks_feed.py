@@ -1,8 +1,8 @@
 """The controller's end of the sinks: a bounded queue of lines and the newest snapshot, which their actor asks for.
 
-``line`` and ``picture`` never wait. A line is kept until a request shows that it was taken, so that one that the sinks
-have not got is told to those that are started after them; one that finds no room is dropped and counted. Lines are
-numbered on from ``above``, which is above all numbers of an earlier controller.
+``line`` and ``snapshot`` never wait. A line stays until a request shows that the sinks have it, so restarted sinks get
+it again. A line without room is dropped and counted. Numbers begin above ``above``, so no earlier controller used
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AT_ONCE = 100
 
 
 class SinksFeed:
-    """The things that wait for the sinks; nothing does where none is ``wanted``. ``counters`` gets the counts."""
+    """Lines and a snapshot for the sinks; empty if none is ``wanted``. ``counters`` gets the counts."""
 
     def __init__(self, counters: MutableMapping[str, float], above: int, *, wanted: bool) -> None:
         self._wanted = wanted
@@ -32,7 +32,7 @@ class SinksFeed:
         self._lines: deque[dict[str, Any]] = deque()
         self._last = above
         """Number of the newest line."""
-        self._snapshot, self._picture = b"", above
+        self._snapshot, self._snapshot_number = b"", above
         self._is_over = False
         self._asker = 0
         """Newest incarnation of the sinks that has asked."""
@@ -41,7 +41,7 @@ class SinksFeed:
             counters[DROPPED] = counters[RESTARTS] = 0
 
     def line(self, line: dict[str, Any]) -> None:
-        """Hand over a line of metrics.jsonl, which nobody changes any more."""
+        """Queue a line of metrics.jsonl, which does not change any more."""
         if not self._wanted:
             return
         if self._is_over or len(self._lines) >= room_for(line, ROOM):
@@ -51,9 +51,9 @@ class SinksFeed:
         self._last += 1
         self._askers.wake()
 
-    def picture(self, snapshot: bytes) -> None:
-        """Hand over a snapshot, encoded, in place of the one before."""
-        self._snapshot, self._picture = snapshot, self._picture + 1
+    def snapshot(self, snapshot: bytes) -> None:
+        """Replace the encoded snapshot."""
+        self._snapshot, self._snapshot_number = snapshot, self._snapshot_number + 1
         self._askers.wake()
 
     def end(self) -> None:
@@ -62,22 +62,22 @@ class SinksFeed:
         self._askers.wake()
 
     def close(self) -> None:
-        """Count what nobody has taken."""
+        """Count the lines that the sinks did not take."""
         if self._lines:
             self._counters[DROPPED] += len(self._lines)
             self._lines.clear()
 
     async def watch(self, request: WatchMetrics, caller: Caller) -> Metrics:
-        """Answer the sinks, once there is something that they have not seen or their time is over."""
+        """Answer the sinks once there is something new, or when their time is over."""
         if caller.incarnation > self._asker:
             self._counters[RESTARTS] += self._asker > 0
             self._asker = caller.incarnation
-        # None for a number that an earlier controller gave, which is below all here: the range is empty.
+        # The range is empty for a number of an earlier controller, which is smaller.
         for _ in range(min(len(self._lines), request.line - (self._last - len(self._lines)))):
             self._lines.popleft()
 
         def news() -> Metrics | None:
-            is_new = self._picture != request.picture and bool(self._snapshot)
+            is_new = self._snapshot_number != request.snapshot_number and bool(self._snapshot)
             return self._answer(is_new) if self._lines or is_new or self._is_over else None
 
         return await self._askers.until(news, caller.park_s) or self._answer(is_new=False)
@@ -88,8 +88,8 @@ class SinksFeed:
         return Metrics(
             lines=lines,
             line=self._last - left,
-            picture=self._picture,
+            snapshot_number=self._snapshot_number,
             snapshot=self._snapshot if is_new else b"",
-            # Not before the sinks have shown that they took them all.
+            # Only after the sinks have confirmed all lines.
             last=self._is_over and not lines,
         )

@@ -1,8 +1,8 @@
-"""The snapshot of a run, made of what the registry and the run's state machine know. Pure: the caller brings the time.
+"""Builds the snapshot of a run from the registry and the run's state machine. Pure: the caller brings the time.
 
-Times of an actor's present state and waits go on where its last heartbeat left them, as long as it is heard of. Times
-that its resources have spent in each state do not: they end with the heartbeat, so that nothing is taken back when the
-next one knows better. Nothing is said of an actor that it has not said itself, or that its end tells.
+The time of an actor's present state and waits grows after its last heartbeat, while the actor is heard. The seconds of
+its resources by state end with the heartbeat, so no later snapshot takes any back. A snapshot holds only values that
+an actor has sent, or that follow from its end.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from asyncrl.snapshot import (
 from asyncrl.telemetry.metrics_line import is_voided
 
 SILENT_BEATS = 4
-"""Heartbeats that are missed before an actor is said to be silent."""
+"""Missed heartbeats after which an actor counts as silent."""
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
-"""Conditions in which nothing is known of what an actor does now, if it does anything."""
+"""Conditions in which the present state of an actor is unknown."""
 LONGEST_TEXT = 500
 MOST_EVALS = 64
-"""Evaluations of which the newest line is kept; those of a run are fewer."""
+"""Most evaluations whose newest line is kept."""
 
 
 @dataclass(slots=True)
@@ -46,13 +46,13 @@ class RecentMetrics:
     """The newest lines of metrics.jsonl."""
 
     learner: int = -1
-    """Incarnation of the learner that told the newest line of training, as far as it is known; else -1."""
+    """Incarnation of the learner that sent the newest train line; -1 if unknown."""
     train: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=TRAIN_LINES))
     updates: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=UPDATE_LINES))
     evals: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, line: dict[str, Any], by: int = -1) -> None:
-        """Take in a line that an actor of incarnation ``by`` has told, or that was recorded."""
+        """Add a line from an actor of incarnation ``by``, or from the recording."""
         match line.get("kind"):
             case "train":
                 self.learner = by
@@ -67,7 +67,7 @@ class RecentMetrics:
                     self.evals[name] = line
 
     def _void(self, line: dict[str, Any]) -> None:
-        """A learner that goes on from a checkpoint trains some steps again: they are not to be here twice."""
+        """Remove lines of steps that a restarted learner trains again."""
         for lines in (self.train, self.updates):
             kept = [other for other in lines if not is_voided(other, line)]
             lines.clear()
@@ -94,12 +94,12 @@ class RecentEvents:
     _recalled: frozenset[tuple[str, float, str]] = frozenset()
 
     def add(self, wall: float, level: str, actor: str, text: str) -> None:
-        """Something happened at ``wall`` (Unix, s)."""
+        """Add an event at ``wall`` (Unix, s)."""
         self._number += 1
         self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
 
     def recall(self, earlier: Iterable[Event]) -> None:
-        """Put the events that an earlier controller knew before all that happened since."""
+        """Put the events of an earlier controller before the present ones."""
         since = list(self.kept)
         self.kept.clear()
         for event in (*earlier, *since):
@@ -107,7 +107,7 @@ class RecentEvents:
         self._recalled = frozenset((event.actor, event.wall, event.text) for event in earlier)
 
     def is_recalled(self, wall: float, actor: str, text: str) -> bool:
-        """Whether an actor tells what it has told an earlier controller."""
+        """Whether an earlier controller had this event."""
         return (actor, wall, text[:LONGEST_TEXT]) in self._recalled
 
 
@@ -132,7 +132,7 @@ def view_actors(
     now: float,
     is_gone: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[ActorView]:
-    """Every actor but this controller, one after the other, so that the caller can do other things between them.
+    """Views of all actors except this controller, one at a time, so the caller can run other tasks between them.
 
     Times are those ``now`` (monotonic, s). ``is_gone`` says of an actor or agent that it has left the run for good.
     """
@@ -143,13 +143,13 @@ def view_actors(
 
 
 def view_self(record: ActorRecord, beat: Heartbeat, registry: Registry, constants: Constants, now: float) -> ActorView:
-    """The controller itself, by its own record and heartbeat."""
+    """The view of the controller itself."""
     me = Entry(record, since=now, heard=now)
     me.merge(beat, now)
     return _view(record.name, me, registry, constants, now, condition="ready")
 
 
-def take_picture(
+def build_snapshot(
     constants: Constants,
     run: RunStateMachine,
     lines: RecentMetrics,
@@ -161,7 +161,7 @@ def take_picture(
     disk_free_bytes: int | None,
     wall: float,
 ) -> Snapshot:
-    """The run with its actors."""
+    """The snapshot of the run with these actors."""
     aside = {actor.name for actor in run.aside}
     views = [msgspec.structs.replace(view, condition="aside") if view.name in aside else view for view in actors]
     actors = sorted(views, key=lambda actor: _place(actor.name))
@@ -196,8 +196,8 @@ def take_picture(
 
 
 def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
-    """Steps trained: by the newest line, or by what the learner says, where that is of a later one or the line is of
-    another learner: one that was started again goes on from its checkpoint."""
+    """The last trained step: by the newest line or by the learner's gauge. If the line is of another incarnation, only
+    the gauge counts: a restarted learner resumes from its checkpoint."""
     learner = next((actor for actor in actors if actor.name == "learner/0"), None)
     if learner is None or "learner/step" not in learner.metrics:
         return lines.step
@@ -226,7 +226,7 @@ def _view(
     }
     if beat is None:
         return ActorView(**known)
-    # An actor that has ended, is cut off or stands still does not go on being in its last state.
+    # The time of a state does not grow if the actor has ended or is unreachable.
     more = 0.0 if condition in UNKNOWN else max(0.0, now - entry.beaten)
     return ActorView(
         **known,
@@ -244,7 +244,7 @@ def _view(
 
 
 def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
-    """A resource; ``since_s`` is known to have passed since it was told until the last heartbeat, ``more`` after."""
+    """A resource. ``since_s`` passed between its record and the last heartbeat, ``more`` after that."""
     said = heard.record
     return Resource(
         name=said.name,
@@ -267,7 +267,7 @@ def _condition(entry: Entry, registry: Registry, constants: Constants, now: floa
         longest_s = (SILENT_BEATS + beat.left_out) * constants.heartbeat_s
         if registry.silence_of(entry, now) > longest_s:
             return "silent"
-    # An agent is called by nobody, so that its being there is all.
+    # No actor calls an agent: it is ready once it is registered.
     return "ready" if entry.ready or role_of(entry.record.name) not in ROLES else "starting"
 
 

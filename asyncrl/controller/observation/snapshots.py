@@ -1,13 +1,12 @@
-"""Snapshots of the run: when one is taken, and who gets it: those who watch, and the recording.
+"""Takes snapshots of the run when viewers or the recording need one, and sends them to viewers.
 
-While nobody watches, snapshots are taken only as often as they are recorded, and none where none is. Each is encoded
-once. Invariant: the snapshot that answers a viewer is never older than SNAPSHOT_S when it asks for the first time, and
-never the one it has seen.
+Without viewers, snapshots are taken only for the recording. Each is encoded once. Invariant: a viewer's first snapshot
+is at most SNAPSHOT_S old, and a viewer never gets the one that it has.
 
-A viewer that asks need not read: ZeroMQ's queue of a connection grows with each answer. So a viewer has to show that it
-has read the last one, by its number, which nobody can guess; otherwise it waits for the next one, twice as long each
-time; the last one of the run it gets in any case. Invariant: in a time T a connection is given, beyond those that it
-has read and the last, at most 2 + log2(T / SNAPSHOT_S).
+A viewer may ask without reading, and ZeroMQ's queue of its connection would grow. So a viewer confirms the last
+snapshot by its number, which is random. Without that it waits twice as long each time. It gets the last snapshot of the
+run in any case. Invariant: in a time T a connection gets, besides those it has confirmed and the last one, at most
+2 + log2(T / SNAPSHOT_S) snapshots.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from asyncrl.runtime.parking import ParkingLot
 from asyncrl.snapshot import Snapshot
 
 SNAPSHOT_S = 0.5
-"""Shortest time between two snapshots that nothing but time calls for."""
+"""Shortest time between two snapshots (s)."""
 WATCHED_S = 15.0
-"""Time after its last request for which a viewer counts as watching."""
+"""Time after its last request in which a viewer counts as watching (s)."""
 LARGEST_STEP = 1 << 20
-"""Largest step from one number to the next. Half of it twice a second takes two years to where a successor begins."""
+"""Largest step from one number to the next. A restarted controller begins two years of steps higher."""
 
 
 @dataclass(slots=True)
 class Given:
-    """Snapshots that one connection was given and has not shown to have read. Pure: the caller brings the time (s)."""
+    """Snapshots sent on one connection and not confirmed. Pure: the caller brings the time (s)."""
 
     unread: list[int] = field(default_factory=list)
     """Numbers of the snapshots, ascending."""
     last: float = 0.0
-    """Time at which the newest of them was given."""
+    """Time at which the newest of them was sent."""
 
     def heard(self, seen: int) -> None:
-        """The viewer has seen the snapshot of this number, and with it those that were given before."""
+        """The viewer confirms the snapshot of this number and those before it."""
         if seen in self.unread:
             del self.unread[: self.unread.index(seen) + 1]
 
     def may_have_more(self, now: float) -> bool:
-        """Whether the viewer is given one more."""
+        """Whether the viewer may get one more."""
         return not self.unread or now - self.last >= SNAPSHOT_S * 2.0 ** (len(self.unread) - 1)
 
     def give(self, number: int, now: float) -> None:
@@ -59,9 +58,8 @@ class Given:
 
 
 class Snapshots:
-    """The snapshots of a run. ``take`` makes one; ``record`` is given each that is due to be kept, encoded, every
-    ``record_s``: with None only those that somebody else has taken for it; ``failed`` is given the error that one could
-    not be made for: then the one before is the newest."""
+    """The snapshots of a run. ``take`` makes one. ``record`` gets an encoded one every ``record_s``, or with None only
+    on request. ``failed`` gets the error of a snapshot that could not be made; the previous one then stays."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class Snapshots:
         number: int,
         now: Callable[[], float],
     ) -> None:
-        """``number`` is above all that an earlier controller has given."""
+        """``number`` is above all numbers of earlier controllers."""
         self._take, self._record, self._record_s, self._now = take, record, record_s, now
         self._failed = failed
         self._encoder = msgspec.msgpack.Encoder()
@@ -110,7 +108,7 @@ class Snapshots:
                 await self.take(record=self._now() >= self._record_due)
 
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Answer a viewer, once there is another snapshot than it has seen or its time is over."""
+        """Answer a viewer once there is a new snapshot, or when its time is over."""
         was_watched = self._is_watched
         self._asked = self._now()
         if not was_watched:
@@ -132,11 +130,11 @@ class Snapshots:
             given.give(self._number, now)
             return SnapshotTaken(number=self._number, snapshot=self._newest)
 
-        # A viewer cannot have seen a snapshot that it has not got.
+        # A viewer cannot confirm a snapshot that it does not have.
         return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
     async def take(self, *, record: bool = False, last: bool = False) -> None:
-        """Take one now, and keep it if it is to be recorded. After the last one there are no others."""
+        """Take one now; ``record`` it, and take none after the ``last``."""
         async with self._taking:
             self._is_last = last
             await self._take_one(record=record)
@@ -147,9 +145,9 @@ class Snapshots:
             snapshot = await self._take()
             self._newest = self._encoder.encode(snapshot)
         except Exception as error:
-            # Nobody who watches ends a run, however odd the words of an actor.
+            # A snapshot that fails never ends the run.
             self._at = self._now()
-            # Both times as if it had been taken, or the next try would come at once.
+            # As if it had been taken: the next try waits.
             self._recorded = self._at if record else self._recorded
             self._failed(error)
             return

@@ -1,15 +1,13 @@
-"""Traces of the run: what the actors hand in of their timelines, written to ``RUN/trace/trace-NNN.json``.
+"""Writes traces of the run to ``RUN/trace/trace-NNN.json`` from the timelines of the actors.
 
-On demand every actor that is ready is asked for its spans by ``RunState.trace``, and the file is whole once all have
-handed them in, or after WAIT_S without those that have not. At its end each actor hands in what it has unasked; that
-becomes one more file when the run is over. So it makes no difference who shares the run folder: all goes by messages,
-in bounded parts, and nothing is held in memory here.
+On request, ``RunState.trace`` asks each ready actor for its spans. The file is complete once all have sent them, or
+after WAIT_S without the missing ones. At its end each actor sends its spans without a request; they become one more
+file when the run is over. Spans travel in messages of bounded size, so hosts need not share the run folder.
 
-Everybody who may watch may ask for traces, without a limit: one is written at a time, the next after a pause, also
-where the last one came to nothing, and of those on demand the newest KEPT of this controller are kept.
+Each viewer may request traces. One is written at a time, the next after a pause, and the newest KEPT of them stay.
 
-Invariants: a file appears whole, under a number of its own; what a controller that died had begun is removed by the
-next. Nothing here ends a run: a trace that cannot be written, as on a full disk, is lost and its reason told.
+Invariants: a file appears whole, under its own number; a restarted controller removes unfinished files. A trace that
+cannot be written, for example on a full disk, is lost, and the requester gets the reason. The run continues.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ from asyncrl.telemetry.trace import SPANS_KEPT, Trace, process_events, span_even
 FOLDER = "trace"
 WAIT_S = 8.0
 MOST_SPANS = 4 * SPANS_KEPT
-"""Most spans of one actor in one trace. Each has a track or more with something going on beyond what it keeps."""
+"""Most spans of one actor in one trace: those that it keeps, and the open ones of its tracks."""
 PAUSE_S = 10.0
-"""Time from the end of one on demand to the beginning of the next."""
+"""Time from the end of one requested trace to the start of the next (s)."""
 KEPT = 16
 _PART = ".part"
 
 
 class TraceFile:
-    """A trace in the making. Its methods block; they are called one at a time."""
+    """A trace that is being written. Its methods block; call them one at a time."""
 
     def __init__(self, folder: Path, run: str) -> None:
         """Raises OSError."""
@@ -75,14 +73,14 @@ class TraceFile:
             self._before = b",\n"
 
     def finish(self) -> Path:
-        """Give the file its name. Raises OSError."""
+        """Rename the complete file. Raises OSError."""
         with self._part.open("ab") as file:
             file.write(b"\n]}\n")
         os.replace(self._part, self.path)
         return self.path
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove the unfinished file."""
         _remove(self._part)
 
 
@@ -92,7 +90,7 @@ def _remove(path: Path) -> None:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove the files that an earlier controller had begun."""
+    """Remove the unfinished files of an earlier controller."""
     for path in (run_dir / FOLDER).glob(f"trace-*.json{_PART}"):
         _remove(path)
 
@@ -109,20 +107,20 @@ class TracePace:
         self._said = ""
 
     def ended(self, written: TraceWritten, now: float) -> None:
-        """A trace is written, or came to nothing."""
+        """A trace is written, or has failed."""
         self._ended = now
-        self._said = f"was written: {written.path}" if written.path else f"came to nothing: {written.error}"
+        self._said = f"was written: {written.path}" if written.path else f"failed: {written.error}"
 
     def refusal(self, now: float) -> str:
-        """Reason that none is begun now; empty if one may be."""
+        """Reason that no trace may start now; empty if one may."""
         if self._ended is None or now - self._ended >= PAUSE_S:
             return ""
         ago_s = now - self._ended
-        return f"{ago_s:.0f} s ago one {self._said}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
+        return f"a trace {ago_s:.0f} s ago {self._said}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
 
 
 class _Collection:
-    """One trace: its file, and who has not handed in yet."""
+    """One trace: its file, and the actors that have not sent their spans."""
 
     def __init__(self, number: int, run_dir: Path, run: str, pids: dict[str, int]) -> None:
         self.number = number
@@ -140,9 +138,9 @@ class _Collection:
         """Take in spans. Raises InvalidRequest for more than an actor can have."""
         self._counts[name] += len(spans)
         if self._counts[name] > MOST_SPANS:
-            raise InvalidRequest(f"{name} hands in more than {MOST_SPANS} spans")
+            raise InvalidRequest(f"{name} sends more than {MOST_SPANS} spans")
         async with self._lock:
-            # Spans that come too late would be the beginning of a file that nobody finishes.
+            # Late spans would start a file that is never finished.
             if not self.error and not self._is_over:
                 try:
                     await asyncio.to_thread(self._write, name, spans)
@@ -155,7 +153,7 @@ class _Collection:
                 self.complete.set()
 
     async def finish(self) -> TraceWritten:
-        """Finish the file, and tell where it is or why there is none."""
+        """Finish the file; returns its path, or the reason that it failed."""
         path = ""
         async with self._lock:
             self._is_over = True
@@ -206,7 +204,7 @@ class Traces:
     ) -> None:
         self._run_dir, self._run, self._notify = run_dir, run, notify
         self._pids = {actor: pid for pid, actor in enumerate(actors, 1)}
-        """Number of each actor in all files: those of the run's beginning in their order, then as others are met."""
+        """Number of each actor in all files: first those of the start, then others as they come."""
         self._name, self._trace = name, trace
         self._ready, self._ask, self._number, self._log = ready, ask, number, log
         self._wanted: _Collection | None = None
@@ -218,7 +216,7 @@ class Traces:
         """Spans that actors that have ended handed in."""
 
     async def write(self, tasks: asyncio.TaskGroup, within_s: float) -> TraceWritten:
-        """Write a trace of now; a caller gets the one that is being written, and soon after it is told of it."""
+        """Write a trace now; a caller gets the one that is being written, or a refusal soon after one."""
         if not self._trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
@@ -229,7 +227,7 @@ class Traces:
         return await asyncio.shield(self._writing)
 
     async def take(self, actor: str, part: TracePart) -> None:
-        """A part has come. One that nobody waits for any more is dropped. Raises InvalidRequest."""
+        """Add a part; a part of a finished trace is dropped. Raises InvalidRequest."""
         if role_of(actor) not in ROLES:
             raise InvalidRequest(f"{actor} has no timeline")
         if not part.number:
@@ -274,7 +272,7 @@ class Traces:
         written = await collection.finish()
         if written.error:
             self._log.warning("trace is not written", error=written.error)
-            self._notify("trace", f"no timeline is written to {self._run_dir / FOLDER}: {written.error}")
+            self._notify("trace", f"no trace is written to {self._run_dir / FOLDER}: {written.error}")
         else:
             self._log.info("trace is written", path=written.path, actors=len(written.actors), missing=written.missing)
         return written

@@ -11,7 +11,7 @@ from played import played
 from asyncrl.config.load import validate_config
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.controller.health import failure_detector
-from asyncrl.controller.observation.observers import Watching
+from asyncrl.controller.observation.observation import Observation
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
@@ -198,7 +198,7 @@ def test_a_host_whose_agent_alone_is_silent_is_lost_for_that_reason(tmp_path, mo
     """Nothing there is restarted or ended, though its actors beat."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 0.4))
     events = []
-    monkeypatch.setattr(Watching, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
+    monkeypatch.setattr(Observation, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
 
     async def scenario(cluster, tasks, over):
         frozen = asyncio.Event()
@@ -224,7 +224,7 @@ def test_a_silent_agent_is_reported_once_though_its_host_is_in_doubt_at_times(tm
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 60.0))
     monkeypatch.setattr(failure_detector, "REPORT_SHARE", 0.3 / 60.0)
     events = []
-    monkeypatch.setattr(Watching, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
+    monkeypatch.setattr(Observation, "happened", lambda _, level, actor, text: events.append((level, actor, text)))
     config = validate_config(FAST.model_dump() | {"supervision": {"heartbeat_s": 0.05, "host_lost_s": 60.0}})
 
     def reports():

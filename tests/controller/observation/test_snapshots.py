@@ -18,7 +18,7 @@ from recordings import read_recording
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
-from asyncrl.controller.observation import observers as watching_module
+from asyncrl.controller.observation import observation as observation_module
 from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, RecentMetrics
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
@@ -113,7 +113,7 @@ async def test_a_picture_that_cannot_be_made_ends_nothing(cluster, monkeypatch):
         raise ValueError("something that nobody thought of")
 
     viewer = cluster.caller(VIEWER)
-    monkeypatch.setattr(watching_module, "take_picture", fail)
+    monkeypatch.setattr(observation_module, "build_snapshot", fail)
     await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
     await until(lambda: len(asked) >= 4)
     assert cluster.controller.counters["snapshots/failed"] >= 3
@@ -256,8 +256,10 @@ async def test_the_end_is_seen_and_recorded_though_it_takes_longer_than_from_one
 
 
 def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
-    taken, take = [], watching_module.take_picture
-    monkeypatch.setattr(watching_module, "take_picture", lambda *of, **facts: taken.append(of) or take(*of, **facts))
+    taken, take = [], observation_module.build_snapshot
+    monkeypatch.setattr(
+        observation_module, "build_snapshot", lambda *of, **facts: taken.append(of) or take(*of, **facts)
+    )
 
     async def scenario(cluster):
         await asyncio.wait({cluster.main}, timeout=0.1)
@@ -293,7 +295,7 @@ def test_the_room_on_a_disk_that_does_not_answer_is_not_known_and_a_full_disk_ha
             raise OSError("late")
         return SimpleNamespace(f_bavail=0, f_frsize=4096)
 
-    monkeypatch.setattr(watching_module, "DISK_S", 0.01)
+    monkeypatch.setattr(observation_module, "DISK_S", 0.01)
     monkeypatch.setattr(os, "statvfs", statvfs)
 
     async def scenario(cluster):

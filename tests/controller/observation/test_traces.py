@@ -145,7 +145,7 @@ async def test_a_trace_that_finds_no_room_is_told_to_the_user(tasks, tmp_path):
         scene = Scene(disk)
         await scene.hand_in("learner/0", 0, "train")
         await scene.traces.finish()
-    assert scene.told == [("trace", f"no timeline is written to {disk / 'trace'}: No space left on device")]
+    assert scene.told == [("trace", f"no trace is written to {disk / 'trace'}: No space left on device")]
 
 
 @with_tasks()
@@ -195,7 +195,7 @@ def test_who_is_refused_is_told_what_was_done_and_when_to_ask_again():
     assert pace.refusal(103.0) == "3 s ago one was written: /run/trace/trace-001.json; ask again in 7 s"
     assert pace.refusal(100.0 + PAUSE_S) == ""
     pace.ended(FAILED, 200.0)
-    assert pace.refusal(209.9) == "10 s ago one came to nothing: No space left on device; ask again in 1 s"
+    assert pace.refusal(209.9) == "a trace 10 s ago failed: No space left on device; ask again in 1 s"
 
 
 LEARNER_ALONE = ("controller/0", "learner/0")

@@ -1,8 +1,8 @@
-"""A sink's own thread and queue, so that one that blocks or fails holds up nobody else.
+"""The thread and the queue of one sink: a sink that blocks or fails does not delay the others.
 
-A sink is opened, given one record after the other, and closed. When it raises, the record is lost and counted, the
-sink is closed, and after a pause that grows with each failure opened again; meanwhile its queue fills, and lines for
-which there is no room are dropped and counted. Only the newest snapshot waits, since snapshots are large.
+The thread opens the sink, writes each record and closes it. If the sink raises, the record is lost and counted. The
+thread then closes it and opens it again after a pause that grows with each failure. Lines beyond the queue's room are
+dropped and counted. Only the newest snapshot waits, because snapshots are large.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from typing import ClassVar, Protocol
 
 from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.sinks.figures import Line
+from asyncrl.sinks.entries import Line
 from asyncrl.snapshot import Snapshot
 from asyncrl.telemetry.metrics_line import room_for
 
@@ -22,7 +22,7 @@ ROOM = 4000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TROUBLE_CHARACTERS = 500
 SECRETS = ("WANDB_API_KEY",)
-"""Environment variables whose values are shown to nobody."""
+"""Environment variables whose values no error shows."""
 
 
 class Sink(Protocol):
@@ -30,19 +30,19 @@ class Sink(Protocol):
 
     name: ClassVar[str]
     address: str
-    """Place where it is to be found; empty while it is not."""
+    """Where its output is; empty while there is none."""
 
     def open(self) -> None:
-        """Become able to write; called again after every failure."""
+        """Prepare to write; called again after each failure."""
 
     def write(self, record: Line | Snapshot) -> None:
-        """Take one record."""
+        """Write one record."""
 
     def close(self) -> None:
-        """Bring out what is held, and give back all that is held."""
+        """Write what is held, and release all resources."""
 
 
-class Lane:
+class SinkThread:
     """Runs one sink."""
 
     def __init__(self, sink: Sink) -> None:
@@ -57,19 +57,19 @@ class Lane:
         self.lost = 0
         self.failures = 0
         self.trouble = ""
-        """Reason that it takes nothing at the moment."""
+        """Reason of the present failure; empty if it works."""
 
     @property
     def address(self) -> str:
-        """Place where the sink is to be found."""
+        """Where the sink's output is."""
         return self._sink.address
 
     def start(self) -> None:
-        """Open the sink, in its thread."""
+        """Start the thread, which opens the sink."""
         self._thread.start()
 
     def put(self, record: Line | Snapshot) -> None:
-        """Hand over a record, or drop it; never waits."""
+        """Queue a record, or drop it; never waits."""
         with self._news:
             if isinstance(record, Snapshot):
                 self._snapshot = record
@@ -80,7 +80,7 @@ class Lane:
             self._news.notify()
 
     def end(self) -> None:
-        """Let the sink be closed once it has taken what is there: nothing more will come."""
+        """Close the sink once it has written what is queued: nothing more will come."""
         self._ending.set()
         with self._news:
             self._news.notify()
@@ -109,18 +109,18 @@ class Lane:
             # Libraries end a thread with SystemExit.
             except (Exception, SystemExit) as error:
                 self.lost += record is not None
-                # After a failed write only a line that is taken shows that it takes lines again.
+                # After a failed write only a written line shows that lines work again.
                 takes_lines = takes_lines and record is None
                 self.fail(describe(error))
                 self._close_quietly()
                 is_open, failures = False, failures + 1
                 pause_s = backoff(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
                 if self._ending.wait(pause_s) and failures > 1:
-                    # It gets no time to recover at the end.
+                    # At the end there is no time to recover.
                     self._give_up()
                     return
             else:
-                # On a full disk a snapshot, which is only kept in mind, is taken all the same.
+                # A snapshot is only held in memory, also on a full disk.
                 takes_lines = takes_lines or not isinstance(record, Snapshot)
                 if takes_lines:
                     failures, self.trouble = 0, ""
@@ -144,13 +144,13 @@ class Lane:
             self._lines.clear()
 
     def _close_quietly(self) -> None:
-        # The failure before this one says more.
+        # The failure before this one is the one to report.
         with contextlib.suppress(Exception, SystemExit):
             self._sink.close()
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line, without anybody's keys."""
+    """The error in one line, without secrets."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for name in SECRETS:
         if secret := os.environ.get(name):

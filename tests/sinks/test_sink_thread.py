@@ -5,8 +5,8 @@ import threading
 import pytest
 from sinks_cases import snapshot, train, wait_for
 
-from asyncrl.sinks import lane as lane_module
-from asyncrl.sinks.lane import Lane, describe
+from asyncrl.sinks import sink_thread as thread_module
+from asyncrl.sinks.sink_thread import SinkThread, describe
 from asyncrl.snapshot import Snapshot
 
 
@@ -42,10 +42,10 @@ def fake():
 
 
 @pytest.fixture
-def lane(fake, monkeypatch):
-    monkeypatch.setattr(lane_module, "ROOM", 10)
-    monkeypatch.setattr(lane_module, "FIRST_PAUSE_S", 0.01)
-    made = Lane(fake)
+def thread(fake, monkeypatch):
+    monkeypatch.setattr(thread_module, "ROOM", 10)
+    monkeypatch.setattr(thread_module, "FIRST_PAUSE_S", 0.01)
+    made = SinkThread(fake)
     made.start()
     yield made
     fake.go.set()
@@ -53,74 +53,74 @@ def lane(fake, monkeypatch):
     assert made.join(30)
 
 
-def put(lane, *steps):
+def put(thread, *steps):
     for step in steps:
-        lane.put(train(step))
+        thread.put(train(step))
 
 
-def test_a_sink_that_blocks_holds_up_nobody_and_what_has_no_room_is_counted(lane, fake):
+def test_a_sink_that_blocks_holds_up_nobody_and_what_has_no_room_is_counted(thread, fake):
     fake.go.clear()
-    put(lane, 0)
+    put(thread, 0)
     assert fake.at_work.wait(30)
-    put(lane, *range(1, 31))
+    put(thread, *range(1, 31))
     for step in range(100, 200):
-        lane.put(snapshot(step))
-    assert lane.dropped == 20
-    assert not lane.join(0.05)
+        thread.put(snapshot(step))
+    assert thread.dropped == 20
+    assert not thread.join(0.05)
     fake.go.set()
-    lane.end()
-    assert lane.join(30)
+    thread.end()
+    assert thread.join(30)
     # Of snapshots only the newest waits.
     assert fake.taken == [0, 199, *range(1, 11)]
-    assert (fake.opened, fake.closed, lane.lost) == (1, 1, 0)
+    assert (fake.opened, fake.closed, thread.lost) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("failure", [OSError("disk is full"), SystemExit(1)])
-def test_a_sink_that_fails_loses_one_record_and_is_opened_again(lane, fake, failure):
+def test_a_sink_that_fails_loses_one_record_and_is_opened_again(thread, fake, failure):
     fake.fails = [failure]
-    put(lane, 1, 2, 3)
+    put(thread, 1, 2, 3)
     wait_for(lambda: fake.taken == [2, 3])
-    assert (lane.lost, fake.opened, fake.closed) == (1, 2, 1)
-    wait_for(lambda: lane.trouble == "")
+    assert (thread.lost, fake.opened, fake.closed) == (1, 2, 1)
+    wait_for(lambda: thread.trouble == "")
 
 
-def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(lane, fake):
+def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(thread, fake):
     """As on a full disk: it would be said to be well and in trouble at each step."""
     fake.fails = [OSError("full")] * 2
     for step in range(2):
-        put(lane, step)
-        wait_for(lambda step=step: lane.lost == step + 1)
-        lane.put(snapshot(100 + step))
+        put(thread, step)
+        wait_for(lambda step=step: thread.lost == step + 1)
+        thread.put(snapshot(100 + step))
         wait_for(lambda step=step: fake.taken[-1:] == [100 + step])
-        assert lane.trouble == "OSError: full"
-    put(lane, 9)
-    wait_for(lambda: lane.trouble == "")
+        assert thread.trouble == "OSError: full"
+    put(thread, 9)
+    wait_for(lambda: thread.trouble == "")
     assert fake.taken == [100, 101, 9]
 
 
-def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(lane, fake):
+def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(thread, fake):
     fake.fails = [OSError("service is gone"), "open", "open"]
-    put(lane, 1, 2, 3)
+    put(thread, 1, 2, 3)
     wait_for(lambda: fake.taken == [2, 3])
-    assert (lane.lost, fake.opened) == (1, 4)
+    assert (thread.lost, fake.opened) == (1, 4)
 
 
-def test_a_sink_that_fails_more_often_than_a_float_has_powers_of_two_is_tried_again(lane, fake, monkeypatch):
-    monkeypatch.setattr(lane_module, "LONGEST_PAUSE_S", 0.0)
+def test_a_sink_that_fails_more_often_than_a_float_has_powers_of_two_is_tried_again(thread, fake, monkeypatch):
+    monkeypatch.setattr(thread_module, "LONGEST_PAUSE_S", 0.0)
     fake.fails = [OSError("service is gone")] + ["open"] * 1100
-    put(lane, 1, 2)
+    put(thread, 1, 2)
     wait_for(lambda: fake.taken == [2])
     assert fake.opened == 1102
 
 
-def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(lane, fake, monkeypatch):
-    monkeypatch.setattr(lane_module, "FIRST_PAUSE_S", 60.0)
+def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(thread, fake, monkeypatch):
+    monkeypatch.setattr(thread_module, "FIRST_PAUSE_S", 60.0)
     fake.fails = [OSError("full")] * 20
-    put(lane, *range(8))
-    wait_for(lambda: lane.trouble == "OSError: full")
-    lane.end()
-    assert lane.join(30)
-    assert lane.lost == 8
+    put(thread, *range(8))
+    wait_for(lambda: thread.trouble == "OSError: full")
+    thread.end()
+    assert thread.join(30)
+    assert thread.lost == 8
 
 
 def test_what_is_said_of_a_failure_holds_no_key(monkeypatch):

@@ -1,4 +1,4 @@
-"""Figures of a line or a snapshot that go to the sinks, and their names. Pure."""
+"""The entries of sinks with a history: numbers of lines and snapshots, by step. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from asyncrl.telemetry.metrics_line import number_in
 Line = dict[str, Any]
 """A line of metrics.jsonl."""
 ABOUT = ("kind", "step", "start", "replica")
-"""Keys of a line that say what it is of."""
+"""Keys of a line that are no metrics."""
 
 
 def numbers(line: Line) -> Iterator[tuple[str, float]]:
-    """The finite figures of a line, by name."""
+    """The finite numbers of a line, by name."""
     for key in line:
         if key not in ABOUT and (value := number_in(line, key)) is not None:
             yield key, value
 
 
 def update_numbers(line: Line) -> Iterator[tuple[str, float]]:
-    """The figures of a replica's weight update, as ``update/REPLICA/FIGURE``."""
+    """The numbers of a replica's weight update, as ``update/REPLICA/NAME``."""
     replica = str(line.get("replica", "")).replace("/", "-")
     for key, value in numbers(line):
         yield f"update/{replica}/{key.rpartition('/')[2]}", value
 
 
-def run_figures(snapshot: Snapshot) -> dict[str, float]:
-    """Figures of the run as a whole at one moment: ``run/*``, as far as they are known."""
+def run_values(snapshot: Snapshot) -> dict[str, float]:
+    """Known numbers of the run as a whole: ``run/*``."""
     run, actors = snapshot.run, snapshot.actors
-    figures: dict[str, float | None] = {
+    values: dict[str, float | None] = {
         "run/age_s": run.age_s,
         "run/step": run.step,
         "run/steps": run.steps,
@@ -48,15 +48,14 @@ def run_figures(snapshot: Snapshot) -> dict[str, float]:
         "run/cpu": sum(actor.cpu for actor in actors),
         "run/rss_bytes": sum(actor.rss_bytes for actor in actors),
     }
-    return {name: value for name, value in figures.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class Steps:
-    """Follows the steps of the lines, across learners that start again from a checkpoint.
+    """Follows the steps of lines, across restarts of the learner from a checkpoint.
 
-    The line of a step is told before those of its updates and evaluations. is_voided of metrics_line is not asked for
-    the lines that a step voids: those of earlier lives of the sinks are not known here, so that the first step of every
-    learner that is heard of voids all that there is.
+    A step's own line comes before those of its updates and evaluations. A restarted sinks actor does not know earlier
+    lines. So the first step of each learner voids this step and all later ones.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class Steps:
         self._start: int | None = None
 
     def of(self, line: Line) -> tuple[int, bool]:
-        """(the step of a line, whether it voids what was told of this step and later ones)."""
+        """(the step of a line, whether it voids earlier entries of this step and later ones)."""
         step = int(line.get("step", self._step))
         if line.get("kind") != "train":
             return step, False
@@ -79,21 +78,21 @@ class HistoryEntry(NamedTuple):
 
     step: int
     again: bool
-    """Whether it voids what was told of this step and later ones."""
-    figures: dict[str, float]
+    """Whether it voids earlier entries of this step and later ones."""
+    values: dict[str, float]
 
 
 class Entries:
-    """An entry for each line; the latest snapshot goes along with the next line of a step."""
+    """Makes an entry for each line; the next line of a step takes the newest snapshot along."""
 
     def __init__(self) -> None:
         self._steps = Steps()
         self._run: dict[str, float] = {}
 
     def take(self, record: Line | Snapshot) -> HistoryEntry | None:
-        """The entry; None for a snapshot, which is only kept in mind, and a warm step, whose number is no step's."""
+        """The entry; None for a snapshot, and for a warm step, which is not a training step."""
         if isinstance(record, Snapshot):
-            self._run = run_figures(record)
+            self._run = run_values(record)
             return None
         line = record
         if line.get("kind") == "warm":
@@ -101,10 +100,10 @@ class Entries:
         step, again = self._steps.of(line)
         match line.get("kind"):
             case "update":
-                figures = dict(update_numbers(line))
+                values = dict(update_numbers(line))
             case "eval":
-                # Its weights/version, that of the engines, would be taken for the one that was trained.
-                figures = {name: value for name, value in numbers(line) if name.startswith("eval/")}
+                # Its weights/version is that of the engines, and not the trained one.
+                values = {name: value for name, value in numbers(line) if name.startswith("eval/")}
             case _:
-                figures = dict(numbers(line)) | self._run
-        return HistoryEntry(step, again, figures)
+                values = dict(numbers(line)) | self._run
+        return HistoryEntry(step, again, values)

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 from sinks_cases import evaluation, snapshot, train, update
 
+from asyncrl.sinks.entries import Steps, numbers, run_values
 from asyncrl.sinks.exposition import GAUGES, families_of, prometheus_name
-from asyncrl.sinks.figures import Steps, numbers, run_figures
 from asyncrl.snapshot import Histogram
 from asyncrl.telemetry import catalogue
 
@@ -42,7 +42,7 @@ def test_steps(lines, steps):
 @pytest.mark.parametrize("free", [None, 0, 10**11])
 def test_the_room_on_a_disk_is_told_where_it_is_known(free):
     made = snapshot()
-    figures = run_figures(replace(made, run=replace(made.run, disk_free_bytes=free)))
+    figures = run_values(replace(made, run=replace(made.run, disk_free_bytes=free)))
     assert figures.get("run/disk_free_bytes") == free
     assert None not in figures.values()
 

@@ -1,8 +1,8 @@
-"""The controller's keeping for those who watch the run: events, the newest lines, snapshots and their recording.
+"""What the controller keeps for viewers: events, the newest lines, snapshots and their recording.
 
-Invariant: nothing here holds up the run. Snapshots are written by a thread of their own, one at a time; one that it
-cannot write, or not in time, is lost and counted. The disk is looked at by another thread, which may wait for a file
-system that does not answer; nobody waits for that thread, the end of the controller included.
+Invariant: nothing here delays the run. A thread writes one snapshot at a time; a snapshot that it cannot write in time
+is lost and counted. Another thread checks the disk and may hang on a file system that does not answer; the controller
+never waits for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.controller.observation.snapshot_builder import (
     Constants,
     RecentEvents,
     RecentMetrics,
-    take_picture,
+    build_snapshot,
     view_actors,
     view_self,
 )
@@ -37,11 +37,11 @@ from asyncrl.telemetry.snapshots.snapshot_codec import is_wall
 from asyncrl.text.phase import phase_and_reason
 
 ACTORS_AT_ONCE = 64
-"""Actors that are looked at before the event loop may do something else."""
+"""Actors that are viewed before the event loop runs other tasks."""
 DISK_S = 10.0
-"""Interval at which the disk is looked at."""
+"""Seconds between two checks of the disk."""
 LAST_WRITE_S = 0.5
-"""Longest that the end of the run waits for its last snapshot to be written."""
+"""Longest wait at the end of the run for writing its last snapshot (s)."""
 
 
 def _newest_attempt(run_dir: Path) -> int:
@@ -50,10 +50,8 @@ def _newest_attempt(run_dir: Path) -> int:
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
-class Watching:
-    """The keeper of what is watched, made by the controller ``actor``; ``sink`` is given each snapshot that is
-    recorded, ``is_gone`` says of an actor that it has left the run.
-    """
+class Observation:
+    """See the module. ``sink`` gets each recorded snapshot; ``is_gone`` says whether an actor has left the run."""
 
     def __init__(
         self,
@@ -90,13 +88,13 @@ class Watching:
         """Number of the newest of the controller's own events."""
         self._disk_free: int | None = None
         self._logs_lost = 0
-        """Lines of logs that are lost, of all lives of all actors, as far as told."""
+        """Lost lines of logs, over all incarnations of all actors."""
         self._lost_of: dict[str, tuple[int, int]] = {}
-        """Incarnation of each actor that was looked at last, and the lines that it has lost."""
+        """Incarnation of each actor at the last check, and the lines that it had lost."""
         self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        """Thread that is not the event loop's own, which is waited for at the end of the loop."""
+        """A separate thread: the event loop waits for its own threads when it ends."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
@@ -110,7 +108,7 @@ class Watching:
         )
 
     async def run(self) -> None:
-        """Take snapshots and look around, until cancelled."""
+        """Take snapshots and check logs and disk, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.snapshots.run())
@@ -120,11 +118,11 @@ class Watching:
             self._disk_thread.shutdown(wait=False, cancel_futures=True)
 
     def happened(self, level: str, actor: str, text: str) -> None:
-        """Note something that is worth knowing of the run; level is info, warning or error."""
+        """Add an event; level is info, warning or error."""
         self._events.add(self._actor.clock.wall(), level, actor, text)
 
-    def told(self, actor: str, events: Iterable[EventRecord]) -> None:
-        """Take in the events that an actor tells of."""
+    def add_events(self, actor: str, events: Iterable[EventRecord]) -> None:
+        """Add the events of an actor's heartbeat."""
         entry = self._registry.entries[actor]
         for event in events:
             if event.number > entry.event:
@@ -143,7 +141,7 @@ class Watching:
         return found if found is not None and found.run.run_id == self._constants.run_id else None
 
     def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
-        """Go on from what an earlier controller has left; this one is the ``restarts``-th after the first."""
+        """Continue after an earlier controller, with its events and lines; ``restarts`` is the number of restarts."""
         self._restarts = restarts
         if earlier is not None:
             self._events.recall(earlier.events)
@@ -151,10 +149,10 @@ class Watching:
             for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
                 for line in filter(is_proper, known):
                     self.lines.add(line)
-        self.happened("warning", self._actor.name, "was started again: the one before it has died")
+        self.happened("warning", self._actor.name, "was restarted: the previous controller died")
 
     def changed(self) -> None:
-        """The state of the run may be another one."""
+        """Add an event if the phase of the run has changed."""
         if self._run.phase != self._phase:
             self._phase = self._run.phase
             outcome = self._run.outcome
@@ -165,9 +163,9 @@ class Watching:
             )
 
     async def conclude(self) -> None:
-        """Take the last snapshot, tell it to everybody who watches, and write it."""
+        """Take the last snapshot, send it to all viewers, and record it."""
         self._look_at_self()
-        # One that is still being written would cost the last one its place in the recording.
+        # The last one would be lost while another is still being written.
         await self._written()
         await self.snapshots.take(record=True, last=True)
         self._is_over = True
@@ -184,14 +182,14 @@ class Watching:
             self._look_at_self()
         assert self._own is not None
         now, wall = actor.clock.now(), actor.clock.wall()
-        # It has the keys of its first start at each.
+        # A restarted controller has the keys of its first start, and with them its attempt number.
         record = msgspec.structs.replace(actor.record(), attempt=self._restarts)
         views = [view_self(record, self._own, self._registry, constants, now)]
         for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        return take_picture(
+        return build_snapshot(
             constants,
             self._run,
             self.lines,
@@ -204,13 +202,13 @@ class Watching:
         )
 
     def _age_s(self, now: float) -> float:
-        """Age of the run, by a clock that is never set but for the time of earlier controllers."""
+        """Age of the run, by the monotonic clock except for the time of earlier controllers."""
         own_now, own_wall = self._own_began
         return own_wall - self.began + now - own_now
 
     def _record(self, wall: float, snapshot: bytes) -> None:
         if self._is_over:
-            # The last one is recorded, and nobody writes any more.
+            # The last one is recorded already.
             return
         self._sink(snapshot)
         if not self._actor.config.monitor.record_bytes:
@@ -230,8 +228,8 @@ class Watching:
                 self._actor.log.warning("snapshots cannot be recorded", error=str(error))
             if isinstance(error, OSError):
                 where = in_words(error, self._actor.context.run_dir)
-                text = f"the recording of the run lacks snapshots: {where}; a replay shows gaps"
-                self._actor.notify("recording", text, count=int(lost), meanwhile="The run goes on")
+                text = f"snapshots are missing in the recording: {where}; a replay shows gaps"
+                self._actor.notify("recording", text, count=int(lost), meanwhile="The run continues")
 
     def _failed(self, error: Exception) -> None:
         self._actor.counters.add("snapshots/failed")
@@ -239,7 +237,7 @@ class Watching:
             self._actor.log.error("no snapshot of the run can be made", exc_info=error)
 
     def _look_at_self(self) -> None:
-        """Take in what an actor would tell the controller."""
+        """Take in the controller's own heartbeat and events."""
         self._own = self._actor.heartbeat(0)
         for event in self._own.events:
             if event.number > self._own_event:
@@ -264,14 +262,14 @@ class Watching:
         more = 0
         for name, (incarnation, figures) in counts.items():
             lost, before = int(figures.get("logs/lost", 0)), self._lost_of.get(name)
-            # Each life counts from 0 on.
+            # Each incarnation counts from 0.
             more += max(0, lost - (before[1] if before is not None and before[0] == incarnation else 0))
             self._lost_of[name] = (incarnation, lost)
         if more:
             self._logs_lost += more
             disk = self._actor.context.run_dir / "logs"
-            text = f"lines of the logs in {disk} are lost: they could not be written, as on a full disk"
-            self._actor.notify("logs", text, count=self._logs_lost, meanwhile="The run goes on")
+            text = f"lines of the logs in {disk} are lost: they could not be written, for example on a full disk"
+            self._actor.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
 
     async def _look_at_disk(self) -> None:
         loop = asyncio.get_running_loop()
