@@ -115,14 +115,14 @@ class Sinks(Actor):
         for thread in self._threads:
             if not await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic())):
                 thread.fail(f"it did not write what it holds within {FLUSH_S:g} s")
-        self._report()
+        self._report_sinks()
 
     async def _look_at_sinks(self) -> None:
         while True:
-            self._report()
+            self._report_sinks()
             await asyncio.sleep(LOOK_S)
 
-    def _report(self) -> None:
+    def _report_sinks(self) -> None:
         """Report failures to the user, and addresses to the log."""
         for thread in self._threads:
             failures, address = self._reported.get(thread.name, (0, ""))

@@ -408,7 +408,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
     await cast(actor, beat(2, events=[again, new]))
     await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
     seen = await seen_by(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
-    own = ("controller/0", "was started again: the one before it has died")
+    own = ("controller/0", "was restarted: the previous controller died")
     assert of(seen, "controller/0").restarts == 1 and of(seen, "reward/0").restarts == 2
     if damage == "unreadable":
         assert texts(seen).count(own) == 1 and [line["step"] for line in seen.train] == [3]

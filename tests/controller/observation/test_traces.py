@@ -192,7 +192,7 @@ def test_who_is_refused_is_told_what_was_done_and_when_to_ask_again():
     pace = TracePace()
     assert pace.refusal(0.0) == ""
     pace.ended(WRITTEN, 100.0)
-    assert pace.refusal(103.0) == "3 s ago one was written: /run/trace/trace-001.json; ask again in 7 s"
+    assert pace.refusal(103.0) == "a trace 3 s ago was written: /run/trace/trace-001.json; ask again in 7 s"
     assert pace.refusal(100.0 + PAUSE_S) == ""
     pace.ended(FAILED, 200.0)
     assert pace.refusal(209.9) == "a trace 10 s ago failed: No space left on device; ask again in 1 s"
