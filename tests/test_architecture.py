@@ -48,11 +48,11 @@ MAY_IMPORT = {
     "top": {"errors", "messages", "snapshot", "telemetry", "text", "runtime", "wire"},
     "report": {"errors", "snapshot", "files", "telemetry", "text", "top"},
     # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
-    "preflight": FOR_ACTORS | {"dataloader", "reward", "episodes"},
-    "launcher": FOR_ACTORS | {"preflight"},
+    "checks": FOR_ACTORS | {"dataloader", "reward", "episodes"},
+    "launcher": FOR_ACTORS | {"checks"},
     # It plays an episode with the parts that play it in a run.
-    "doctor": FOR_ACTORS | {"preflight", "launcher", "rollouter", "episodes"},
-    "cli": FOR_ACTORS | {"preflight", "launcher", "doctor"} | ACTORS | VIEWERS,
+    "doctor": FOR_ACTORS | {"checks", "launcher", "rollouter", "episodes"},
+    "cli": FOR_ACTORS | {"checks", "launcher", "doctor"} | ACTORS | VIEWERS,
     **dict.fromkeys(ACTORS, FOR_ACTORS),
 }
 HEAVY = {

@@ -90,8 +90,8 @@ def _main(argv: list[str]) -> int:
         return complain(PROGRAM, "the configuration is wrong: correct what is listed above", error.exit_code)
     except UsageError as error:
         return complain(PROGRAM, str(error), error.exit_code)
+    from asyncrl.checks.findings import as_json, as_lines, exit_code
     from asyncrl.doctor.examination import Examination
-    from asyncrl.preflight.findings import as_json, as_lines, exit_code
 
     found = asyncio.run(Examination(targets, config, given.timeout, given.fix).run())
     say(json_in_ascii(as_json(found)) if given.json else "\n".join(as_lines(found)), sys.stdout)
@@ -119,9 +119,9 @@ def _show_agent(
     """Play a task with an agent; the exit code. Raises ConfigError."""
     import asyncio
 
+    from asyncrl.checks.findings import FAILED_EXIT_CODE
     from asyncrl.config.load import load_config
     from asyncrl.doctor.agent.rehearsal import CannotPlay, rehearse, rehearsed
-    from asyncrl.preflight.findings import FAILED_EXIT_CODE
 
     rest = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
     config = load_config(configs, rest | overrides)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.checkpoint.folder import checkpoint_dir
+from asyncrl.checks.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
-from asyncrl.doctor.compare import (
+from asyncrl.doctor.between_hosts import (
     Way,
     best_offset,
     compare_clocks,
@@ -53,7 +54,6 @@ from asyncrl.launcher.fleet.start import StartCommand
 from asyncrl.launcher.launch import passed_on
 from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.terms.spec import RouteQuery, Routes
-from asyncrl.preflight.findings import Finding, fail, in_order, ok, on_host, warn
 from asyncrl.roles import ROLES, role_of
 
 T = TypeVar("T")

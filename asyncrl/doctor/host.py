@@ -18,6 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checks.checks import Part, check_part
+from asyncrl.checks.findings import Finding
+from asyncrl.checks.model import digest
+from asyncrl.checks.needs import Need, descriptors_need, memory_need
+from asyncrl.checks.room import ANY, check_folder, check_ports, judge_descriptors
 from asyncrl.config.load import config_from_json
 from asyncrl.disk import nearest_folder
 from asyncrl.doctor import network
@@ -43,11 +48,6 @@ from asyncrl.launcher.fleet.checks import check_sinks
 from asyncrl.launcher.fleet.hosts import find_facts
 from asyncrl.launcher.fleet.remote import serve
 from asyncrl.launcher.terms.spec import HostOffer, RouteQuery
-from asyncrl.preflight.findings import Finding
-from asyncrl.preflight.model import digest
-from asyncrl.preflight.needs import Need, descriptors_need, memory_need
-from asyncrl.preflight.part import Part, check_part
-from asyncrl.preflight.room import ANY, check_folder, check_ports, judge_descriptors
 
 UNSTARTED_S = 60
 """Longest wait for the first order."""

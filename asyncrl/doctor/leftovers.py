@@ -21,12 +21,12 @@ from pathlib import Path
 import psutil
 
 from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
+from asyncrl.checks.findings import Finding, listed, ok, warn
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError
 from asyncrl.files import lock_is_free, try_lock
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE
-from asyncrl.preflight.findings import Finding, listed, ok, warn
 
 SCRATCH = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"

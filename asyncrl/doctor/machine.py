@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.checks.findings import Finding, fail, ok, warn
 from asyncrl.config.engines import ENGINES
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.protocol import Card, HostFacts
 from asyncrl.launcher.fleet.hosts import NVIDIA_SMI_S
 from asyncrl.launcher.terms.spec import HostOffer
-from asyncrl.preflight.findings import Finding, fail, ok, warn
 from asyncrl.weights.segments import host_id
 
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {

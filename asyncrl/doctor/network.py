@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from asyncrl.checks.findings import Finding, fail, ok, warn
+from asyncrl.checks.room import bind, ports_of
 from asyncrl.doctor.protocol import Connect, Connected, Listen, Listening, ReachableHost
-from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.room import bind, ports_of
 
 INFINIBAND = Path("/sys/class/infiniband")
 CONNECTIONS_AT_ONCE = 64

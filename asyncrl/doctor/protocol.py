@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from asyncrl.checks.findings import Finding
 from asyncrl.launcher.terms.spec import HostOffer
-from asyncrl.preflight.findings import Finding
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):

@@ -31,6 +31,9 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.checkpoint import DIGESTS
+from asyncrl.checks.findings import Finding, on_host
+from asyncrl.checks.needs import descriptors_need
+from asyncrl.checks.room import judge_descriptors
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json, validate_config
@@ -73,9 +76,6 @@ from asyncrl.launcher.terms.spec import (
     Routes,
     agent_name,
 )
-from asyncrl.preflight.findings import Finding, on_host
-from asyncrl.preflight.needs import descriptors_need
-from asyncrl.preflight.room import judge_descriptors
 from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.text.printable import say

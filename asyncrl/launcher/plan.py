@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.checks.findings import Finding
 from asyncrl.config import Config
 from asyncrl.launcher.fleet.checks import summary
 from asyncrl.launcher.run_folder.folders import free_run_folder
 from asyncrl.launcher.run_folder.resume import Resumption
 from asyncrl.launcher.terms.placement import Placed, describe
-from asyncrl.preflight.findings import Finding
 
 
 def plan_rows(

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from asyncrl.checks.findings import CHECKS
 from asyncrl.cli import doctor
-from asyncrl.preflight.findings import CHECKS
 
 SIM = """
 [data]

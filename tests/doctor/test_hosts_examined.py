@@ -10,7 +10,7 @@ from side_by_side import held_and_free
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import validate_config
-from asyncrl.doctor.compare import (
+from asyncrl.doctor.between_hosts import (
     Offset,
     Way,
     best_offset,

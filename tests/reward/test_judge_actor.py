@@ -11,9 +11,9 @@ from test_messages import make_group
 from test_reward_actor import config_with, serving
 from virtual import LoopClock
 
+from asyncrl.checks.inputs import Sample
+from asyncrl.checks.user_code import RewardTrial
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.trials import RewardTrial
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.telemetry.catalogue import find

@@ -24,6 +24,7 @@ import structlog
 from asyncrl.chat.parsers import END_THINK, THINK
 from asyncrl.chat.renderer import Renderer, make_renderer
 from asyncrl.chat.shown import hidden_tools
+from asyncrl.checks.inputs import check_inputs
 from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
@@ -48,7 +49,6 @@ from asyncrl.messages.episodes import (
 )
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.preflight.inputs import check_inputs
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions

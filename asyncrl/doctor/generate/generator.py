@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.chat.renderer import Renderer, make_renderer
+from asyncrl.checks.first_prompts import FirstPrompt, first_prompts
+from asyncrl.checks.user_code import RewardTrial
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, validate_config
 from asyncrl.doctor.agent.rehearsal import CannotPlay, Rehearsal
@@ -28,8 +30,6 @@ from asyncrl.doctor.generate.model_weights import stage_model
 from asyncrl.errors import AsyncRLError, ConfigError, EngineDied
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.preflight.first_prompts import FirstPrompt, first_prompts
-from asyncrl.preflight.trials import RewardTrial
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodePlayer

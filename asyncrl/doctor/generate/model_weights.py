@@ -15,10 +15,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checks.weights import Unreadable, weight_files
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.messages.weights import Bucket, Manifest
-from asyncrl.preflight.weights import Unreadable, weight_files
 from asyncrl.weights.segments import Segment, layout
 from asyncrl.weights.staging import StagedVersion, layout_of
 

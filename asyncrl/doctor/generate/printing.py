@@ -12,11 +12,11 @@ import tempfile
 
 import msgspec
 
+from asyncrl.checks.process import ask_process
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
 from asyncrl.doctor.generate.generator import Answer, Order
 from asyncrl.errors import ConfigError
-from asyncrl.preflight.process import ask_process
 from asyncrl.telemetry.sample_text import sample_page
 from asyncrl.text.printable import say
 

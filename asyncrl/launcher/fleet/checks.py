@@ -10,13 +10,13 @@ import statistics
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from asyncrl.checks.checks import Part, check_part
+from asyncrl.checks.findings import Finding, fail, ok, warn
 from asyncrl.config import Config
 from asyncrl.config.monitor import SinksConfig
 from asyncrl.launcher.fleet.hosts import SINK_PACKAGES, installed_sinks
 from asyncrl.launcher.run_folder.folders import free_run_folder
 from asyncrl.launcher.run_folder.resume import Resumption
-from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.part import Part, check_part
 from asyncrl.telemetry.metrics_line import busy_s, read_metrics
 
 METRICS = "metrics.jsonl"

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, Union
 
 import msgspec
 
+from asyncrl.checks.model import check_model
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
@@ -50,7 +51,6 @@ from asyncrl.launcher.terms.spec import (
     RouteQuery,
     private_name,
 )
-from asyncrl.preflight.model import check_model
 from asyncrl.runtime.linux import children_of
 
 ORDER_S = 900.0

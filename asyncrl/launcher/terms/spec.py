@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncrl.preflight.findings import Finding
+from asyncrl.checks.findings import Finding
 
 # --- before the agent lives ---
 

@@ -8,6 +8,8 @@ import pytest
 from model_files import write_model
 from run_settings import simulated_run
 
+from asyncrl.checks.checks import Part, check_part
+from asyncrl.checks.findings import fail, ok, warn
 from asyncrl.config.load import validate_config
 from asyncrl.launcher.fleet.checks import (
     SINK_PACKAGES,
@@ -19,8 +21,6 @@ from asyncrl.launcher.fleet.checks import (
     warnings_of,
 )
 from asyncrl.learner.metrics.learning_watch import LearningWatch
-from asyncrl.preflight.findings import fail, ok, warn
-from asyncrl.preflight.part import Part, check_part
 
 
 def findings(tmp_path, **tables):

@@ -12,9 +12,9 @@ import urllib.request
 import numpy as np
 import pytest
 
+from asyncrl.checks.scoring_models import check_server
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.frozen import check_server
 from asyncrl.teacher import TeacherClient
 from asyncrl.tokenizer import load_tokenizer
 from tools.bench.tiny_model import make_model

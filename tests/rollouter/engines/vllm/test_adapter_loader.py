@@ -134,7 +134,7 @@ def test_half_an_adapter_and_one_of_two_ranks_are_refused():
         _replace(Manager(), layers(rank_of_o=4))
 
 
-def test_models_whose_class_takes_no_adapters_are_refused_by_name_and_preflight_knows_them():
+def test_models_whose_class_takes_no_adapters_are_refused_by_name_before_the_start_too():
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.checks.findings import Finding, fail, listed, ok, warn
+from asyncrl.checks.inputs import Sample
+from asyncrl.checks.process import ask_process
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.data.columns import column_of
 from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
-from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.process import ask_process
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.judge_pool import JudgePool, for_trial
 from asyncrl.reward.scoring.reward_pool import RewardPool

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.checks.findings import Finding, fail, ok, warn
+from asyncrl.checks.model import check_model
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.data.hub import fetch_advice
 from asyncrl.errors import ConfigError
-from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.model import check_model
 from asyncrl.teacher import TeacherClient, TeacherFailed
 from asyncrl.tokenizer import Tokenizer, load_tokenizer
 

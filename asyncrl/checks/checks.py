@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.config import Config
-from asyncrl.config.learnable import obstacles
-from asyncrl.preflight.findings import Finding, warn
-from asyncrl.preflight.frozen import reference_path
-from asyncrl.preflight.inputs import Inputs, KnownPrompts, check_inputs
-from asyncrl.preflight.model import check_model, check_served, check_window
-from asyncrl.preflight.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
-from asyncrl.preflight.room import (
+from asyncrl.checks.findings import Finding, warn
+from asyncrl.checks.inputs import Inputs, KnownPrompts, check_inputs
+from asyncrl.checks.model import check_model, check_served, check_window
+from asyncrl.checks.needs import ModelSize, checkpoints_need, count, descriptors_need, run_dir_need
+from asyncrl.checks.room import (
     check_folder,
     check_ports,
     judge_descriptors,
     ports_needed,
     same_disk,
 )
-from asyncrl.preflight.trials import RewardTrial, check_algorithm, check_episode
+from asyncrl.checks.scoring_models import reference_path
+from asyncrl.checks.user_code import RewardTrial, check_algorithm, check_episode
+from asyncrl.config import Config
+from asyncrl.config.learnable import obstacles
 from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.linux import descriptor_limit
 

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from asyncrl.checks.user_code import check_algorithm
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.functions.trial import problems_of
-from asyncrl.preflight.trials import check_algorithm
 
 MODULE = """
 import os

@@ -7,10 +7,10 @@ import pytest
 from model_files import write_model
 from teacher_server import scored, served
 
+from asyncrl.checks.checks import asks_of_learner
+from asyncrl.checks.inputs import read_inputs
+from asyncrl.checks.scoring_models import check_server, compare
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.frozen import check_server, compare
-from asyncrl.preflight.inputs import read_inputs
-from asyncrl.preflight.part import asks_of_learner
 from asyncrl.tokenizer import load_tokenizer
 
 

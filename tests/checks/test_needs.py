@@ -8,10 +8,9 @@ import pytest
 from disks import fill, small_disk
 from side_by_side import held_and_free
 
-from asyncrl.config.load import validate_config
-from asyncrl.disk import free_bytes, in_bytes, nearest_folder
-from asyncrl.preflight.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
-from asyncrl.preflight.needs import (
+from asyncrl.checks.checks import Part, check_folders
+from asyncrl.checks.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
+from asyncrl.checks.needs import (
     ModelSize,
     Need,
     checkpoints_need,
@@ -19,8 +18,7 @@ from asyncrl.preflight.needs import (
     memory_need,
     run_dir_need,
 )
-from asyncrl.preflight.part import Part, check_folders
-from asyncrl.preflight.room import (
+from asyncrl.checks.room import (
     check_folder,
     check_ports,
     judge_descriptors,
@@ -28,6 +26,8 @@ from asyncrl.preflight.room import (
     ports_of,
     same_disk,
 )
+from asyncrl.config.load import validate_config
+from asyncrl.disk import free_bytes, in_bytes, nearest_folder
 from asyncrl.runtime.linux import descriptor_limit
 
 GIB = 1 << 30

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.checks.findings import Finding, fail, listed, ok, warn
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.protocol import HostFacts
 from asyncrl.launcher.terms.placement import Placed
-from asyncrl.preflight.findings import Finding, fail, listed, ok, warn
 from asyncrl.roles import role_of
 
 SKEW_S = 0.5

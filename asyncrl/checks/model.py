@@ -11,11 +11,9 @@ import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.data.hub import fetch_advice
-from asyncrl.disk import in_bytes
-from asyncrl.preflight.findings import Finding, fail, listed, ok
-from asyncrl.preflight.needs import ModelSize
-from asyncrl.preflight.weights import (
+from asyncrl.checks.findings import Finding, fail, listed, ok
+from asyncrl.checks.needs import ModelSize
+from asyncrl.checks.weights import (
     DOWNLOAD,
     Unreadable,
     check_form,
@@ -24,6 +22,8 @@ from asyncrl.preflight.weights import (
     read_json,
     weight_files,
 )
+from asyncrl.data.hub import fetch_advice
+from asyncrl.disk import in_bytes
 
 if TYPE_CHECKING:
     # A host looks at its model before it has the configuration of the run.

@@ -12,10 +12,10 @@ import socket
 import tempfile
 from pathlib import Path
 
+from asyncrl.checks.findings import Finding, fail, ok, warn
+from asyncrl.checks.needs import Need
 from asyncrl.config import Config
 from asyncrl.disk import free_bytes, full_errno, in_bytes, in_words, nearest_folder
-from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.needs import Need
 
 TRIAL_BYTES = 4096
 SPARE = 2

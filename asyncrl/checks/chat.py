@@ -11,10 +11,10 @@ import time
 
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.chat.report import ChatReport
+from asyncrl.checks.findings import Finding, fail, ok, warn
+from asyncrl.checks.model import window_of
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.model import window_of
 from asyncrl.sft.conversations import load_conversations
 from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer

@@ -8,12 +8,12 @@ from chat_models import CHATML, write_chat_model
 from model_files import write_chat_template, write_model, write_weights
 from run_settings import simulated_run
 
+from asyncrl.checks import inputs, process
+from asyncrl.checks.inputs import check_inputs, read_inputs
+from asyncrl.checks.model import check_model, check_served, check_window, digest, measure
+from asyncrl.checks.needs import ModelSize
 from asyncrl.config.load import validate_config
 from asyncrl.config.lora import LoraConfig
-from asyncrl.preflight import inputs, process
-from asyncrl.preflight.inputs import check_inputs, read_inputs
-from asyncrl.preflight.model import check_model, check_served, check_window, digest, measure
-from asyncrl.preflight.needs import ModelSize
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from run_settings import simulated_run
 
+from asyncrl.checks.inputs import Sample
+from asyncrl.checks.user_code import RewardTrial, Trial, check_command, check_episode, judge
 from asyncrl.config.training import RewardConfig
-from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.trials import RewardTrial, Trial, check_command, check_episode, judge
 
 MODULES = {
     "mine": """
@@ -176,8 +176,8 @@ def test_a_command_is_looked_for(tmp_path):
 KILLED = """
 import asyncio, json, sys
 from asyncrl.config.load import config_from_json
-from asyncrl.preflight.inputs import Sample
-from asyncrl.preflight.trials import RewardTrial
+from asyncrl.checks.inputs import Sample
+from asyncrl.checks.user_code import RewardTrial
 async def main():
     async with RewardTrial(config_from_json(sys.stdin.read())) as trial:
         await trial.start()

@@ -6,9 +6,9 @@ import pytest
 from model_files import write_model, write_weights
 from run_settings import simulated_run
 
+from asyncrl.checks.model import check_model, measure
+from asyncrl.checks.scoring_models import check_frozen
 from asyncrl.config.load import validate_config
-from asyncrl.preflight.frozen import check_frozen
-from asyncrl.preflight.model import check_model, measure
 from asyncrl.tokenizer import load_tokenizer
 
 WEIGHTS = "model.safetensors"

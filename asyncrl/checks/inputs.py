@@ -1,7 +1,7 @@
 """Tokenizer, chat template, prompts, conversations: each set is read and tokenized as in the run, as far as SETS_S go.
 
 A tokenizer may bring code of its own, and libraries that read rows take long to import or die at a broken file, so this
-happens in a process of its own (``python -m asyncrl.preflight.inputs``) under a deadline. Its parent gets findings,
+happens in a process of its own (``python -m asyncrl.checks.inputs``) under a deadline. Its parent gets findings,
 and sample rows for the trial of the reward function.
 """
 
@@ -20,6 +20,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.chat.prompt import PromptEncoder
+from asyncrl.checks.chat import CONVERSATIONS, check_chat, check_conversations
+from asyncrl.checks.findings import Finding, fail, ok, warn
+from asyncrl.checks.process import ask_process
+from asyncrl.checks.scoring_models import check_frozen
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
@@ -28,15 +32,11 @@ from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.rows import BadRow, TooFewUsable, check_row, collect, unpack
 from asyncrl.dataloader.sources import open_source
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.preflight.chatting import CONVERSATIONS, check_chat, check_conversations
-from asyncrl.preflight.findings import Finding, fail, ok, warn
-from asyncrl.preflight.frozen import check_frozen
-from asyncrl.preflight.process import ask_process
 from asyncrl.stops import resolve_stops
 from asyncrl.text.printable import printable
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
-MODULE = "asyncrl.preflight.inputs"
+MODULE = "asyncrl.checks.inputs"
 READ_S = 45.0
 """Longest time for all of it; importing transformers, for a tokenizer that only it can read, takes most."""
 SETS_S = 5.0

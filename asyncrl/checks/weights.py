@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.checks.findings import listed
 from asyncrl.lora import ADAPTER_FILE, SETTINGS_FILE
-from asyncrl.preflight.findings import listed
 
 # safetensors itself refuses a header of more than 100 MB.
 MOST_HEADER_BYTES = 100 << 20
