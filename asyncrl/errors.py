@@ -1,8 +1,8 @@
 """Every exception that asyncrl raises on purpose.
 
-One root, so that a caller can catch all of ours and nothing else. Each subclass also inherits the standard
-library type whose contract it keeps, carries its facts as fields, pickles, and says in its message what went
-wrong, where, and what to do. Wrong input is a ValueError; our own broken invariants are plain ``assert``.
+They have one root, so that a caller can catch all of them and nothing else. Each subclass also inherits from the
+matching type of the standard library. It carries its facts as fields and can be pickled. Its message says what went
+wrong, where, and what to do. Wrong input is a ValueError; broken invariants are plain ``assert``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 STOPPED_EXIT_CODE = 143
-"""Exit code of a run that was asked to end and left no checkpoint; 128 + SIGTERM, or the launcher's other signal."""
+"""Exit code of a run that was asked to end and left no checkpoint: 128 + SIGTERM; another signal gives another."""
 PREEMPTED_EXIT_CODE = 75
-"""Exit code of a run that was asked to end, by anybody, and left a complete checkpoint from which it can be resumed."""
+"""Exit code of a run that was asked to end and left a complete checkpoint from which it can be resumed."""
 
 
 class AsyncRLError(Exception):
@@ -21,7 +21,7 @@ class AsyncRLError(Exception):
 
     exit_code = 1
     restartable = True
-    """Whether an actor that ends by it may go on after a restart; else the run ends."""
+    """Whether a restart may help an actor that ends by it; else the run ends."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword-only fields do not pickle by default.
@@ -38,7 +38,7 @@ def _rebuild(cls: type[AsyncRLError], args: tuple[Any, ...], fields: dict[str, A
 class ConfigError(AsyncRLError, ValueError):
     """The configuration is wrong. ``problems`` holds one line for each problem found.
 
-    ``found`` says that checks found them all: no key's meaning is in doubt.
+    ``found`` says that the checks before a start found them, so every key is valid.
     """
 
     exit_code = 78
@@ -57,7 +57,7 @@ class ConfigError(AsyncRLError, ValueError):
 class DataError(AsyncRLError, ValueError):
     """A dataset cannot be read. ``path`` and ``line`` (1-based, None for the whole file) say where.
 
-    ``told`` is the text without ``fix``, which may be empty.
+    ``told`` is the message without ``fix``, which may be empty.
     """
 
     exit_code = 78
@@ -109,7 +109,7 @@ class EngineDied(AsyncRLError, RuntimeError):
 
 
 class WeightsCorrupt(AsyncRLError, ValueError):
-    """A published version has other bytes than its manifest says. ``version`` and ``bucket`` (index) name it."""
+    """The bytes of a published version do not match its manifest. ``version`` and ``bucket`` (index) say where."""
 
     def __init__(self, what: str, *, version: int, bucket: int | None = None) -> None:
         self.version, self.bucket = version, bucket
@@ -118,7 +118,7 @@ class WeightsCorrupt(AsyncRLError, ValueError):
 
 
 class VersionGone(AsyncRLError, LookupError):
-    """The weights of ``version`` are no longer held; a caller that wants weights asks which versions there are."""
+    """The weights of ``version`` are no longer held; a caller asks which versions exist."""
 
     code = "version_gone"
 
@@ -128,14 +128,14 @@ class VersionGone(AsyncRLError, LookupError):
 
 
 class NotHere(AsyncRLError, LookupError):
-    """A chunk of the weights has not come to the host that was asked for it so far; it is asked for again."""
+    """The host that was asked for a chunk of the weights does not have it yet; the caller asks again."""
 
     code = "not_here"
     retryable = True
 
 
 class VersionReused(AsyncRLError, ValueError):
-    """``version`` was published, and ``newest`` is there: versions only grow, and a number is never used twice."""
+    """``version`` was published although ``newest`` exists: versions only grow."""
 
     code = "version_reused"
 
@@ -145,7 +145,7 @@ class VersionReused(AsyncRLError, ValueError):
 
 
 class InvalidRequest(AsyncRLError, ValueError):
-    """A call that was read asks for something that does not exist, as for bytes past the end."""
+    """A call asks for something that does not exist, for example bytes past the end."""
 
     code = "invalid"
 
@@ -161,28 +161,28 @@ class NotLeased(AsyncRLError, PermissionError):
 
 
 class NotKept(AsyncRLError, OSError):
-    """A request is begun, but not on disk so far: asked again it is answered once it is. ``file`` names the file."""
+    """A request has started, but its file is not on disk yet; the caller asks again. ``file`` names it."""
 
     code = "not_kept"
     retryable = True
 
     def __init__(self, file: str) -> None:
         self.file = file
-        super().__init__(f"{file} is not written so far; if its disk is full, make room")
+        super().__init__(f"{file} is not written yet; if its disk is full, make room")
 
 
 class RestoreNeeded(AsyncRLError, RuntimeError):
-    """The dataloader has started again, or the learner has: nothing goes on before ``Restored``."""
+    """The dataloader or the learner has restarted; the dataloader waits for ``Restored``."""
 
     code = "restore_needed"
     retryable = True
 
     def __init__(self) -> None:
-        super().__init__("the dataloader waits for the learner's word on where the run stands")
+        super().__init__("the dataloader waits for the learner to report the state of the run")
 
 
 class RunChanged(AsyncRLError, ValueError):
-    """A run is resumed with something changed that its ledger depends on.
+    """A run is resumed with a change that its ledger does not allow.
 
     ``what`` is data, seed or batch; ``was`` and ``now`` are the values that differ.
     """
@@ -194,7 +194,7 @@ class RunChanged(AsyncRLError, ValueError):
     def __init__(self, what: str, difference: str, *, was: str, now: str) -> None:
         self.what, self.difference, self.was, self.now = what, difference, was, now
         super().__init__(
-            f"{difference}: was {was} when the run was left, is {now} now; put it back, or allow it with "
+            f"{difference}: was {was} when the run stopped, is {now} now; restore it, or allow it with "
             f"--allow-changed-{what}"
         )
 
@@ -211,11 +211,11 @@ class CheckpointError(AsyncRLError, OSError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is not there, or not as it was written: the checkpoint before it may be whole."""
+    """A file of a checkpoint is missing or damaged; the checkpoint before it may be whole."""
 
 
 class BroadcastFailed(AsyncRLError, ConnectionError):
-    """A broadcast of weights broke off, or never began; any of its members may be to blame."""
+    """A broadcast of weights failed; any of its members may be the cause."""
 
     def __init__(self, version: int, reason: str) -> None:
         self.version, self.reason = version, reason
@@ -254,7 +254,7 @@ class NonFiniteStep(AsyncRLError, ArithmeticError):
 
 
 class RewardFailed(AsyncRLError, RuntimeError):
-    """A reward function raised, ran over its time, died, or returned something that is no reward."""
+    """A reward function raised, timed out, died, or returned something that is no reward."""
 
     code = "reward_failed"
 
@@ -264,17 +264,17 @@ class RewardFailed(AsyncRLError, RuntimeError):
 
 
 class RewardPoolEnded(RewardFailed):
-    """The pool that runs a reward function has ended, or has no process left to run it in."""
+    """The pool of a reward function has ended or cannot start processes any more."""
 
     code = "reward_pool_ended"
 
 
 class RewardBroken(AsyncRLError, RuntimeError):
-    """A reward function fails in nearly every call, so that nothing can be learnt. ``function`` names it."""
+    """A reward function fails in nearly every call, so nothing can be learnt. ``function`` names it."""
 
     code = "reward_broken"
     retryable = True
-    """Retryable for the actor that asks for a reward: no trajectory is to blame. The run ends by the error."""
+    """The trajectory is not the cause, so the actor that asks for a reward may retry. The error ends the run."""
     restartable = False
 
     def __init__(self, function: str, reason: str) -> None:
@@ -294,7 +294,7 @@ class TooManyFailures(AsyncRLError, RuntimeError):
 
 
 class EpisodeWorkersEnded(AsyncRLError, RuntimeError):
-    """Processes that play episodes cannot be had any more, or end by importing the user's code."""
+    """Processes that play episodes cannot start any more, or end while they import the user's code."""
 
     def __init__(self, code: str, reason: str) -> None:
         self.reason = reason
@@ -302,18 +302,18 @@ class EpisodeWorkersEnded(AsyncRLError, RuntimeError):
 
 
 class EpisodeHostFull(AsyncRLError, RuntimeError):
-    """An episode host plays ``most`` episodes, and takes no other before one has ended."""
+    """An episode host plays ``most`` episodes and takes no other until one has ended."""
 
     code = "episode_host_full"
     retryable = True
 
     def __init__(self, most: int) -> None:
         self.most = most
-        super().__init__(f"{most} episodes are open here, as many as may be")
+        super().__init__(f"{most} episodes are open here, which is the limit")
 
 
 class EpisodeOver(AsyncRLError, RuntimeError):
-    """A call to the policy in a session that has ended, or that nobody knows. ``reason`` says why it has ended."""
+    """A call to the policy in a session that has ended or is unknown. ``reason`` says why it ended."""
 
     code = "episode_over"
 
@@ -333,7 +333,7 @@ class ChatRefused(AsyncRLError, ValueError):
 
 
 class WireError(AsyncRLError, ConnectionError):
-    """Root of all that can go wrong between two actors."""
+    """Root of all errors between two actors."""
 
 
 class ProtocolError(WireError, ValueError):
@@ -341,7 +341,7 @@ class ProtocolError(WireError, ValueError):
 
 
 class MessageTooLarge(ProtocolError):
-    """A message is over what its receiver accepts; the sender has not sent it."""
+    """A message is larger than its receiver accepts; the sender has not sent it."""
 
 
 class Refused(WireError):
@@ -353,7 +353,7 @@ class Refused(WireError):
 
 
 class PeerRestarted(WireError):
-    """A call that may not be repeated was in flight when its peer was replaced by a new incarnation."""
+    """A call that must not be repeated was in flight when its peer restarted."""
 
     def __init__(self, peer: str, what: str) -> None:
         self.peer, self.what = peer, what
@@ -361,7 +361,7 @@ class PeerRestarted(WireError):
 
 
 class DeadlineExceeded(WireError, TimeoutError):
-    """A wait on a peer ran out. The message names who waited, on whom, for what, and for how long."""
+    """A wait on a peer timed out. The message names the waiting actor, the peer, the purpose and the time."""
 
     def __init__(self, who: str, peer: str, what: str, waited_s: float, hint: str = "") -> None:
         self.who, self.peer, self.what, self.waited_s = who, peer, what, waited_s
@@ -369,7 +369,7 @@ class DeadlineExceeded(WireError, TimeoutError):
 
 
 class RemoteError(WireError):
-    """Failure of the handler on the other side. ``code`` is stable; ``retryable`` is the handler's own word."""
+    """The handler on the other side failed. ``code`` is stable; the handler sets ``retryable``."""
 
     def __init__(self, actor: str, code: str, message: str, *, retryable: bool = False) -> None:
         self.actor, self.code, self.message, self.retryable = actor, code, message, retryable

@@ -89,7 +89,7 @@ def test_every_problem_is_reported_at_once():
         "rollout.on_update: input should be 'abort_resume', 'keep' or 'drain' (got 'restart')",
         "eval.held.at_stat: unknown key; did you mean at_start?",
         "model.path: is required",
-        "learner.backend: what the sim engine makes up must not train a model",
+        "learner.backend: the sim engine makes up its tokens, which must not train a model",
         "data.path: is required",
         "eval.held.data.path: is required",
     ):
@@ -100,7 +100,7 @@ def test_every_problem_is_reported_at_once():
 SIM = {"engine": "sim"}
 WRONG = [
     ({"rollout": SIM | {"concurrency": 4}}, "rollout.concurrency: is 4, less than one prompt group"),
-    ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto goes by the engine's"),
+    ({"rollout": {"engine": "reference", "concurrency": "auto"}}, "rollout.concurrency: auto needs the engine's"),
     ({"rollout": SIM | {"replicas": 2, "min_replicas": 3}}, "rollout.min_replicas: is more than"),
     ({"rollout": SIM | {"episodes": 64}}, "rollout.episodes: is for episodes"),
     ({"learner": {"backend": "sim", "steps": 5, "steps_per_version": 2}}, "learner.steps: must be a multiple"),
@@ -137,7 +137,7 @@ WRONG = [
         {"sinks": {"prometheus": True}},
         "sinks.prometheus: is a table (got True); its keys are sinks.prometheus.enabled,",
     ),
-    # Of a table that is left out by default.
+    # A table that is absent by default.
     (
         {"learner": {"correction": {"reject": {"limt": 1.0}}}},
         "correction.reject.limt: unknown key; did you mean limit?",
@@ -159,7 +159,7 @@ WRONG_WITH_ADAPTERS = [
         "lora.publish: is adapter, which the engine",
     ),
     ({"weights": {"transport": "gloo"}}, "weights.transport: is gloo, a broadcast"),
-    ({"weights": {"delta": True}}, "weights.delta: has no use for adapters"),
+    ({"weights": {"delta": True}}, "weights.delta: is useless for adapters"),
 ]
 
 

@@ -1,1 +1,1 @@
-"""Checks before a run begins, for asyncrl-launch and asyncrl-doctor alike: one host's part of it, in seconds."""
+"""The checks before a start. Each host runs the same list for its part of the run, within seconds."""

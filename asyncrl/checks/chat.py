@@ -1,7 +1,7 @@
-"""The chat template of a run with episodes, and the conversations of ``sft.data``.
+"""Checks of the chat template of a run with episodes, and of the conversations of ``sft.data``.
 
-Runs in the process that reads the tokenizer. A template is a program and may hang: it is checked in a thread, under a
-deadline, and the process ends without it.
+They run in the process that reads the tokenizer. A template is a program and may hang: a thread checks it under a
+deadline, and the process ends without waiting for the thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from asyncrl.stops import resolve_stops
 from asyncrl.tokenizer import Tokenizer
 
 MODEL = "model.path"
-SEE = "asyncrl-doctor --chat CONFIG shows all that was found"
+MORE = "asyncrl-doctor --chat CONFIG shows the details"
+MEND = "correct the template, or take another model"
 CONVERSATIONS = "sft.data"
 
 
@@ -32,8 +33,8 @@ def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
     thread.join(config.chat.check_timeout_s)
     if answer:
         return answer[0]
-    told = f"the chat template was not checked within {config.chat.check_timeout_s:g} s"
-    return fail("chat", told, "mend the template, or raise chat.check_timeout_s", key="chat.check_timeout_s")
+    text = f"the check of the chat template did not end within {config.chat.check_timeout_s:g} s"
+    return fail("chat", text, "correct the template, or raise chat.check_timeout_s", key="chat.check_timeout_s")
 
 
 def _check(config: Config, tokenizer: Tokenizer) -> Finding:
@@ -42,31 +43,31 @@ def _check(config: Config, tokenizer: Tokenizer) -> Finding:
         return judge(make_renderer(config, tokenizer, stop_ids=stops.token_ids).report)
     except ConfigError as error:
         problem, _, fix = error.problems[0].removeprefix(f"{MODEL}: ").partition("; ")
-        return fail("chat", problem, fix or "mend the template, or take another model", key=MODEL)
+        return fail("chat", problem, fix or MEND, key=MODEL)
     except Exception as error:
-        told = f"the chat template cannot be used: {type(error).__name__}: {error}"
-        return fail("chat", told, "mend the template, or take another model", key=MODEL)
+        text = f"the chat template cannot be used: {type(error).__name__}: {error}"
+        return fail("chat", text, MEND, key=MODEL)
 
 
 def judge(report: ChatReport) -> Finding:
-    """The finding that a report makes."""
+    """Judge a report on a template."""
     if not report.works:
-        told = f"the chat template refuses every conversation: {report.cases[0].reason}"
-        return fail("chat", told, f"mend the template; {SEE}", key=MODEL)
+        text = f"the chat template refuses every conversation: {report.cases[0].reason}"
+        return fail("chat", text, f"correct the template; {MORE}", key=MODEL)
     forks = [case for case in report.cases if case.verdict == "fork" and not case.by_policy]
     if forks:
         names = ", ".join(case.case for case in forks)
-        told = f"each answer begins a new sequence for turns of the kinds {names}: {forks[0].reason}"
-        return warn("chat", told, f"take a template that only adds to a conversation; {SEE}", key=MODEL)
-    return ok("chat", f"contexts are extended; calls are read by {report.tool_parser!r}", key=MODEL)
+        text = f"each answer starts a new sequence for turns of the kinds {names}: {forks[0].reason}"
+        return warn("chat", text, f"take a template that only appends to a conversation; {MORE}", key=MODEL)
+    return ok("chat", f"contexts are extended; tool calls are parsed by {report.tool_parser!r}", key=MODEL)
 
 
 def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) -> list[Finding]:
-    """Read and encode the conversations of sft.data as the learner does, for about so long."""
+    """Read and encode the conversations of sft.data as the learner does, for about so many seconds at most."""
     window, longest = window_of(config), config.sft.max_tokens
     if window is not None and longest is not None and longest > window:
-        told = f"is {longest}, and the model has max_position_embeddings = {window}"
-        return [fail("data", told, f"lower it to {window}", key="sft.max_tokens")]
+        text = f"is {longest}, and the model has max_position_embeddings = {window}"
+        return [fail("data", text, f"lower it to {window}", key="sft.max_tokens")]
     end = time.monotonic() + seconds
     is_cut = False
 
@@ -84,14 +85,15 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
         fix = "take a model whose chat template can be used, or rows of prompt and completion"
         return [fail("data", "; ".join(error.problems), fix, key=CONVERSATIONS)]
     lengths = [len(each.ids) for row in found.rows for each in row.sequences]
-    told = f"{_counted(len(found.rows))} can be trained; the longest sequence has {max(lengths)} tokens"
+    text = f"{in_rows(len(found.rows))} can be trained; the longest sequence has {max(lengths)} tokens"
     if is_cut:
-        told += f"; read up to {found.rows[-1].place} in {seconds:.2g} s, and the run reads the rest"
+        text += f"; read up to {found.rows[-1].place} in {seconds:.2g} s, and the run reads the rest"
     if found.skipped:
-        told += f"; {_counted(found.skipped)} left out, the first: {found.first_skipped}"
-        return [warn("data", told, "mend these rows", key=CONVERSATIONS)]
-    return [ok("data", told, key=CONVERSATIONS)]
+        text += f"; {in_rows(found.skipped)} left out, the first: {found.first_skipped}"
+        return [warn("data", text, "correct these rows", key=CONVERSATIONS)]
+    return [ok("data", text, key=CONVERSATIONS)]
 
 
-def _counted(rows: int) -> str:
-    return "1 row" if rows == 1 else f"{rows:,} rows"
+def in_rows(count: int) -> str:
+    """A number of rows, in words."""
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -1,6 +1,6 @@
-"""Findings of checks: a line for people, an object for programs. Pure.
+"""Findings of checks: rows for people, objects for programs. Pure.
 
-Invariant: a finding that is not ok says how to mend it. The fields of Finding and the names in CHECKS are stable.
+Invariant: a finding that is not ok says what to do. The fields of Finding are stable.
 """
 
 from __future__ import annotations
@@ -11,30 +11,6 @@ from typing import Literal
 import msgspec
 
 Result = Literal["ok", "warn", "fail"]
-
-CHECKS = (
-    *("ssh", "identity", "clock", "versions", "placement", "gpus", "interface", "nccl", "ports", "reach"),
-    *(
-        "model",
-        "tokenizer",
-        "teacher",
-        "chat",
-        "data",
-        "prompt",
-        "reward",
-        "algorithm",
-        "learning",
-        "episode",
-        "sinks",
-        "run_dir",
-        "checkpoint_dir",
-        "memory",
-        "shm",
-        "descriptors",
-        "leftovers",
-    ),
-)
-"""Every check, in the order in which its findings are shown."""
 ALL_HOSTS = ""
 """The host of a finding that concerns all of them."""
 FAILED_EXIT_CODE = 1
@@ -44,21 +20,33 @@ class Finding(msgspec.Struct, frozen=True):
     """The result of one check on one host."""
 
     host: str
-    """Name as in the hostfile; empty for what concerns all hosts together."""
+    """Name as in the hostfile; empty for all hosts together."""
     check: str
-    """One of CHECKS."""
+    """Name of the check, as in check_list.CHECKS."""
     result: Result
     detail: str
     fix: str = ""
-    """The mend; empty if it is ok."""
+    """The next step; empty if the result is ok."""
     key: str = ""
-    """The key of the configuration that decides, if there is one."""
+    """The configuration key that decides, if there is one."""
 
     @property
-    def told(self) -> str:
-        """All but host, check and result, in a line."""
+    def text(self) -> str:
+        """Key, detail and fix in one line."""
         row = f"{self.key}: {self.detail}" if self.key else self.detail
         return " ".join((row + (f"; fix: {self.fix}" if self.fix else "")).splitlines())
+
+    @property
+    def _line(self) -> str:
+        return f"{self.host}: {self.text}" if self.host else self.text
+
+
+class KnownPrompts(msgspec.Struct, frozen=True):
+    """The training prompts of a run that is resumed, as they were when it stopped."""
+
+    fingerprint: str
+    count: int = 0
+    """0 if unknown."""
 
 
 def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
@@ -67,41 +55,50 @@ def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Find
 
 
 def warn(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A finding with which a run can begin, but from which it may suffer."""
+    """A finding with which the run can start."""
     return Finding(host, check, "warn", detail, fix, key)
 
 
 def fail(check: str, detail: str, fix: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
-    """A finding with which a run would not begin, or would fail on its way."""
+    """A finding with which the run would not start, or would fail later."""
     return Finding(host, check, "fail", detail, fix, key)
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
-    """The findings, of this host."""
+    """The same findings with this host."""
     return [msgspec.structs.replace(finding, host=host) for finding in findings]
 
 
-def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
-    """Findings of all hosts first, then host by host, each in the order of CHECKS."""
-    places = {name: number for number, name in enumerate((ALL_HOSTS, *hosts))}
-    return sorted(findings, key=lambda finding: (places[finding.host], CHECKS.index(finding.check)))
+def errors_of(findings: Iterable[Finding]) -> list[str]:
+    """A line for each finding that prevents the start."""
+    return [finding._line for finding in findings if finding.result == "fail"]
+
+
+def warnings_of(findings: Iterable[Finding]) -> list[str]:
+    """A line for each warning."""
+    return [f"warning: {finding._line}" for finding in findings if finding.result == "warn"]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Exit code of a command; 0 if nothing failed."""
+    """Exit code of a command; 0 if no check failed."""
     return FAILED_EXIT_CODE if any(finding.result == "fail" for finding in findings) else 0
 
 
-def as_lines(findings: Sequence[Finding]) -> list[str]:
-    """A line for each finding and one that counts them."""
+def rows(findings: Sequence[Finding]) -> list[str]:
+    """A row for each finding, in columns; without the column of hosts if no finding names one."""
     hosts = [finding.host or "all hosts" for finding in findings]
-    host_width = max((len(host) for host in hosts), default=0)
-    check_width = max(map(len, CHECKS))
-    rows = []
-    for finding, host in zip(findings, hosts, strict=True):
-        rows.append(f"{finding.result:<4}  {host:<{host_width}}  {finding.check:<{check_width}}  {finding.told}")
-    counts = [f"{sum(finding.result == result for finding in findings)} {result}" for result in ("ok", "warn", "fail")]
-    return [*rows, ", ".join(counts)]
+    host_width = max(map(len, hosts)) + 2 if any(finding.host for finding in findings) else 0
+    check_width = max((len(finding.check) for finding in findings), default=0)
+    return [
+        f"{finding.result:<4}  {f'{host:<{host_width}}' if host_width else ''}"
+        f"{finding.check:<{check_width}}  {finding.text}"
+        for finding, host in zip(findings, hosts, strict=True)
+    ]
+
+
+def counts(findings: Sequence[Finding]) -> str:
+    """The number of findings of each result, as "3 ok, 1 warn, 0 fail"."""
+    return ", ".join(f"{sum(each.result == result for each in findings)} {result}" for result in ("ok", "warn", "fail"))
 
 
 def as_json(findings: Sequence[Finding]) -> str:
@@ -110,5 +107,5 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Names in a row, the first of many."""
+    """The first names and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,6 +1,6 @@
-"""The model's folder before the start: readable, whole and trainable; its size, its positions, and what serves it.
+"""Checks of the model's folder: readable, whole, trainable and served by the engine; its size and context length.
 
-Headers are read, tensors are not (weights.py). Fails with findings, which say what to do.
+Headers are read, tensors are not (weights.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 import math
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from asyncrl.checks.findings import Finding, fail, listed, ok
 from asyncrl.checks.needs import ModelSize
@@ -22,13 +22,10 @@ from asyncrl.checks.weights import (
     read_json,
     weight_files,
 )
+from asyncrl.config import Config
+from asyncrl.config.lora import LoraConfig
 from asyncrl.data.hub import fetch_advice
 from asyncrl.disk import in_bytes
-
-if TYPE_CHECKING:
-    # A host looks at its model before it has the configuration of the run.
-    from asyncrl.config import Config
-    from asyncrl.config.lora import LoraConfig
 
 BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of a number, by the name of its dtype in config.json."""
@@ -39,8 +36,8 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
     """The size of a model that can be trained. Raises Unreadable (Untrainable) or OSError."""
     parameters = size = adapters = 0
     for file, named in weight_files(folder).items():
-        there = file.stat().st_size
-        size += there
+        file_bytes = file.stat().st_size
+        size += file_bytes
         if file.suffix == ".safetensors":
             tensors = read_header(file)
             if missing := [tensor for tensor in named if tensor not in tensors]:
@@ -50,15 +47,15 @@ def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
             if lora is not None:
                 adapters += sum(_adapter(name, tensor.shape, lora) for name, tensor in tensors.items())
         else:
-            # A .bin file is a pickle and is not opened: the size follows from its bytes.
+            # A .bin file is a pickle and is not opened; its length gives the size.
             config = read_json(folder / "config.json")
             dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
-            parameters += there // BYTES_OF_DTYPE.get(dtype, 4)
+            parameters += file_bytes // BYTES_OF_DTYPE.get(dtype, 4)
     return ModelSize(parameters=parameters, bytes=size, adapters=adapters)
 
 
 def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
-    """Estimated numbers of the tensor's adapter; a matrix in a numbered layer has one."""
+    """Estimated numbers of the tensor's adapter; each matrix in a numbered layer has one."""
     layer, own = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
     if not own or not any(part.isdecimal() for part in layer.split(".")):
         return 0
@@ -67,7 +64,7 @@ def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
 
 
 def digest(folder: Path) -> str:
-    """Digest that hosts with the same model share: of config.json, and the names and sizes of the weights' files."""
+    """Digest of config.json and of the names and sizes of the weights' files; hosts with the same model share it."""
     found = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
         found.update(f"{file.name} {file.stat().st_size}\n".encode())
@@ -82,7 +79,7 @@ def check_model(
         return ok("model", "none: everything is simulated", key=key), None
     folder = Path(path)
     if not folder.is_dir():
-        # Not of the Path, which would take a slash of an address away.
+        # The text and not the Path, which would drop a slash of an address.
         fix = fetch_advice(path, key) or "give a Hugging Face model folder, at the same place on each host"
         return fail("model", f"{path} is not a folder here", fix, key=key), None
     try:
@@ -105,40 +102,38 @@ def check_window(config: Config) -> Finding | None:
     need = config.rollout.engine_context or config.longest_sequence
     if window is None or need <= window:
         return None
-    told = (
+    text = (
         f"the model has max_position_embeddings = {window}, and a prompt of up to data.max_prompt_tokens = "
         f"{config.data.max_prompt_tokens} and a response of up to rollout.max_tokens = {config.rollout.max_tokens} "
         f"take {need} tokens"
     )
     fix = f"lower them (and those of eval) to {window} together; the longest prompt decides what the first can be"
-    return fail("model", told, fix, key="data.max_prompt_tokens")
+    return fail("model", text, fix, key="data.max_prompt_tokens")
 
 
 def check_served(config: Config) -> Finding | None:
-    """Whether the engine serves this architecture as the learner computes it; None if so, or where that is unknown."""
-    judge = config.rollout.traits.judge
-    if not judge or config.model.path is None:
-        return None
-    try:
-        model = read_json(Path(config.model.path) / "config.json")
-    except (OSError, Unreadable):
-        return None
-    problem = pkgutil.resolve_name(judge)(config, model)
+    """Whether the engine computes this architecture as the learner does; None if so, or if that is unknown."""
+    judge, model = config.rollout.traits.judge, _settings(config)
+    problem = pkgutil.resolve_name(judge)(config, model) if judge and model is not None else None
     return fail("model", problem.told, problem.fix, key=problem.key) if problem else None
 
 
 def window_of(config: Config) -> int | None:
-    """The positions that the model has; None where that is unknown.
-
-    A model that stretches its positions (rope_scaling) is the engine's to judge.
-    """
-    if config.model.path is None:
-        return None
-    try:
-        model = read_json(Path(config.model.path) / "config.json")
-    except (OSError, Unreadable):
+    """The number of the model's positions; None if unknown, or if the model stretches them (rope_scaling)."""
+    model = _settings(config)
+    if model is None:
         return None
     text = model.get("text_config") or model
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     window = text.get("max_position_embeddings")
     return window if isinstance(window, int) and "factor" not in rope else None
+
+
+def _settings(config: Config) -> dict[str, Any] | None:
+    """The model's config.json; None if it cannot be read."""
+    if config.model.path is None:
+        return None
+    try:
+        return read_json(Path(config.model.path) / "config.json")
+    except (OSError, Unreadable):
+        return None

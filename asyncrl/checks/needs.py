@@ -1,8 +1,7 @@
-"""Needs of disk, memory and descriptors, estimated from a run and the size of its model. Pure.
+"""Estimates of the disk room, memory and open files that a run needs. Pure.
 
-A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each number that is trained, of the
-model or of its adapters. Published weights lie in
-shared memory, two versions of them while one takes over from the other.
+A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each number that is trained, of
+the model or of its adapters. Published weights are in shared memory, two versions of them during an update.
 """
 
 from __future__ import annotations
@@ -20,21 +19,20 @@ if TYPE_CHECKING:
 CHECKPOINT_BYTES = 12
 """Bytes for each number that is trained."""
 WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
-"""Bytes on a learner that trains on CPU, beside the moments: of each number, and of each that is trained."""
+"""Bytes on a learner that trains on CPU: of each number, and of each that is trained."""
 VERSIONS_AT_ONCE = 2
 RECORDS_BYTES = 1 << 30
 """Room for logs, metrics and samples."""
 PROCESS_BYTES = 100 << 20
-"""Bytes of an actor with nothing in it."""
 LEAST_DESCRIPTORS = 64
-"""Descriptors of an actor with nothing in it."""
+"""Open files of any actor."""
 LEAST_DESCRIPTORS_OF_A_PEER = 5
-"""Descriptors for each actor: the dataloader of 12 rollouters holds 97, of 32 rollouters 197."""
+"""Open files for each other actor: the dataloader of 12 rollouters has 97, of 32 rollouters 197."""
 WANTED_DESCRIPTORS = 512
-"""Descriptors with room for those that the user's own code, torch or vLLM open."""
+"""Open files with a reserve for users' code, torch and vLLM."""
 WANTED_DESCRIPTORS_OF_A_PEER = 8
 DESCRIPTORS_OF_A_BUCKET = 6
-"""Descriptors of two versions of a bucket, as published, staged and loaded."""
+"""Open files of two versions of a bucket, as published, staged and loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class ModelSize:
     parameters: int
     bytes: int
     adapters: int = 0
-    """Numbers of the adapters that are trained in place of the model; 0 without."""
+    """Numbers of the adapters that are trained in place of the model; 0 without adapters."""
 
     @property
     def trained(self) -> int:
@@ -59,7 +57,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A need: ``least`` to begin at all, ``wanted`` until the run's end."""
+    """A need: ``least`` for the start, ``wanted`` until the end of the run."""
 
     least: int
     wanted: int
@@ -71,8 +69,7 @@ class Need:
 
 
 def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Need:
-    """Room for the run folder on one host, without checkpoints."""
-    # A short run takes next to nothing.
+    """Room for the run folder on one host, without checkpoints. A short run needs next to nothing."""
     need = Need(0, RECORDS_BYTES, (f"{in_bytes(RECORDS_BYTES)} for logs, metrics and samples of a long run",))
     if is_head and size is not None and config.checkpoint.export_at_end:
         need += Need(0, size.bytes, (f"{in_bytes(size.bytes)} for the exported model",))
@@ -80,7 +77,7 @@ def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Ne
 
 
 def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
-    """Room for the folder of checkpoints: those that are kept, and the one being written."""
+    """Room for the checkpoints that are kept and the one that is being written."""
     checkpoint = config.checkpoint
     if size is None:
         return Need(least=0, wanted=0)
@@ -89,34 +86,32 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
         kept += config.learner.steps // checkpoint.keep_every_steps
     each = size.trained * CHECKPOINT_BYTES
     if not checkpoint.every_versions:
-        # No checkpoint but when the run makes way.
-        return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint when the run makes way",))
+        return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint if the run is preempted",))
     return Need(least=each, wanted=each * kept, made_of=(f"{in_bytes(each)} for each of {kept} checkpoints",))
 
 
-def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> int:
-    """Memory of one host with these actors."""
+def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> Need:
+    """Memory of one host with these actors: ``least`` for weights and training, ``wanted`` with all processes."""
     ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
     published = size.published(config) if size is not None else config.learner.sim.publish_bytes
-    need = PROCESS_BYTES * (len(actors) + config.episode.workers * count(actors, "episodes"))
+    need = 0
     if ranks or replicas:
         need += VERSIONS_AT_ONCE * published
     if config.weights.delta:
         need += replicas * published
-    if size is None:
-        return need
-    if ranks and not on_gpu:
-        # Weights are of all numbers, both moments and gradients of those that are trained.
+    if size is not None and ranks and not on_gpu:
+        # All numbers have weights; those that are trained have moments and gradients too.
         training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
         need += training * ranks * config.learner.replicas // config.learner.ranks
     traits = config.rollout.traits
-    if not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):
+    if size is not None and not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):
         need += replicas * (size.bytes + (config.rollout.value_of(traits.cpu_cache_key) or 0))
-    return need
+    processes = len(actors) + config.episode.workers * count(actors, "episodes")
+    return Need(need, need + PROCESS_BYTES * processes)
 
 
 def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
-    """Descriptors of the actor that needs most."""
+    """Open files of the actor that opens most."""
     if config is None:
         return Need(least=LEAST_DESCRIPTORS, wanted=WANTED_DESCRIPTORS)
     peers = len(config.actors)
@@ -128,5 +123,5 @@ def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
 
 
 def count(actors: Sequence[str], role: str) -> int:
-    """Number of the actors that are of the role."""
+    """Number of the actors of a role."""
     return sum(role_of(name) == role for name in actors)

@@ -1,4 +1,4 @@
-"""A process that answers once, under a deadline: the user's files and code are looked at there."""
+"""A process that answers once, under a deadline: it reads the user's files or calls the user's code."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from asyncrl.workers import warden
 END_S = 5.0
 READ_BYTES = 1 << 16
 LONGEST_ANSWER_BYTES = 256 << 20
-LAST_WORDS_BYTES = 1 << 16
-"""Bytes at the end of what it writes to standard error in which its last line is looked for."""
+ERROR_BYTES = 1 << 16
+"""Bytes at the end of standard error that are searched for its last line."""
 
 
 async def ask_process(
@@ -25,11 +25,11 @@ async def ask_process(
     """Run ``python -m MODULE ARGUMENTS...`` below a warden (workers/warden.py), with ``order`` as its input.
 
     Returns its output, and how it ended with the last line of its standard error. The process and its descendants have
-    ended then. ``env`` is added to the environment. Output of more than LONGEST_ANSWER_BYTES counts as empty. Raises
+    ended by then. ``env`` is added to the environment. Output over LONGEST_ANSWER_BYTES counts as empty. Raises
     TimeoutError.
     """
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
-        # A file cannot fill up as a pipe does where the process does not read its order.
+        # A pipe would fill up if the process did not read its order.
         given.write(order)
         given.seek(0)
         process = await asyncio.create_subprocess_exec(
@@ -55,7 +55,7 @@ async def ask_process(
                     await process.wait()
             except TimeoutError:
                 process.kill()
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - LAST_WORDS_BYTES))
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERROR_BYTES))
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
     if len(answer) > LONGEST_ANSWER_BYTES:
         return b"", f"it wrote more than {in_bytes(LONGEST_ANSWER_BYTES)}"

@@ -1,9 +1,9 @@
-"""The models that only score, the reference and the teacher: whole, not quantized, and with the policy's tokens.
+"""Checks of the models that only score, the reference and the teacher.
 
-The tokens of a sequence go to them as ids, so with another tokenizer each log-prob would be that of another word, and
-no later check could tell. Compared is the token of each id; a scoring model may have more tokens than the policy and
-rows for more than there are, as where its embedding is padded. A server is compared by the text of some ids, and is
-asked to score these, with the policy's highest id as the last one.
+They must be whole, not quantized, and have the policy's tokens: a sequence goes to them as ids, so with another
+tokenizer each log-prob would belong to another word, and no later check would notice. The check compares the token of
+each id. A scoring model may have more tokens than the policy, and rows for more tokens than exist. A teacher's server
+is asked for the text of some ids and for their scores, with the policy's highest id as the last one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asyncrl.tokenizer import Tokenizer, load_tokenizer
 
 REFERENCE, TEACHER = "learner.kl.path", "learner.teacher"
 SAMPLES = ("Let f(x) = 3x^2 + 17.\n\nÄpfel, naïve 日本語: 'quoted' <b>words</b>\t42 %", "a", "0")
-"""Texts to be encoded; the first is for the vocabularies of all but toys."""
+"""Texts to encode; toy vocabularies cannot encode the first."""
 ASK_S = 20.0
-"""Longest time for all that a server is asked here (s)."""
-OTHERS = "take a model with the policy's own tokenizer, as a larger one of its family"
+"""Longest time for all questions to a server (s)."""
+OTHERS = "take a model with the policy's own tokenizer, for example a larger one of its family"
 
 
-def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
+def check_scoring_models(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     """A finding for each model that only scores."""
     learner, found = config.learner, []
     if learner.backend == "sim" or config.model.path is None:
@@ -43,28 +43,28 @@ def check_frozen(config: Config, tokenizer: Tokenizer) -> list[Finding]:
     if learner.teacher_url is None:
         folders[TEACHER] = learner.teacher
     for key, path in folders.items():
-        if path is not None:
-            whole, _ = check_model(path, key=key)
-            if whole.result == "fail":
-                found.append(whole)
-                continue
-            problem = compare(Path(config.model.path), Path(path), tokenizer)
-            told, fix = f"{path} has the policy's tokens", OTHERS
-            if not Path(path).is_dir():
-                fix = fetch_advice(path, key) or OTHERS
-            found.append(fail("tokenizer", problem, fix, key=key) if problem else ok("tokenizer", told, key=key))
+        if path is None:
+            continue
+        whole, _ = check_model(path, key=key)
+        if whole.result == "fail":
+            found.append(whole)
+        elif problem := compare(Path(config.model.path), Path(path), tokenizer):
+            fix = OTHERS if Path(path).is_dir() else fetch_advice(path, key) or OTHERS
+            found.append(fail("tokenizer", problem, fix, key=key))
+        else:
+            found.append(ok("tokenizer", f"{path} has the policy's tokens", key=key))
     if learner.teacher_url is not None:
         found.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
     return found
 
 
 def reference_path(learner: LearnerConfig) -> str | None:
-    """Folder of the reference, where one may be loaded from it: a loss of the user's may ask for it."""
+    """Folder of the reference if it may be loaded; a user's loss may ask for it at any coefficient."""
     return learner.kl.path if learner.kl.coefficient or ":" in learner.loss else None
 
 
 def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
-    """Reason that ids of the policy are other tokens in the model of folder ``other``; empty if they are not."""
+    """Why ids of the policy are other tokens in the model of folder ``other``; empty if they are the same."""
     if not (other / "config.json").is_file():
         return f"{other} holds no config.json, so it is not a Hugging Face model folder"
     ours, theirs = tokens_of(policy), tokens_of(other)
@@ -81,20 +81,19 @@ def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
     try:
         another = load_tokenizer(str(other))
     except ConfigError:
-        # One that only scores needs no tokenizer; its size is all that can be told.
+        # A scoring model needs no tokenizer, and without one only the sizes can be compared.
         if rows == tokenizer.vocabulary:
             return ""
         return f"{other} holds no tokenizer, and {rows} tokens in its vocab_size where the policy has another number"
     text, ids = _sample(tokenizer)
-    try:
-        same = another.encode(text) == ids
-    except ValueError:
-        same = False
-    return "" if same else f"{other} has another tokenizer than model.path: a sample becomes other ids"
+    with contextlib.suppress(ValueError):
+        if another.encode(text) == ids:
+            return ""
+    return f"{other} has another tokenizer than model.path: a sample becomes other ids"
 
 
 def tokens_of(folder: Path) -> dict[int, str] | None:
-    """Token by id, as tokenizer.json tells; None where there is none that tells."""
+    """Token by id from tokenizer.json; None if the file is missing or has another form."""
     try:
         whole = json.loads((folder / "tokenizer.json").read_bytes())
         vocabulary = whole["model"]["vocab"]
@@ -109,7 +108,7 @@ def tokens_of(folder: Path) -> dict[int, str] | None:
 
 
 async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
-    """Ask the server of a teacher what a run will ask of it."""
+    """Ask a teacher's server what a run asks of it."""
     settings = config.learner.teacher_server
     client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))
     try:
@@ -122,28 +121,26 @@ async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Findin
         fix = "start the server, or correct the URL, learner.teacher_server.model or the key"
         return fail("teacher", error.reason, fix, key=TEACHER)
     except TimeoutError:
-        return fail("teacher", f"{url} has not answered within {ASK_S:g} s", "see what it does", key=TEACHER)
+        return fail("teacher", f"{url} did not answer within {ASK_S:g} s", "look at the server's log", key=TEACHER)
     finally:
         await client.close()
-    # Tokenizers differ in what they make of blanks, and their tokens are the same.
+    # Tokenizers with the same tokens may treat blanks differently.
     if theirs is not None and "".join(theirs.split()) != "".join((ours := tokenizer.decode(ids)).split()):
-        told = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {theirs!r} there"
-        return fail("teacher", told, OTHERS, key=TEACHER)
-    # One token is sampled and thrown away, since servers want that.
+        text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {theirs!r} there"
+        return fail("teacher", text, OTHERS, key=TEACHER)
+    # Servers insist on sampling one token, which is thrown away.
     need = config.longest_sequence + 1
     if longest is not None and longest < need:
-        told = f"{url} takes sequences of up to {longest} tokens, and the longest of the run needs {need}"
-        return fail("teacher", told, "serve it with a larger window (--max-model-len)", key=TEACHER)
-    told = f"{url} serves {name} and scores"
+        text = f"{url} takes sequences of up to {longest} tokens, and the longest of the run needs {need}"
+        return fail("teacher", text, "serve it with a larger window (--max-model-len)", key=TEACHER)
     if theirs is None:
-        return warn(
-            "teacher", f"{told}, but does not tell its tokens", "make sure that they are the policy's", key=TEACHER
-        )
-    return ok("teacher", f"{told}; the policy's ids are the same words there", key=TEACHER)
+        text = f"{url} serves {name} and scores, but does not show its tokens"
+        return warn("teacher", text, "make sure that they are the policy's", key=TEACHER)
+    return ok("teacher", f"{url} serves {name} and scores; the policy's ids are the same words there", key=TEACHER)
 
 
 def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
-    """A text and its ids, of which there is at least one."""
+    """A text and its ids, at least one."""
     for text in SAMPLES:
         with contextlib.suppress(ValueError):
             if ids := tokenizer.encode(text):
@@ -158,7 +155,7 @@ def highest_id(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def _vocabulary(folder: Path) -> int:
-    """vocab_size; 0 where it is not told."""
+    """vocab_size; 0 if unknown."""
     try:
         model: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         return int((model.get("text_config") or model).get("vocab_size") or 0)

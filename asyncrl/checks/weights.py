@@ -1,12 +1,12 @@
-"""The weights of a model's folder: the files that transformers loads, and whether they can be trained.
+"""The weights in a model's folder: the files that transformers loads, and whether they can be trained.
 
-Safetensors files are read by their headers alone, which hold the dtype, the shape and the place of every tensor. So a
-file that was cut off is found, and so is a tensor that the index names and no file holds. No tensor is loaded.
+Only the headers of safetensors files are read: they hold the dtype, the shape and the place of every tensor. That
+reveals a file that was cut off, and a tensor that the index names and no file holds.
 
 Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more.
 Quantized weights and adapters are refused whether or not the package that would read them is installed.
 
-Fails with Unreadable or Untrainable, which say what the folder holds and what to do.
+Raises Unreadable or Untrainable, which say what the folder holds and what to do.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ LOADED = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""Files that transformers looks for, in this order, unless config.json names one in transformers_weights. It loads the
-first that is there."""
+"""Files that transformers looks for, in this order; it loads the first. transformers_weights in config.json wins."""
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
-"""Endings of files that may hold weights which transformers does not load."""
+"""Endings of files that may hold weights that transformers does not load."""
 ADAPTERS = (SETTINGS_FILE, ADAPTER_FILE, "adapter_model.bin")
-DOWNLOAD = "copy or download the model's folder again, as a whole and readable for this user"
+DOWNLOAD = "copy or download the whole model folder again, readable for this user"
 _LENGTH = struct.Struct("<Q")
 _FLOATS = ("F16", "BF16", "F32", "F64")
-# Masks and positions of older checkpoints are integers too, and no weights.
+# Older checkpoints also have masks and positions, which are integers and no weights.
 _WEIGHT = re.compile(r"weight|packed|blocks|qzeros")
 
 
@@ -46,10 +45,10 @@ class Unreadable(ValueError):
 
 
 class Untrainable(Unreadable):
-    """The folder is whole, and asyncrl cannot train what it holds. ``fix`` is the next step."""
+    """The folder is whole, and asyncrl cannot train its weights. ``fix`` is the next step."""
 
-    def __init__(self, told: str, fix: str) -> None:
-        super().__init__(told)
+    def __init__(self, text: str, fix: str) -> None:
+        super().__init__(text)
         self.fix = fix
 
 
@@ -57,8 +56,12 @@ class Tensor(NamedTuple):
     """A tensor as a header describes it."""
 
     dtype: str
-    """Name in safetensors, as BF16."""
+    """Name in safetensors, for example BF16."""
     shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    size: int
+    """Bytes."""
 
 
 def weight_files(folder: Path) -> dict[Path, list[str]]:
@@ -127,19 +130,20 @@ def read_header(file: Path) -> dict[str, Tensor]:
         try:
             entries = json.loads(source.read(length))
             tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
-            found = {
-                name: Tensor(str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
-                for name, entry in tensors.items()
-            }
-            end = max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+            found = {name: _tensor(entry, _LENGTH.size + length) for name, entry in tensors.items()}
+            end = max((tensor.start + tensor.size for tensor in found.values()), default=_LENGTH.size + length)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise Unreadable(f"the header of {file.name} cannot be read") from None
-    end += _LENGTH.size + length
     if end > there:
         raise Unreadable(f"{file.name} is cut off: it has {there} bytes, and its header describes {end}")
     if end < there:
         raise Unreadable(f"{file.name} has {there} bytes, and its header describes {end}")
     return found
+
+
+def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
+    first, end = map(int, entry["data_offsets"])
+    return Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + first, end - first)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -168,11 +172,11 @@ def _method(quantization: Any) -> str:
     return "bitsandbytes" if any(quantization.get(f"load_in_{bits}bit") for bits in (4, 8)) else "unknown"
 
 
-def _quantized(told: str) -> Untrainable:
+def _quantized(text: str) -> Untrainable:
     return Untrainable(
-        f"its weights are quantized, and asyncrl trains weights in bfloat16, float16 or float32: {told}",
-        "take the release of this model that is not quantized, mostly the one in bfloat16, or save a dequantized copy; "
-        "transformers makes one of fp8 and mxfp4 (dequantize=True)",
+        f"its weights are quantized, and asyncrl trains weights in bfloat16, float16 or float32: {text}",
+        "take the release of this model that is not quantized, usually the one in bfloat16, or save a dequantized "
+        "copy; transformers makes one of fp8 and mxfp4 (dequantize=True)",
     )
 
 
@@ -188,7 +192,7 @@ def _adapter(folder: Path, found: list[str], *, alone: bool) -> Untrainable:
             f"{merge}; or give the folder of the base, to train it without the adapter",
         )
     return Untrainable(
-        f"holds a model and an adapter{of_base} ({', '.join(found)}): the adapter would be left out",
+        f"holds a model and an adapter{of_base} ({', '.join(found)}): the adapter would be ignored",
         f"{merge}; or move {', '.join(found)} elsewhere, to train the model without the adapter",
     )
 

@@ -1,4 +1,4 @@
-"""asyncrl-doctor: see whether hosts and configuration let a run begin, and how to mend what does not.
+"""asyncrl-doctor: checks whether hosts and configuration are ready for a run, and says what to do if not.
 
 Importing this module, ``--help`` and wrong usage load nothing beyond the standard library.
 """
@@ -17,33 +17,37 @@ from asyncrl.cli.output import complain, flushed
 from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
+    from asyncrl.chat.messages import Message
+    from asyncrl.chat.renderer import Renderer
     from asyncrl.config import Config
-    from asyncrl.doctor.examination import ExaminedHost
+    from asyncrl.launcher.fleet.hostfile import HostLine
+    from asyncrl.launcher.fleet.start import StartCommand
+    from asyncrl.tokenizer import Tokenizer
 
 PROGRAM = "asyncrl-doctor"
-DESCRIPTION = "See whether this host, or those of a hostfile, can run what a configuration asks for. Starts nothing."
+DESCRIPTION = "Check whether this host, or those of a hostfile, are ready for a run. Starts nothing."
 EPILOG = """\
-Without --hosts this host is looked at, without CONFIG what needs none. The CONFIG files and dotted flags are those of
-asyncrl-launch, and so are --include and --exclude. A line each says ok, warn or fail, the host, the check, what was
-found, and how to mend it.
+Checks this host, or with --hosts those of the hostfile. Without CONFIG only the checks that need none run. CONFIG
+files, dotted flags, --include and --exclude are those of asyncrl-launch. Each line has ok, warn or fail, the host, the
+check, what it found, and what to do.
 
---json prints a list of objects instead, each with host (empty for what concerns all of them), check, result (ok, warn
-or fail), detail, fix and key (of the configuration, where one decides). --fix removes what is certainly dead of runs
-that were killed, and says so; nothing else is ever changed.
+--json prints a list of objects with host (empty for all hosts), check, result (ok, warn or fail), detail, fix and key
+(of the configuration, if one decides). --fix removes files and processes of killed runs that are certainly dead, and
+names them. Nothing else is ever changed.
 
---chat looks at the model's chat template instead: for each kind of turn whether the next context extends what was
-sampled (extend), begins another sequence (fork) or cannot be had (refused), and why; what ends an answer, which parsers
-read it, and an example. It needs a CONFIG, or --model.path DIR alone; with --json it prints what a run keeps as
-chat.json.
+--chat checks the model's chat template instead. For each kind of turn it prints whether the next context extends the
+sampled tokens (extend), starts another sequence (fork) or is impossible (refused), and why. It also prints what ends an
+answer, which parsers read it, and an example. It needs a CONFIG, or --model.path DIR alone. With --json it prints what
+a run keeps as chat.json.
 
---agent plays one task with an agent against a policy that speaks by a script, on this host and without a model: CMD, a
-program and its arguments as of episode.command, or without CMD what [episode] of CONFIG names. It shows each call and
-whether it goes on from the tokens of an answer or forks, and why; what that costs; fields of requests that do nothing
-or are refused; and how long it takes. A model.path in CONFIG gives the chat template, its data the task. --timeout
-bounds the time to its first call, and between calls.
+--agent plays one task with an agent against a scripted policy, on this host and without a model. The agent is CMD (a
+program and its arguments, as episode.command) or the [episode] of CONFIG. It prints each call, whether the call extends
+the tokens of an answer or forks, and why; what that costs; request fields that are ignored or refused; and times.
+model.path in CONFIG gives the chat template, its data the task. --timeout bounds the time to the first call and between
+calls.
 
-Exit codes: 0 nothing failed, 1 something did, no conversation can be had, or no run can train on the agent, 2 wrong
-usage, 78 wrong configuration, 130 Ctrl-C.
+Exit codes: 0 nothing failed; 1 a check failed, no conversation is possible, or no run can train on the agent; 2 wrong
+usage; 78 wrong configuration; 130 Ctrl-C.
 """
 ANSWER_S = 60.0
 CONNECT_S = 10.0
@@ -64,13 +68,13 @@ def _main(argv: list[str]) -> int:
     if given.hosts is None and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
     if given.chat and (given.hosts is not None or given.fix):
-        parser.error("--chat looks at a model's folder alone; --hosts and --fix belong to the other checks")
+        parser.error("--chat checks only a model's folder; --hosts and --fix belong to the other checks")
     if given.agent is not None:
         _require_agent_usage(parser, given)
     if given.chat and not given.configs and "model.path" not in overrides:
         parser.error("--chat: give a CONFIG file, or --model.path DIR")
     if overrides and not given.configs and not given.chat and given.agent is None:
-        parser.error(f"--{next(iter(overrides))}: no CONFIG file is given to lay it over")
+        parser.error(f"--{next(iter(overrides))}: needs a CONFIG file")
     import asyncio
 
     from asyncrl.config.load import load_config
@@ -87,30 +91,56 @@ def _main(argv: list[str]) -> int:
     except ConfigError as error:
         for problem in error.problems:
             say(f"  {problem}", sys.stderr)
-        return complain(PROGRAM, "the configuration is wrong: correct what is listed above", error.exit_code)
+        return complain(PROGRAM, "the configuration is wrong: correct the problems above", error.exit_code)
     except UsageError as error:
         return complain(PROGRAM, str(error), error.exit_code)
-    from asyncrl.checks.findings import as_json, as_lines, exit_code
+    from asyncrl.checks.findings import as_json, counts, exit_code, rows
     from asyncrl.doctor.examination import Examination
 
     found = asyncio.run(Examination(targets, config, given.timeout, given.fix).run())
-    say(json_in_ascii(as_json(found)) if given.json else "\n".join(as_lines(found)), sys.stdout)
+    say(json_in_ascii(as_json(found)) if given.json else "\n".join([*rows(found), counts(found)]), sys.stdout)
     return exit_code(found)
 
 
 def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
     """Show what a chat template does; the exit code. Raises ConfigError."""
+    from asyncrl.chat.renderer import make_renderer
     from asyncrl.config.load import load_config
-    from asyncrl.doctor.chat import describe_chat, examine_chat
+    from asyncrl.stops import resolve_stops
+    from asyncrl.tokenizer import tokenizer_of
 
-    # Without a file there is nothing but a model.
-    rest = {} if configs else {"data.source": "synthetic"}
-    renderer, tokenizer = examine_chat(load_config(configs, rest | overrides))
+    config = load_config(configs, ({} if configs else {"data.source": "synthetic"}) | overrides)
+    tokenizer = tokenizer_of(config)
+    stops = resolve_stops(config.rollout, tokenizer)
+    renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
     if as_json:
         say(json_in_ascii(renderer.report.to_json().decode()).rstrip(), sys.stdout)
     else:
-        say("\n".join(describe_chat(renderer, tokenizer)), sys.stdout)
+        say("\n".join([*renderer.report.lines(), "", *_example(renderer, tokenizer)]), sys.stdout)
     return 0 if renderer.report.works else 1
+
+
+def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
+    """A conversation as the model gets it."""
+    from asyncrl.chat.probe import TOOLS
+    from asyncrl.errors import ChatRefused
+
+    called = {"name": TOOLS[0]["function"]["name"], "arguments": {"word": "oldest tree"}}
+    messages: list[Message] = [
+        {"role": "user", "content": "How old is the oldest tree?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_0_0", "type": "function", "function": called}],
+        },
+        {"role": "tool", "content": "4,857 years", "tool_call_id": "call_0_0"},
+    ]
+    try:
+        ids = renderer.render(messages, TOOLS, {})
+    except ChatRefused as error:
+        return [f"a call of a tool and its result cannot be shown: {error}"]
+    lines = tokenizer.decode(ids, keep_special=True).splitlines()
+    return [f"a call of a tool and its result are {len(ids)} tokens:", *(f"  | {line}" for line in lines)]
 
 
 def _show_agent(
@@ -121,12 +151,12 @@ def _show_agent(
 
     from asyncrl.checks.findings import FAILED_EXIT_CODE
     from asyncrl.config.load import load_config
-    from asyncrl.doctor.agent.rehearsal import CannotPlay, rehearse, rehearsed
+    from asyncrl.doctor.agent.lone_episode import CannotPlay, for_script, play_scripted
 
     rest = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
     config = load_config(configs, rest | overrides)
     try:
-        played = asyncio.run(rehearse(rehearsed(config, command, longest_s), with_data=bool(configs)))
+        played = asyncio.run(play_scripted(for_script(config, command, longest_s), with_data=bool(configs)))
     except CannotPlay as error:
         return complain(PROGRAM, str(error), FAILED_EXIT_CODE)
     if as_json:
@@ -150,13 +180,13 @@ def _parser() -> Parser:
     usage = f"{PROGRAM} [CONFIG...] [--hosts FILE | --chat | --agent [CMD]] [--json] [--fix] [--KEY VALUE ...]"
     parser = Parser(PROGRAM, DESCRIPTION, EPILOG, usage)
     parser.add_argument("configs", nargs="*", metavar="CONFIG", help="TOML files, merged left to right")
-    parser.add_host_arguments("look at")
-    parser.add_argument("--chat", action="store_true", help="look at the model's chat template")
+    parser.add_host_arguments("check")
+    parser.add_argument("--chat", action="store_true", help="check the model's chat template")
     parser.add_argument(
         "--agent", metavar="CMD", nargs="?", const="", help="play a task with this program, or with CONFIG's [episode]"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
-    parser.add_argument("--fix", action="store_true", help="remove what is certainly dead of runs that were killed")
+    parser.add_argument("--fix", action="store_true", help="remove files and processes of killed runs")
     parser.add_argument(
         "--timeout",
         metavar="S",
@@ -169,25 +199,25 @@ def _parser() -> Parser:
 
 def _targets(
     hostfile: str | None, include: Sequence[str], exclude: Sequence[str], ssh_args: tuple[str, ...]
-) -> list[ExaminedHost]:
+) -> list[tuple[HostLine, StartCommand]]:
     """The hosts, the head first: this host, if it is among them. Raises UsageError."""
     import socket
 
-    from asyncrl.doctor.examination import REMOTE, ExaminedHost
+    from asyncrl.doctor.examination import REMOTE
     from asyncrl.launcher.fleet.addresses import is_this_host
     from asyncrl.launcher.fleet.hostfile import HostLine, read_hostfile, select_hosts
     from asyncrl.launcher.fleet.start import LocalStart, SshStart
 
     here = LocalStart(words=REMOTE)
     if hostfile is None:
-        return [ExaminedHost(line=HostLine(socket.gethostname()), start=here)]
+        return [(HostLine(socket.gethostname()), here)]
     over_ssh = SshStart(connect_s=CONNECT_S, args=ssh_args, words=REMOTE)
     lines = select_hosts(read_hostfile(hostfile), include, exclude)
     own = next((line for line in lines if is_this_host(line.name)), None)
     if own is not None:
         lines.remove(own)
         lines.insert(0, own)
-    return [ExaminedHost(line=line, start=here if line is own else over_ssh) for line in lines]
+    return [(line, here if line is own else over_ssh) for line in lines]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The configuration: one typed tree, the same for every process of a run.
 
-Each value is valid by itself; ``checks`` holds them against each other, ``load`` reads files and flags, ``keys``
-describes what may be set.
+This package validates each value by itself. ``checks`` compares values with each other, ``load`` reads files and flags,
+and ``keys`` describes the keys.
 """
 
 from __future__ import annotations
@@ -52,62 +52,62 @@ class Config(Section):
     episode: EpisodeConfig = EpisodeConfig()
     """Code that plays a task against the policy."""
     chat: ChatConfig = ChatConfig()
-    """Messages and tokens of episodes."""
+    """Conversion between messages and tokens."""
     reward: RewardConfig = RewardConfig()
     """Scoring."""
     learner: LearnerConfig = LearnerConfig()
     """Training."""
     lora: LoraConfig = LoraConfig()
-    """Adapters that are trained in place of the model's own weights."""
+    """Low-rank adapters."""
     sft: SftConfig = SftConfig()
-    """Supervised training, before and beside it."""
+    """Supervised training."""
     staleness: StalenessConfig = StalenessConfig()
-    """Limits on the age of the tokens that are trained."""
+    """Limits on the age of trained tokens."""
     weights: WeightsConfig = WeightsConfig()
     """Weight updates."""
     drift: DriftConfig = DriftConfig()
-    """Engines that do not compute what the learner does."""
+    """Differences between the log-probs of engines and learner."""
     # A uid, NAME@ROUND-INDEX, has at most 200 characters.
     eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,150}$")], EvalConfig] = {}
     """Named evaluation sets."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints to go on from, and the export that a run leaves behind."""
+    """Checkpoints and export."""
     resume: ResumeConfig = ResumeConfig()
-    """Going on with a run."""
+    """Resuming a run."""
     preempt: PreemptConfig = PreemptConfig()
-    """Making way for somebody else."""
+    """Preemption."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """Noticing that nothing moves."""
+    """Detecting stalls."""
     network: NetworkConfig = NetworkConfig()
     """Sockets."""
     security: SecurityConfig = SecurityConfig()
-    """Access to the actors."""
+    """Access and isolation."""
     supervision: SupervisionConfig = SupervisionConfig()
     """Starting, watching and restarting actors."""
     monitor: MonitorConfig = MonitorConfig()
-    """Recording the run."""
+    """Recording of the run."""
     log: LogConfig = LogConfig()
     """Logging."""
     sinks: SinksConfig = SinksConfig()
-    """Destinations of metrics besides metrics.jsonl."""
+    """Other destinations of metrics than metrics.jsonl."""
     trace: TraceConfig = TraceConfig()
-    """The timeline of the run."""
+    """The timeline."""
 
     @model_validator(mode="before")
     @classmethod
     def _let_episodes_score(cls, tree: Any) -> Any:
-        """User code that plays an episode mostly knows what it is worth."""
+        """Make the episode's own reward the default where user code plays the episode."""
         if not isinstance(tree, dict) or not isinstance(tree.get("episode"), dict):
             return tree
         reward = tree.get("reward", {})
-        # Tools are not among them: they tell no reward.
+        # Tools are not among them, because they return no reward.
         if any(tree["episode"].get(key) for key in ("function", "env", "command")) and isinstance(reward, dict):
             return tree | {"reward": {"function": "episode"} | reward}
         return tree
 
     @model_validator(mode="after")
     def _inherit_data(self) -> Config:
-        """The prompts of evaluation sets are made as those of training, but for the keys that a set gives itself."""
+        """Let evaluation sets inherit the keys of data that they do not set."""
         for name, each in self.eval.items():
             self.eval[name] = each.model_copy(update={"data": each.data.inherit(self.data)})
         return self
@@ -126,7 +126,7 @@ class Config(Section):
         return self.sft.max_tokens or self.longest_sequence
 
     def longest_context(self, purpose: str) -> int:
-        """Longest context plus answer of an episode for a lease of this purpose, in tokens."""
+        """Longest context plus answer of an episode for this purpose, in tokens."""
         if self.episode.max_context_tokens:
             return self.episode.max_context_tokens
         if purpose == "train":
@@ -135,14 +135,14 @@ class Config(Section):
         return held.data.max_prompt_tokens + (held.max_tokens or self.rollout.max_tokens)
 
     def episodes_open(self, concurrency: int) -> int:
-        """Most episodes that a rollouter plays at a time, where so many calls may be in its engine."""
+        """Most open episodes of a rollouter whose engine takes so many calls at a time."""
         if self.episode.kind == "single":
             return concurrency
         return self.rollout.episodes or EPISODES_PER_CALL * concurrency
 
     @property
     def most_episodes(self) -> int:
-        """Most episodes that a rollouter ever plays at a time; an episode host for all rollouters takes as many."""
+        """Most open episodes of any rollouter, and of an episode host that serves all rollouters."""
         return self.episodes_open(self.rollout.concurrency_bounds[1])
 
     @property
@@ -160,7 +160,7 @@ class Config(Section):
 
     @property
     def gate_capacity(self) -> int:
-        """The most groups that may be leased and not yet trained: (eta + 1) * G."""
+        """Most groups that may be leased and not trained yet: (limit + 1) * G."""
         return (self.staleness.max + 1) * self.groups_per_version
 
     @property
@@ -175,7 +175,7 @@ class Config(Section):
 
     @property
     def episode_hosts(self) -> int:
-        """Number of the episode hosts: one beside each rollouter, and the extra ones; 0 for a run without episodes."""
+        """Number of episode hosts: one per rollouter, and the extra ones; 0 for a run without episodes."""
         return self.rollout.replicas + (self.episode.extra_hosts or 0) if self.episode.kind != "single" else 0
 
     @property
@@ -185,7 +185,7 @@ class Config(Section):
 
     @property
     def extra_episode_hosts(self) -> tuple[str, ...]:
-        """The episode hosts that no rollouter is beside, as ROLE/INDEX; none before the launcher has seen the hosts."""
+        """The extra episode hosts as ROLE/INDEX; empty until the launcher has counted the hosts."""
         first = self.rollout.replicas
         return tuple(f"episodes/{first + extra}" for extra in range(self.episode.extra_hosts or 0))
 

@@ -1,4 +1,4 @@
-"""The loss of the policy and all that is added to it or multiplied with it."""
+"""The policy's loss: corrections, rejection, divergence from a reference, and a teacher."""
 
 from __future__ import annotations
 
@@ -13,43 +13,42 @@ AboveZero = Annotated[float, Field(gt=0)]
 
 
 class RejectConfig(Section):
-    """Sequences that are left out because the policy has moved too far from the one that sampled them."""
+    """Leaves out sequences on which the policy has moved too far from the one that sampled them."""
 
     estimator: Estimator = "k3"
-    """Estimator of a token's divergence: -log rho, (log rho)^2 / 2, or rho - 1 - log rho."""
+    """Divergence of a token: k1 is -log rho, k2 (log rho)^2 / 2, k3 rho - 1 - log rho."""
     over: Literal["mean", "sum", "max"] = "mean"
-    """Reduction of the tokens of a sequence to one number."""
+    """Reduction over the tokens of a sequence."""
     limit: AboveZero = 0.01
     """Largest absolute value at which a sequence is trained, nats."""
 
 
 class CorrectionConfig(Section):
-    """The factor of a token's loss where weights other than those trained have sampled it: rho is the ratio of its
-    probabilities under the weights that the step began with and under those that sampled it."""
+    """Correction for tokens that older weights sampled. rho is the ratio of a token's probability under the weights at
+    the start of the step to that under the weights that sampled it."""
 
     weight: Literal["auto", "token", "sequence", "none"] = "auto"
-    """min(rho, learner.tis_cap) of the token or of its sequence; auto is token, and none with a loss that takes its
-    ratio against the engine's log-probs already."""
+    """Weight of a token's loss: min(rho, learner.tis_cap) of the token or its sequence. auto is token, or none with a
+    loss that already uses the engine's log-probs."""
     mask: tuple[AboveZero, AboveZero] | None = Field(default=None, strict=False)
-    """Tokens with rho outside of these two bounds have no gradient."""
+    """Bounds on rho; tokens outside have no gradient."""
     reject: RejectConfig | None = None
-    """Sequences that have no gradient; none by default."""
+    """Rejection of whole sequences; off by default."""
 
 
 class KLConfig(Section):
-    """The divergence from a frozen reference, the policy that the run began with."""
+    """Divergence from a frozen reference."""
 
     coefficient: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence; 0 is without, and then no reference is loaded unless a loss of yours asks for one."""
+    """Weight of the divergence. At 0 no reference is loaded, unless a loss of your own asks for one."""
     place: Literal["loss", "reward"] = "loss"
-    """A term of each token's loss, or subtracted from the reward before the advantages, summed over what the trajectory
-    has sampled; in the reward the policy is the one that sampled the token."""
+    """A term of each token's loss; or subtracted from the reward before the advantages, summed over the tokens that the
+    trajectory sampled."""
     estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
-    """log r, (log r)^2 / 2 or 1/r - 1 + log r, with r the ratio of the policy's probability to the reference's; auto is
-    k3 in the loss and k1 in the reward."""
+    """k1 is log r, k2 (log r)^2 / 2, k3 1/r - 1 + log r, with r the ratio of the policy's probability to the
+    reference's. auto is k3 in the loss and k1 in the reward."""
     path: OptionalPath = None
-    """Folder of the reference; by default model.path. Scored by the learner, whose devices hold it while it scores and
-    no longer."""
+    """Folder of the reference; by default model.path. The learner loads it while it scores."""
 
     @property
     def in_loss(self) -> bool:
@@ -70,16 +69,15 @@ class KLConfig(Section):
 
 
 class TeacherServerConfig(Section):
-    """The server of a teacher, where learner.teacher is a URL."""
+    """The server of a teacher, if learner.teacher is a URL."""
 
     model: str | None = None
     """Name of the model; by default the only one that the server has."""
     api_key_env: str = ""
-    """Name of the environment variable that holds the key; empty: no key is sent."""
+    """Environment variable that holds the key; empty sends no key."""
     concurrency: Positive = 16
-    """Requests at once, each of a sequence."""
+    """Concurrent requests, one sequence each."""
     timeout_s: Seconds = 120.0
-    """Longest time of a request."""
+    """Timeout of a request."""
     tries: Positive = 5
-    """Times that a request is sent which the server refuses for the moment, or which does not reach it; then the run
-    ends."""
+    """Attempts at a request that the server rejects temporarily or that does not reach it; then the run ends."""

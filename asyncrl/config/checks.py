@@ -1,4 +1,4 @@
-"""Problems between values that are right by themselves."""
+"""Conflicts between values that are valid by themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
 
 Problem = tuple[str, str]
-"""A dotted key, and what is wrong with its value and what to do."""
+"""A dotted key, and what is wrong with its value with what to do."""
 FORBIDDEN_VLLM_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "logprobs_mode", "weight_transfer_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
@@ -53,14 +53,14 @@ def _weight_problems(config: Config) -> Iterator[Problem]:
 def _lora_problems(config: Config) -> Iterator[Problem]:
     lora, weights = config.lora, config.weights
     if not lora.is_on:
-        told = "has no effect without adapters; set lora.rank, as 32"
+        told = "has no effect without adapters; set lora.rank, for example to 32"
         changed = [key for key in ("alpha", "targets", "publish") if getattr(lora, key) != getattr(LoraConfig(), key)]
         yield from ((f"lora.{key}", told) for key in changed)
         return
     if config.learner.backend == "sim":
         yield "lora.rank", 'learner.backend = "sim" trains nothing; leave it out'
     if not lora.targets:
-        yield "lora.targets", 'is empty; name layers, as ["q_proj", "v_proj"], or take "all-linear"'
+        yield "lora.targets", 'is empty; name layers, for example ["q_proj", "v_proj"], or take "all-linear"'
     if not config.publishes_adapter:
         return
     traits = config.rollout.traits
@@ -74,17 +74,17 @@ def _lora_problems(config: Config) -> Iterator[Problem]:
         )
         yield "lora.rank", told
     if weights.transport in ("gloo", "nccl"):
-        told = f"is {weights.transport}, a broadcast, and an adapter has few megabytes; take auto, shm or stream"
+        told = f"is {weights.transport}, a broadcast, and an adapter is too small for that; take auto, shm or stream"
         yield "weights.transport", told
     if weights.delta:
-        yield "weights.delta", "has no use for adapters, whose every number changes; leave it out"
+        yield "weights.delta", "is useless for adapters, because all their numbers change; leave it out"
 
 
 def _chat_problems(config: Config) -> Iterator[Problem]:
     named = (("tool_parser", OWN_TOOL_PARSERS), ("reasoning_parser", OWN_REASONING_PARSERS))
     for key, own in named:
         if getattr(config.chat, key) not in own and not config.rollout.traits.parsers:
-            theirs = f'is none of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
+            theirs = f'must be one of {", ".join(own)}; vLLM\'s parsers need rollout.engine = "vllm"'
             yield f"chat.{key}", theirs
 
 
@@ -100,7 +100,7 @@ def _episode_problems(config: Config) -> Iterator[Problem]:
     if episode.kind == "command" and episode.options:
         yield "episode.options", "are not given to a command; put them into its arguments"
     if config.reward.truncated == "penalty":
-        told = "penalty holds one response against rollout.max_tokens, and an episode has many; take score or mask"
+        told = "penalty compares one response with rollout.max_tokens, and an episode has many; take score or mask"
         yield "reward.truncated", told
     if episode.max_request_bytes > config.network.max_message_bytes:
         yield "episode.max_request_bytes", "must be at most network.max_message_bytes"
@@ -125,7 +125,7 @@ def _sft_problems(config: Config) -> Iterator[Problem]:
     if sft.rise_steps > sft.warm_steps:
         yield "sft.rise_steps", f"is more than sft.warm_steps = {sft.warm_steps}"
     if sft.warm_steps and learner.kl.coefficient and learner.kl.path is None:
-        told = "is model.path by default, which sft.warm_steps lead away from; name the folder of the reference"
+        told = "is model.path by default, and the policy moves away from it in sft.warm_steps; name a folder"
         yield "learner.kl.path", told
 
 
@@ -151,9 +151,9 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if config.model.path is None and not simulated:
         yield "model.path", 'is required unless rollout.engine and learner.backend are both "sim"'
     if rollout.traits.makes_up and learner.backend != "sim":
-        told = f'what the {rollout.engine} engine makes up must not train a model; set it to "sim"'
+        told = f'the {rollout.engine} engine makes up its tokens, which must not train a model; set it to "sim"'
         yield "learner.backend", told
-    # A place of the engine is taken for a call of it alone; an episode has it only meanwhile.
+    # With episodes, a place of the engine is only taken during a call.
     places, key = config.most_episodes, "rollout.concurrency"
     if config.episode.kind != "single":
         key = "rollout.episodes"
@@ -168,11 +168,11 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if learner.ranks % learner.replicas:
         yield "learner.replicas", f"is {learner.replicas}, which does not divide learner.ranks = {learner.ranks}"
     if learner.advantage == "reinforce" and learner.dynamic_sampling:
-        told = "leaves out groups of equal rewards, which the advantage reinforce learns from; set it to false"
+        told = "drops groups of equal rewards, from which the advantage reinforce learns; set it to false"
         yield "learner.dynamic_sampling", told
     yield from _episode_problems(config)
     if not rollout.traits.kv_cache and rollout.concurrency == "auto":
-        told = f"auto goes by the engine's KV cache, and the {rollout.engine} engine has none; give a number"
+        told = f"auto needs the engine's KV cache, and the {rollout.engine} engine has none; give a number"
         yield "rollout.concurrency", told
     if not rollout.traits.gpus and not rollout.traits.makes_up and rollout.gpus_per_replica:
         yield "rollout.gpus_per_replica", f"the {rollout.engine} engine computes on the CPU; set it to 0"
@@ -200,8 +200,8 @@ def cross_check(config: Config) -> Iterator[Problem]:
     if reward.per == "group" and reward.on_timeout != "fail":
         yield (
             "reward.on_timeout",
-            'a number is for reward.per = "trajectory" alone: which response of a group made the function hang '
-            'cannot be told, and the same reward for all of them teaches nothing; set it to "fail"',
+            'a number needs reward.per = "trajectory": it is unknown which response of a group made the function '
+            'hang, and one reward for all of them teaches nothing; set it to "fail"',
         )
     if reward.function == "episode" and config.episode.kind == "single":
         yield "reward.function", "episode is for runs with an [episode]; name a function"
@@ -225,7 +225,7 @@ def cross_check(config: Config) -> Iterator[Problem]:
             yield f"eval.{name}.n", f"is more than {key} = {places}"
     if rollout.min_replicas > rollout.replicas:
         yield "rollout.min_replicas", f"is more than rollout.replicas = {rollout.replicas}"
-    # A limit of fewer beats would take a late one for silence.
+    # A shorter limit would take one late heartbeat for silence.
     beats = 3 * config.supervision.heartbeat_s
     for key in ("supervision.silence_s", "supervision.unreachable_s", "supervision.host_lost_s", "watchdog.stall_s"):
         if attrgetter(key)(config) < beats:

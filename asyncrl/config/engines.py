@@ -1,8 +1,8 @@
-"""Engines that ``rollout.engine`` names, each with its implementation and the traits that the rest of a run asks for.
+"""The engines of ``rollout.engine``: implementation and traits of each.
 
-An entry and a module that has an Engine (rollouter/engines/base.py) are an engine: configuration, placement, checks,
-updates, broadcasts and the doctor go by the traits, and nothing by the name. Nothing heavy is imported before the
-engine is made. Keys are dotted and below ``rollout``.
+To add an engine, write a module with an Engine (rollouter/engines/base.py) and an entry here. All other code depends on
+the traits and never on the name. Nothing heavy is imported before the engine is created. Keys are dotted and below
+``rollout``.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ class EngineTraits:
     title: str
     """Name in messages to people."""
     makes_up: bool = False
-    """Whether it makes its tokens up: such must not train a model, and no model is read."""
+    """Whether it makes up its tokens: it reads no model, and its tokens must not train one."""
     gpus: bool = False
-    """Whether it computes on rollout.gpus_per_replica GPUs, where that is not 0."""
+    """Whether it computes on rollout.gpus_per_replica GPUs, if that is not 0."""
     judge: str = ""
-    """MODULE:FUNCTION of the Config and the model's config.json for an engine with other code than the learner's: it
-    tells of what is computed in two ways by its ``told``, ``fix`` and ``key``, or returns None."""
+    """MODULE:FUNCTION of the Config and the model's config.json, for an engine with other model code than the learner.
+    Returns None, or a problem with ``told``, ``fix`` and ``key`` if the two would compute different things."""
     adapter_rank: int = 0
     """Highest rank of the adapters that it loads; 0 for none."""
     kv_cache: bool = False
-    """Whether it tells the load of a KV cache, by which rollout.concurrency = "auto" goes."""
+    """Whether it reports the load of its KV cache, which rollout.concurrency = "auto" needs."""
     dtype: str = "float32"
-    """Dtype that it computes in by torch's name, or MODULE:FUNCTION of the Config that tells it."""
+    """Compute dtype by torch's name, or MODULE:FUNCTION of the Config that returns it."""
     parsers: str = ""
-    """MODULE:FUNCTION that makes its own parsers of answers; empty for none."""
+    """MODULE:FUNCTION that creates its own parsers of answers; empty for none."""
     packages: tuple[str, ...] = ()
-    """Distributions that it imports, of one version on all hosts."""
+    """Distributions that it imports; all hosts need the same version."""
     process_title: str = ""
-    """Beginning of the titles of its own processes; empty for none."""
+    """Prefix of the titles of its own processes; empty for none."""
     environment: tuple[str, ...] = ()
-    """Beginnings of the names of environment variables that it reads, which are the same on all hosts."""
+    """Prefixes of environment variables that it reads; the launcher copies them to all hosts."""
     context_key: str = ""
     """Key of its longest prompt plus response."""
     calls_key: str = ""
     """Key of the most calls that it runs together."""
     threads_key: str = ""
-    """Key of its threads, for an engine that has a share of its host's cores."""
+    """Key of its number of threads."""
     cpu_cache_key: str = ""
-    """Key of the bytes of its KV cache on CPU, beside the weights."""
+    """Key of the size of its KV cache on CPU."""
     load_key: str = ""
-    """Key of the time that it takes to load, where that is configured."""
+    """Key of its load time, if that is configured."""
 
 
 ENGINES: dict[str, EngineTraits] = {

@@ -16,44 +16,43 @@ OWN_REASONING_PARSERS = ("auto", "think", "none")
 
 
 class EpisodeConfig(Section):
-    """The code that plays a task against the policy. Without any a prompt has one response."""
+    """Code that plays a task against the policy. Without any, a prompt gets one response."""
 
     function: str | None = None
-    """MODULE:FUNCTION, called with the task and the client of the policy; it returns the reward."""
+    """MODULE:FUNCTION, called with the task and a client of the policy; returns the reward."""
     env: str | None = None
     """MODULE:CLASS with reset(task) and step(message)."""
     tools: list[str] = []
-    """MODULE:FUNCTION of each tool, or MODULE:CLASS whose public methods are tools with a state of their own."""
+    """MODULE:FUNCTION of each tool, or MODULE:CLASS whose public methods are tools that share a state."""
     command: list[str] = []
-    """A program and its arguments, told by OPENAI_BASE_URL and OPENAI_API_KEY where the policy is."""
+    """A program and its arguments; OPENAI_BASE_URL and OPENAI_API_KEY lead it to the policy."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function, or of the constructor of the env or of the tools' classes."""
     workers: Positive = 2
-    """Processes of each episode host that run episodes; each runs many at a time."""
+    """Processes of an episode host; each runs many episodes concurrently."""
     extra_hosts: NonNegative | None = None
-    """Hosts with CPUs alone that play episodes for all rollouters, each in one more actor; by default every host of the
-    run that has neither GPUs nor a rollouter nor a rank of the learner."""
+    """CPU-only hosts that play episodes for all rollouters. By default every host without GPUs, rollouters and learner
+    ranks."""
     max_turns: Positive = 32
-    """Answers of the policy in an episode, after which it is over and scored as truncated."""
+    """Most answers of the policy; then the episode ends and is scored as truncated."""
     max_context_tokens: Positive | None = None
-    """Longest context plus answer in an episode, in tokens; by default data.max_prompt_tokens + rollout.max_tokens."""
+    """Longest context plus answer; by default data.max_prompt_tokens + rollout.max_tokens."""
     start_timeout_s: Seconds = 60.0
-    """Longest time until an episode first calls the policy."""
+    """Longest time to the first call of the policy."""
     turn_timeout_s: Seconds = 120.0
-    """Longest time between an answer of the policy and the next call or the end."""
+    """Longest time between an answer and the next call or the end."""
     timeout_s: Seconds = 600.0
-    """Longest time of an episode, without that in which it waited for the policy; then it is over and scored as
-    truncated."""
+    """Longest time of an episode, without its waits for the policy; then it ends and is scored as truncated."""
     close_timeout_s: Seconds = 10.0
-    """Time to end by itself for an episode that is over."""
+    """Time that an episode gets to end by itself once it is over."""
     stall_timeout_s: Seconds = 10.0
-    """Longest time in which the event loop of a worker may stand still; the worker is killed then."""
+    """Longest time that a worker's event loop may block before the worker is killed."""
     max_memory_bytes: Positive = 4 << 30
-    """Memory that a worker or a program may take, with all that it starts."""
+    """Memory limit of a worker or a program, with all that it starts."""
     max_output_bytes: Positive = 1 << 20
     """Bytes of an episode's output that reach the log."""
     max_request_bytes: Positive = 64 << 20
-    """Longest body of a request to the endpoint."""
+    """Largest request body at the endpoint."""
 
     @property
     def kind(self) -> EpisodeKind:
@@ -70,29 +69,27 @@ class EpisodeConfig(Section):
 
 
 class ChatConfig(Section):
-    """Conversion of the messages of a conversation into tokens, and of tokens into messages."""
+    """Conversion between messages and tokens."""
 
     template_options: dict[str, Any] = {}
-    """Further arguments of the model's chat template, as enable_thinking = false."""
+    """Extra arguments of the chat template, for example enable_thinking = false."""
     history: Literal["sampled", "template"] = "sampled"
-    """Form of an earlier answer of the policy in the context of a later one: exactly what was sampled, reasoning
-    included; or what the chat template makes of it, so that where a template leaves reasoning out, the answer is
-    trained in its own context and another sequence begins. It must be as the model is served later."""
+    """How an earlier answer appears in a later context: the sampled tokens, reasoning included; or what the chat
+    template makes of them. If the template drops reasoning, the next turn starts a new sequence. Set it as the model
+    will be served."""
     tool_parser: str = "auto"
-    """Parser that reads calls of tools from sampled text: auto, json (<tool_call>{...}</tool_call>), none, or the name
-    of one of vLLM's parsers."""
+    """Parser of tool calls: auto, json (<tool_call>{...}</tool_call>), none, or a parser of vLLM by name."""
     reasoning_parser: str = "auto"
-    """Parser that tells reasoning from the answer: auto, think (<think>...</think>), none, or the name of one of vLLM's
-    parsers."""
+    """Parser that separates reasoning from the answer: auto, think (<think>...</think>), none, or a parser of vLLM by
+    name."""
     renderer: str = Field(default="template", pattern=r"^(template|renderers:.+)$")
-    """template: the model's own chat template; or renderers:NAME of the package of that name."""
+    """template is the model's own chat template; renderers:NAME is one of the package renderers."""
     date: str | None = Field(default=None, pattern=r"^\d{4}-\d{2}-\d{2}$")
-    """The date that chat templates are told, YYYY-MM-DD; by default that of the run's first start. A resumed run keeps
-    it."""
+    """The date that chat templates see, YYYY-MM-DD; by default that of the run's first start, also after a resume."""
     check_timeout_s: Seconds = 60.0
-    """Longest time of the check of the chat template at start."""
+    """Timeout of the check of the chat template before a start."""
     render_threads: Positive = 2
-    """Threads of a rollouter that turn messages into tokens."""
+    """Threads of a rollouter that render messages."""
 
     @field_validator("date")
     @classmethod

@@ -1,4 +1,4 @@
-"""The keys of the configuration, and words for what is wrong with one."""
+"""Descriptions of the keys, and of what is wrong with one."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ def holds_text(key: str) -> bool:
 
 
 def _advice(path: tuple[str, ...], value: Any) -> str:
-    """Advice on an unknown key, for the end of its line; empty if nothing is known.
+    """Advice on an unknown key, for the end of its line; empty without one.
 
-    A name of another system comes first; its meaning is exact. An unknown table is nearly a known one, or each of its
-    keys means something.
+    A name of another system comes first, because its meaning is exact. An unknown table is compared with known ones,
+    then each of its keys is looked up.
     """
     siblings = _siblings(path)
     if isinstance(value, dict):
@@ -111,7 +111,7 @@ def _advice(path: tuple[str, ...], value: Any) -> str:
             return f"; did you mean {'.'.join((*path[:-1], table, path[-1]))}?"
     if near := difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5):
         return f"; did you mean {near[0]}?"
-    # A key of another section is proposed only where it is nearly the same word.
+    # A key of another section is proposed only if it is nearly the same word.
     everywhere = _keys_by_name()
     match = difflib.get_close_matches(path[-1], everywhere, n=1, cutoff=0.8)
     return f"; did you mean {everywhere[match[0]]}?" if match else ""
@@ -154,7 +154,7 @@ def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
     named = False
     for part in path[:-1]:
         if named:
-            # A table of named tables: whatever the name, the section is the same.
+            # In a table of named tables, each name has the same section.
             named = False
             continue
         field = section.model_fields.get(part)
@@ -166,9 +166,9 @@ def _fields(path: tuple[str, ...]) -> dict[str, FieldInfo]:
 
 
 def type_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """The type with its bounds, as "integer > 0"; that a key may be left out is no part of it.
+    """The type with its bounds, for example "integer > 0", without whether the key is optional.
 
-    Invariant: a bound that pydantic checks stands in the words. A type without words is an error of the program.
+    Invariant: the text has every bound that pydantic checks. A type without text is a bug.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:

@@ -1,4 +1,4 @@
-"""Whether anything can be learnt, as far as the configuration alone tells. Pure."""
+"""Settings with which nothing can be learnt. Pure."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def obstacles(config: Config) -> list[Obstacle]:
         told = "constant gives every response the same, and nothing is learnt from equal rewards"
         if learner.dynamic_sampling:
             told += "; the run ends once learner.max_filtered_ratio of its groups are filtered"
-        found.append(Obstacle("reward.function", told, "take one that tells right responses from wrong ones"))
+        found.append(Obstacle("reward.function", told, "take one that separates right responses from wrong ones"))
     return found

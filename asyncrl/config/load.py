@@ -1,11 +1,11 @@
-"""Reading the configuration from TOML files and flags, and handing it on.
+"""Reads the configuration from TOML files and flags.
 
-TOML files are merged left to right (tables deeply, everything else replaced), then dotted flags are laid on top;
-the result is validated as a whole and every problem is reported at once. Children of a run read the resolved
-JSON, never the TOML again, so all of them see the same values.
+TOML files are merged left to right: tables are merged, everything else is replaced. Then dotted flags are applied. The
+result is validated as a whole, and every problem is reported at once. Actors read the resolved JSON and never the TOML,
+so all of them see the same values.
 
-Fails with ConfigError, which holds one line a problem: the path, what is wrong, for an unknown key the nearest known
-one, and the file or flag that it comes from.
+Raises ConfigError with one line per problem: the key, what is wrong, the nearest known key for an unknown one, and the
+file or flag that set it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:
     """Read TOML files left to right, lay ``overrides`` (dotted key to text) on top, and validate.
 
-    An override is read as a TOML value, and as plain text where it is none or the key holds text:
+    An override is read as a TOML value, or as plain text if it is not TOML or the key takes text:
     ``--learner.lr 1e-6``, ``--rollout.stop '["\\n"]'``, ``--run.name 2026``. Raises ConfigError.
     """
     tree: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None
             sources[(*parents, last)] = f"--{key}"
     checkpoints = tree.get("checkpoint")
     if isinstance(checkpoints, dict) and isinstance(checkpoints.get("dir"), str):
-        # A command that speaks of the run later may be called from another folder.
+        # A later command on the run may be called from another folder.
         checkpoints["dir"] = os.path.abspath(expand_path(checkpoints["dir"]) or "")
     return validate_config(tree, problems, sources, context=AS_GIVEN)
 
@@ -89,13 +89,13 @@ def validate_config(
             bad.add(path)
             found.append(describe(path, item) + _from(path, sources or {}))
         try:
-            # Values that are right are checked against each other all the same, so that one run shows every problem.
+            # The valid values are compared all the same, so that one call shows every problem.
             config = Config.model_validate(_without(tree, bad), context=context)
         except ValidationError:
             config = None
     if config is not None:
         for key, problem in cross_check(config):
-            # A key that is wrong by itself had its default here: what follows from that is not the user's.
+            # An invalid key had its default here, and a problem of the default is not the user's.
             if not any(".".join(path).startswith(key) or key.startswith(".".join(path)) for path in bad):
                 found.append(f"{key}: {problem}{_from(tuple(key.split('.')), sources or {})}")
     if found or config is None:

@@ -13,19 +13,18 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers: the model's own weights stay as model.path has
-    them."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers; the model's own weights do not change."""
 
     rank: NonNegative = 0
-    """Rank of each adapter; 0 trains all weights and no adapter."""
+    """Rank of each adapter; 0 trains all weights without adapters."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale of an adapter, which adds (alpha / rank) B A x to its layer's output for x."""
+    """Scale: an adapter adds (alpha / rank) B A x to its layer's output for x."""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """Layers that get an adapter, by the last part of their names, as ["q_proj", "v_proj"]; or every linear layer of
-    the decoder."""
+    """Layers with an adapter, by the last part of their names, for example ["q_proj", "v_proj"]; or every linear layer
+    of the decoder."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """Content of a version: the adapters alone, a few megabytes that an engine loads beside its model, or the whole
-    weights with the adapters added in. auto is adapter where rollout.engine is vllm, and merged elsewhere."""
+    """Content of a version: the adapters alone (a few megabytes), or the whole weights with the adapters merged in.
+    auto is adapter with vllm, else merged."""
 
     @property
     def is_on(self) -> bool:

@@ -15,37 +15,37 @@ LAST_GROUPS_SHARE = 0.3
 
 
 class CheckpointConfig(Section):
-    """Checkpoints to go on from, and the export that a run leaves behind."""
+    """Checkpoints, and the export at the end."""
 
     every_versions: NonNegative = 20
-    """Write a checkpoint at each multiple of this many versions, and at the end; 0 writes none but when preempted."""
+    """Write a checkpoint at each multiple of this many versions, and at the end; 0 writes one only at preemption."""
     dir: OptionalPath = None
-    """Folder of the checkpoints, seen by all ranks of the learner; by default checkpoints/ in the run folder."""
+    """Folder of the checkpoints, shared by all learner ranks; by default checkpoints/ in the run folder."""
     keep: Positive = 2
     """Newest checkpoints that are kept."""
     keep_every_steps: NonNegative = 0
-    """The first checkpoint from each multiple of this on is kept for good; 0 keeps none."""
+    """Keep the first checkpoint from each multiple of this many steps for good; 0 keeps none."""
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
-    """Longest that a run waits for room on a full disk where it cannot go on without: for the last checkpoint and the
-    export at its end, and for a next version of the weights with nothing left to train. Then it ends as failed. A run
-    that makes way waits within preempt.grace_s."""
+    """Longest wait for room on a full disk when the run cannot continue without it: for the last checkpoint, the
+    export, or a next version with nothing left to train. Then the run fails. During preemption preempt.grace_s
+    applies."""
 
 
 class ResumeConfig(Section):
-    """Going on with a run (asyncrl-launch --resume)."""
+    """Resuming a run (asyncrl-launch --resume)."""
 
     allow: list[Literal["data", "seed", "batch"]] = []
-    """Parts that may differ from the run as it was left: the prompts (the new ones begin with another epoch), the seed,
-    the geometry of a batch. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
+    """Parts that may differ from the interrupted run: the prompts (new ones start a new epoch), the seed, the batch
+    geometry. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
 
 
 class PreemptConfig(Section):
     """The end of a run that is preempted: by Ctrl-C, a closed terminal, SIGTERM, SIGUSR2 or --stop."""
 
     grace_s: Seconds = 60.0
-    """Time until the checkpoint must be complete; past it the last one counts."""
+    """Time in which the checkpoint must be complete; else the last one counts."""
 
     def too_short(self, step_s: float) -> tuple[str, str]:
         """The problem with grace_s if a step takes ``step_s`` (s, publication included), and what to do.
@@ -121,63 +121,61 @@ class NetworkConfig(Section):
     """Sockets."""
 
     host: str = "127.0.0.1"
-    """Address that actors bind and register, in a run on one host."""
+    """Address that actors bind, in a run on one host."""
     interface: str | None = None
-    """Network interface whose address actors bind and register, in a run on several hosts (--hosts, SLURM). By default
-    each host takes the address by which it reaches the head."""
+    """Network interface whose address actors bind, in a run on several hosts. By default each host takes the address by
+    which it reaches the head."""
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
-    """Ports that actors may bind: 0 for any free one, or LOW-HIGH. gloo and NCCL have further ones of their own."""
+    """Ports that actors may bind: 0 for any, or LOW-HIGH. gloo and NCCL also use others."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the controller; 0 picks the lowest free one of network.ports at the start and keeps it for the run. One
-    of your own is to be the lowest of network.ports or none of them: others take the highest first, also while the
-    controller is away."""
+    """Port of the controller; 0 takes the lowest free one of network.ports and keeps it for the run. Choose the lowest
+    of network.ports or one outside: other actors take the highest first."""
     max_message_bytes: Positive = 1 << 30
-    """Largest message; a larger one is refused by its sender."""
+    """Largest message; the sender refuses larger ones."""
     call_timeout_s: Seconds = 30.0
-    """Deadline of a call between actors; a parked call is answered before half of it."""
+    """Deadline of a call between actors."""
 
 
 class SecurityConfig(Section):
-    """Access to the actors, and the isolation of users' code."""
+    """Access to the actors, and isolation of users' code."""
 
     curve: Literal["auto", "required", "off"] = "auto"
-    """CURVE on every socket; auto requires it unless everything is on loopback. off is for tests and trusted networks:
-    the run's secret, and all that is said, then travels in the clear."""
+    """CURVE encryption on every socket. auto requires it unless everything is on loopback. off is for tests and trusted
+    networks: the run's secret and all messages travel unencrypted."""
     isolate_user_code: Literal["auto", "required", "off"] = "auto"
-    """Rewards, episodes and agents in namespaces of their own, where they find no key of the run and may look into no
-    process outside (docs/security.md); auto warns where the system does not allow it, required refuses to start."""
+    """Run rewards, episodes and agents in namespaces without the run's keys and without access to other processes
+    (docs/security.md). auto warns if the system does not allow it; required refuses to start."""
     user_environment: list[str] = []
-    """Environment variables that rewards, episodes and agents are given beside the usual ones, as the key of an API
-    that they call."""
+    """Environment variables that users' code gets in addition to the usual ones, for example the key of an API."""
 
 
 class SupervisionConfig(Section):
     """Starting, watching and restarting actors."""
 
     heartbeat_s: Seconds = 1.0
-    """Interval of heartbeats. While nothing changes in an actor, it leaves out up to three in a row, if silence_s,
-    unreachable_s, host_lost_s and watchdog.stall_s are all at least 20 times as long."""
+    """Interval of heartbeats. An idle actor skips up to three in a row if silence_s, unreachable_s, host_lost_s and
+    watchdog.stall_s are all at least 20 times as long."""
     silence_s: Seconds = 60.0
-    """Silence of an actor on a living host after which it counts as frozen: it is killed and started again. A node
-    agent that is silent for as long, and 10 s at least, is killed by its guard, with its host's part of the run."""
+    """Silence after which an actor on a live host is killed and restarted. A node agent that is silent for as long (at
+    least 10 s) is killed by its guard, with the actors of its host."""
     unreachable_s: Seconds = 60.0
     """Time after which one of two actors that cannot reach each other is restarted, although both send heartbeats: the
     one that is cut off from more actors of the other's role."""
     host_lost_s: Seconds = 30.0
-    """Silence of a host, its node agent and all its actors, after which it counts as lost and they as dead."""
+    """Silence of a host's node agent and actors after which the host counts as lost."""
     start_timeout_s: Seconds = 300.0
-    """Longest time from an actor's start to its being ready."""
+    """Longest time from an actor's start until it is ready."""
     max_restarts: NonNegative = 3
-    """Restarts of one actor within restart_window_s before a replica is set aside, or the run fails."""
+    """Restarts of one actor within restart_window_s before a replica is set aside or the run fails."""
     restart_window_s: Seconds = 600.0
-    """Window in which restarts are counted, and the first rest of a replica that is set aside."""
+    """Window in which restarts are counted, and first pause of a replica that is set aside."""
     backoff_s: Seconds = 0.5
     """First pause before a restart; doubles with each."""
     drain_s: Seconds = 10.0
     """Time that actors get to end by themselves before they are killed."""
     host_grace_s: Seconds = 60.0
-    """Silence of both launcher and controller after which a node agent ends its host; and how long a run waits for a
-    lost host that it cannot go on without."""
+    """Silence of both launcher and controller after which a node agent ends its host. Also the longest wait for a lost
+    host that the run needs."""
 
     @property
     def agent_silence_s(self) -> float:

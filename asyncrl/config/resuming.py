@@ -1,7 +1,7 @@
 """Changes of the configuration at a resume, and the data that each change applies to. Pure.
 
 ``TABLE`` classifies every key once. A checkpoint holds groups that were generated and scored under its configuration.
-If a key that they depend on changes, the learner gives them back, and they are generated again.
+If a key changes that they depend on, the learner returns them, and they are generated again.
 
 Invariant: every key of the configuration is in one class. A key that generation, scoring or the choice of groups
 depends on is in the class GENERATED, or cannot change.

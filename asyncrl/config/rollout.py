@@ -1,4 +1,4 @@
-"""Generation and the weight updates that reach it."""
+"""Generation and weight updates."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from asyncrl.config.engines import ENGINES, EngineName, EngineTraits
 from asyncrl.config.section import Fraction, NonNegative, Positive, Seconds, Section
 
 AUTO_START = 64
-"""Calls in an engine at a time with which concurrency = "auto" begins."""
+"""Calls in an engine at which concurrency = "auto" starts."""
 AUTO_MOST = 1024
-"""Most calls that concurrency = "auto" comes to, where the engine sets no bound of its own."""
+"""Most calls under concurrency = "auto", if the engine sets no bound."""
 EPISODES_PER_CALL = 4
-"""Episodes open for each call in the engine, where rollout.episodes does not say."""
+"""Open episodes per call in the engine, if rollout.episodes is unset."""
 
 
 class SimEngineConfig(Section):
     """Timing model of continuous batching for the sim engine."""
 
     prefill_tokens_per_s: Annotated[float, Field(gt=0)] = 50_000.0
-    """Prompt tokens processed a second."""
+    """Prompt tokens processed per second."""
     decode_step_s: Annotated[float, Field(ge=0)] = 0.02
-    """Time of one decoding step with one running request."""
+    """Time of a decoding step with one request."""
     decode_step_per_request_s: Annotated[float, Field(ge=0)] = 0.0002
-    """Time that each further running request adds to a step."""
+    """Time that each further request adds to a step."""
     length: Literal["lognormal", "constant"] = "lognormal"
     """Distribution of response lengths."""
     length_median: Annotated[float, Field(gt=0)] = 128.0
-    """Median response length in tokens."""
+    """Median response length."""
     length_sigma: Annotated[float, Field(ge=0)] = 1.0
     """Sigma of the lognormal."""
     kv_tokens: Positive = 1_000_000
-    """Tokens that fit in the KV cache; requests beyond it queue."""
+    """Tokens that fit into the KV cache; further requests queue."""
     load_s: Annotated[float, Field(ge=0)] = 0.05
     """Time to load new weights."""
     crash_probability: Fraction = 0.0
-    """Chance that the engine dies at a decoding step."""
+    """Probability that the engine dies at a decoding step."""
 
 
 class VllmEngineConfig(Section):
@@ -47,69 +47,68 @@ class VllmEngineConfig(Section):
     max_model_len: Positive | None = None
     """Longest prompt plus response; by default data.max_prompt_tokens + rollout.max_tokens."""
     max_num_seqs: Positive = 256
-    """Requests decoded together."""
+    """Most requests decoded together."""
     gpu_memory_utilization: Fraction = 0.9
-    """Share of GPU memory that an engine may take."""
+    """Share of GPU memory for an engine."""
     cpu_kv_cache_bytes: Positive = 256 << 20
     """Size of the KV cache on CPU."""
     block_size: Positive = 32
     """Tokens of a KV block; only full blocks are shared between requests."""
     enforce_eager: bool = False
-    """No CUDA graphs. CPU engines always run eagerly."""
+    """No CUDA graphs. CPU engines are always eager."""
     threads: NonNegative = 0
     """OpenMP threads of a CPU engine; 0 lets vLLM choose."""
     extra: dict[str, Any] = {}
-    """Further AsyncEngineArgs, passed on as they are."""
+    """Further AsyncEngineArgs, passed on unchanged."""
 
 
 class RolloutConfig(Section):
     """Generation."""
 
     engine: EngineName = "vllm"
-    """Inference engine. sim is a timing model; reference computes one sequence at a time with transformers: slow, and
-    the same in every bit each time."""
+    """Inference engine. sim is a timing model. reference computes one sequence at a time with transformers: slow and
+    bit-reproducible."""
     replicas: Positive = 1
-    """Number of rollouters; each holds one engine."""
+    """Rollouters; each has one engine."""
     min_replicas: Positive = 1
-    """Rollouters without which the run does not go on. One that cannot be kept alive is set aside, and tried again
-    after a rest; with fewer than this left the run fails."""
+    """Rollouters that the run needs. One that keeps failing is set aside and tried again later; with fewer than this
+    the run fails."""
     gpus_per_replica: NonNegative | None = None
-    """GPUs of each engine (tensor parallel); 0 runs it on CPU. By default 1, or 0 where no host has a GPU."""
+    """GPUs of each engine (tensor parallel); 0 is CPU. By default 1, or 0 if no host has a GPU."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     """Trajectories of a prompt group (n)."""
     max_tokens: Positive = 1024
-    """Longest response in tokens."""
+    """Longest response."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Sampling temperature; the learner divides its logits by the same."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Strings that end a response, beside the model's end-of-sequence token. One that is a special token, as
-    <|im_end|>, counts as its id in stop_token_ids."""
+    """Strings that end a response, in addition to the end-of-sequence token. A special token, such as <|im_end|>,
+    counts as its id in stop_token_ids."""
     stop_token_ids: list[NonNegative] = []
-    """Ids of further tokens that end a response as the end-of-sequence token does, which is trained like any other."""
+    """Further tokens that end a response. They are trained, as the end-of-sequence token is."""
     concurrency: Positive | Literal["auto"] = 64
-    """Trajectories in flight in each rollouter; with episodes, calls that are in its engine at a time. auto: as many as
-    the engine's KV cache bears."""
+    """Trajectories in flight per rollouter; with episodes, calls in its engine. auto adapts to the engine's KV
+    cache."""
     episodes: Positive | None = None
-    """Episodes open at a time in each rollouter, those included that wait for their tools; by default 4 times
-    concurrency, as it stands."""
+    """Open episodes per rollouter, including those that wait for tools; by default 4 times concurrency."""
     stream_interval: Positive = 16
-    """Tokens that an engine gathers before it hands them over."""
+    """Tokens that an engine collects before it reports them."""
     on_update: Literal["abort_resume", "keep", "drain"] = "abort_resume"
-    """Conduct of running requests when weights change: resume under the new ones, freeze and go on, or finish first."""
+    """Running requests when weights change: resume under the new ones, freeze and continue, or finish first."""
     keep_kv: Literal["recompute", "stale"] = "recompute"
-    """KV cache under on_update = keep: recompute it, or go on over the old one (the spans say so)."""
+    """KV cache under on_update = keep: recompute it, or keep the old one (recorded in the spans)."""
     request_seeds: bool = True
-    """Each response has noise of its own that follows from run.seed and its name; false draws that of all responses
-    from one generator of the engine, which vLLM does in one go."""
+    """Each response has its own noise, from run.seed and its name. false draws all from one generator, which is faster
+    in vLLM."""
     max_attempts: Positive = 3
     """Attempts at a trajectory before it counts as failed."""
     retry_backoff_s: Seconds = 0.5
-    """First pause between attempts; doubles with each, up to a minute."""
+    """First pause between attempts; doubles up to a minute."""
     on_failed_trajectory: Literal["drop", "quarantine_group"] = "drop"
-    """A trajectory that failed for good, in generation or scoring, is left out where 2 or more of its group survive, or
-    takes its group with it."""
+    """A trajectory that finally failed is dropped if 2 or more of its group survive; or its whole group is
+    quarantined."""
     engine_timeout_s: Seconds = 120.0
-    """Longest time without a token from a busy engine, or for a control call, before it counts as hanging."""
+    """Longest time of a busy engine without a token, or of a control call, before the engine counts as hanging."""
     vllm: VllmEngineConfig = VllmEngineConfig()
     """Settings of the vllm engine."""
     sim: SimEngineConfig = SimEngineConfig()
@@ -139,12 +138,12 @@ class RolloutConfig(Section):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether engines compute on GPUs, as far as it is settled."""
+        """Whether engines compute on GPUs; False until the launcher has decided."""
         return self.traits.gpus and bool(self.gpus_per_replica)
 
     @property
     def stops(self) -> bool:
-        """Whether something ends a response beside the model's end-of-sequence token."""
+        """Whether anything but the model's end-of-sequence token ends a response."""
         return bool(self.stop or self.stop_token_ids)
 
 
@@ -152,34 +151,32 @@ class WeightsConfig(Section):
     """Weight updates."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
-    """Way of new weights to the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire.
-    auto is nccl where learner and engines are on GPUs and whole weights are published, else shm on the learner's host
-    and stream elsewhere. An engine that misses a broadcast, or is on another host under shm, is served by stream. One
-    engine of a host is, and the others there open what it has; under stream itself each is."""
+    """How weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire
+    (stream). auto is nccl if learner and engines are on GPUs and whole weights are published; else shm on the learner's
+    host and stream on others. stream also serves engines that miss a broadcast."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the replicas that may pause at once for an update by shm or stream; at least one always may."""
+    """Share of the replicas that may pause at once for an update by shm or stream; at least one may."""
     bucket_bytes: Positive = 256 << 20
     """Size of a bucket of parameters."""
     chunk_bytes: Annotated[int, Field(ge=4096, le=64 << 20)] = 4 << 20
     """Size of a chunk under stream."""
     chunks_in_flight: Positive = 8
-    """Chunks that a replica has asked for and not yet received under stream."""
+    """Chunks that a replica requests ahead under stream."""
     delta: bool = False
     """Send, under shm and stream, the changes since the replica's version, compressed, where these are less. Each
     replica keeps another copy of the weights for it."""
     verify: Literal["checksum", "full"] = "checksum"
-    """checksum compares every bucket before it is loaded; full also has every replica score the learner's probe after
-    each load, and an engine that disagrees loads again."""
+    """checksum compares every bucket before the load. full also has every replica score the learner's probe after it;
+    an engine that disagrees loads again."""
     deadline_s: Seconds = 120.0
-    """Longest time from a pause to its commit; a replica past it is restarted."""
+    """Longest time from a pause to its commit; then the replica is restarted."""
     stage_deadline_s: Seconds = 1800.0
-    """Longest time in which a replica fetches a version by shm or stream; past it, it begins anew with the newest."""
+    """Longest fetch of a version by shm or stream; then the replica fetches the newest instead."""
     versions_held: Annotated[int, Field(ge=2)] = 4
     """Versions that the parameter server holds at most, each as large as the weights: the newest, and older ones that
     replicas still fetch; with delta also the one before the newest and one that is being encoded. Where more are
     fetched, those who fetch an older one begin anew with the newest."""
     broadcast_timeout_s: Seconds = 30.0
-    """Longest time that the members of a broadcast wait for one another; past it the group is broken up, and a version
-    that breaks twice is served by stream."""
+    """Longest wait of the members of a broadcast for one another. After two failures stream serves the version."""
     max_attempts: Positive = 3
     """Attempts at an update before the engine is restarted."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from asyncrl.chat.messages import Tool
 from asyncrl.chat.prompt import Prompt, read_prompt
 from asyncrl.chat.row_messages import read_tools, without_nulls
+from asyncrl.config.training import DataConfig
 from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.data.jsonl import RawRow
 from asyncrl.errors import ChatRefused, DataError
@@ -69,32 +70,21 @@ def unpack(packed: bytes) -> dict[str, Any]:
     return _DECODER.decode(packed)
 
 
-def collect(
-    source: str,
-    raw_rows: Iterable[RawRow],
-    *,
-    prompt_key: str,
-    on_bad_row: Literal["error", "skip"],
-    tools_key: str = "",
-    continues: bool = False,
-) -> Dataset:
-    """Check all rows of ``source`` (its name in errors). Raises DataError.
-
-    ``tools_key`` names the column of tools, if rows may have one; ``continues`` is data.continue_final_message.
-    """
+def collect(source: str, raw_rows: Iterable[RawRow], data: DataConfig) -> Dataset:
+    """Check all rows of ``source`` (its name in errors). Raises DataError."""
     rows: list[DataRow] = []
     bad: list[tuple[RawRow, str]] = []
     skipped = 0
     for raw in raw_rows:
         try:
-            row = check_row(raw, prompt_key, tools_key, continues=continues)
+            row = check_row(raw, data)
         except BadRow as error:
             skipped += 1
             if len(bad) < KEPT_PROBLEMS:
                 bad.append((raw, str(error)))
             continue
         rows.append(row)
-    if bad and on_bad_row == "error":
+    if bad and data.on_bad_row == "error":
         first, problem = bad[0]
         others = ", ".join(f"{raw.path}:{raw.line}" for raw, _ in bad[1 : 1 + LISTED_PROBLEMS])
         more = f"; {skipped - 1} more bad rows ({others}{', …' if skipped > LISTED_PROBLEMS + 1 else ''})"
@@ -122,8 +112,9 @@ def fingerprint_of(rows: Iterable[DataRow]) -> str:
     return digest.hexdigest()
 
 
-def check_row(raw: RawRow, prompt_key: str, tools_key: str = "", *, continues: bool = False) -> DataRow:
-    """The row that ``raw`` holds, with the keys of ``collect``. Raises BadRow."""
+def check_row(raw: RawRow, data: DataConfig) -> DataRow:
+    """The row that ``raw`` holds, by the keys of its set. Raises BadRow."""
+    prompt_key, tools_key = data.prompt_column, data.tools_column
     if raw.problem:
         raise BadRow(raw.problem)
     if not isinstance(raw.value, dict):
@@ -140,7 +131,7 @@ def check_row(raw: RawRow, prompt_key: str, tools_key: str = "", *, continues: b
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadRow(f"cannot be sent as JSON or MessagePack: {error}") from None
     try:
-        prompt = read_prompt(column_of(columns, prompt_key), prompt_key, continues=continues)
+        prompt = read_prompt(column_of(columns, prompt_key), prompt_key, continues=data.continue_final_message)
     except ChatRefused as error:
         raise BadRow(str(error)) from None
     try:

@@ -23,35 +23,24 @@ BATCH_ROWS = 1024
 
 def load_dataset(config: DataConfig) -> Dataset:
     """Read and check every row. Raises DataError."""
-    name, rows, prompt_key = open_source(config)
-    return collect(
-        name,
-        rows,
-        prompt_key=prompt_key,
-        on_bad_row=config.on_bad_row,
-        tools_key=config.tools_column,
-        continues=config.continue_final_message,
-    )
+    return collect(*open_source(config), config)
 
 
-def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow], str]:
-    """The source's name, its rows as they are read, and the column that holds the prompt.
-
-    Raises DataError where there is no file, and so does reading.
-    """
+def open_source(config: DataConfig) -> tuple[str, Iterator[RawRow]]:
+    """The source's name and its rows as they are read. Raises DataError if a file is missing, and so does reading."""
     column = config.prompt_column
     if config.source == "reasoning_gym":
         name = f"reasoning_gym/{config.task}"
-        return name, _reasoning_gym(config, name), column
+        return name, _reasoning_gym(config, name)
     if config.source == "synthetic":
-        return "synthetic", _synthetic(config.size), column
+        return "synthetic", _synthetic(config.size)
     path = config.path or ""
     kind, files = find_files(path, kind=None if config.source == "auto" else config.source, split=config.split)
     if kind == "hf":
-        return path, _hf(path, config.split, column), column
+        return path, _hf(path, config.split, column)
     if kind == "parquet":
-        return path, _parquet(files, column), column
-    return path, read_json_rows(files), column
+        return path, _parquet(files, column)
+    return path, read_json_rows(files)
 
 
 def _parquet(files: Sequence[str], prompt_key: str) -> Iterator[RawRow]:

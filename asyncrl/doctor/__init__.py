@@ -1,1 +1,1 @@
-"""asyncrl-doctor: whether hosts, configuration and what lies on the disks let a run begin, and how to mend it."""
+"""asyncrl-doctor: whether hosts, configuration, chat template and agent are fit for a run, and what to do if not."""

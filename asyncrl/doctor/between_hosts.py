@@ -1,6 +1,6 @@
-"""Faults between hosts, each of which is well by itself. Pure: facts go in, findings come out.
+"""Differences between hosts that prevent a run though each host is fine by itself. Pure: facts in, findings out.
 
-The head is what the others are held against, so that a host that differs is the one that is named.
+The others are compared with the head, so that the host that differs is the one that a finding names.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from asyncrl.checks.findings import Finding, fail, listed, ok, warn
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.disk import in_bytes
-from asyncrl.doctor.protocol import HostFacts
+from asyncrl.doctor.orders import HostFacts
 from asyncrl.launcher.terms.placement import Placed
 from asyncrl.roles import role_of
 
 SKEW_S = 0.5
-"""Difference above which clocks are named: they decide nothing, but times of two hosts are shown side by side."""
+"""Difference of clocks above which a warning names them: no decision depends on it, but screens mix their times."""
 MUST_BE_EQUAL = tuple(
     dict.fromkeys(["asyncrl", *(name for traits in ENGINES.values() for name in traits.packages), "transformers"])
 )
 SHOULD_BE_EQUAL = ("python", "pyzmq", "msgspec")
 EXTRAS = {"aiohttp": "asyncrl[episodes]", "vllm": "asyncrl[vllm]"}
 EXTRAS |= dict.fromkeys(("torch", "transformers"), "asyncrl[train]")
-"""Extras that bring a package; any other is installed by its name."""
+"""Extras that install a package; any other package is installed by its own name."""
 BUSY_SHARE = 0.05
-"""Share of a GPU's memory above which it is in use already; a driver or a display takes less."""
+"""Share of a GPU's memory above which it counts as in use; a driver or a display takes less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Lead of a host's clock over the doctor's, with the most that it may be wrong by (s)."""
+    """Lead of a host's clock over the doctor's, with its largest error (s)."""
 
     ahead_s: float
     error_s: float
 
 
 def best_offset(rounds: Sequence[tuple[float, float, float]]) -> Offset:
-    """Offset by the quickest answer, which tells most; ``rounds`` (not empty): (asked, host's time, answered), in s."""
+    """Offset by the quickest answer, which is the most exact; ``rounds``: (asked, host's time, answered), in s."""
     asked, there, answered = min(rounds, key=lambda one: one[2] - one[0])
     return Offset(ahead_s=there - (asked + answered) / 2, error_s=(answered - asked) / 2)
 
@@ -51,13 +51,12 @@ def compare_clocks(offsets: Mapping[str, Offset], head: str) -> list[Finding]:
             continue
         ahead = offset.ahead_s - offsets[head].ahead_s
         error = offset.error_s + offsets[head].error_s
-        side = "ahead of" if ahead > 0 else "behind"
-        told = f"{abs(ahead):.3f} s {side} {head}, as far as {error:.3f} s tell"
+        text = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} {head} (+/- {error:.3f} s)"
         if abs(ahead) - error > SKEW_S:
-            fix = "keep the clocks by chrony or ntpd: timeline, logs and metrics lay times of hosts side by side"
-            found.append(warn("clock", told, fix, host))
+            fix = "synchronise the clocks with chrony or ntpd: timeline, logs and metrics mix the times of hosts"
+            found.append(warn("clock", text, fix, host))
         else:
-            found.append(ok("clock", told, host))
+            found.append(ok("clock", text, host))
     return found
 
 
@@ -68,32 +67,32 @@ def compare_identities(facts: Mapping[str, HostFacts]) -> list[Finding]:
     for host, each in facts.items():
         other = first.setdefault(each.identity, host)
         if other != host and each.identity:
-            told = f"{host} and {other} are one machine ({each.facts.hostname})"
-            found.append(fail("identity", told, "name each host once in the hostfile, with all of its slots", host))
+            text = f"{host} and {other} are one machine ({each.facts.hostname})"
+            found.append(fail("identity", text, "name each host once in the hostfile, with all of its slots", host))
     return found
 
 
 def compare_versions(facts: Mapping[str, HostFacts], head: str, needed: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """A finding for each host. ``needed``: by host, the packages without which its actors do not start."""
+    """A finding for each host. ``needed``: by host, the packages that its actors need to start."""
     found = []
+    same = f"install the same there as on {head}"
     for host, each in facts.items():
         missing = [name for name in needed.get(host, ()) if not each.versions.get(name)]
         wrong, odd = (_differences(names, each, facts[head], head) for names in (MUST_BE_EQUAL, SHOULD_BE_EQUAL))
         if missing:
             wanted = " ".join(f"'{extra}'" for extra in dict.fromkeys(EXTRAS.get(name, name) for name in missing))
-            told = f"not installed: {', '.join(missing)}"
-            found.append(fail("versions", told, f"pip install {wanted} there, in the environment of {head}", host))
+            text = f"not installed: {', '.join(missing)}"
+            found.append(fail("versions", text, f"pip install {wanted} there, in the environment of {head}", host))
         elif wrong:
-            fix = f"install the same there as on {head}"
-            found.append(fail("versions", ", ".join([*wrong, *odd]), fix, host))
+            found.append(fail("versions", ", ".join([*wrong, *odd]), same, host))
         elif each.facts.gpus and "+cpu" in each.versions.get("torch", ""):
-            told = f"torch {each.versions['torch']} cannot use the GPUs of this host"
-            found.append(fail("versions", told, "install the CUDA build of torch and vllm", host))
+            text = f"torch {each.versions['torch']} cannot use the GPUs of this host"
+            found.append(fail("versions", text, "install the CUDA build of torch and vllm", host))
         elif odd:
-            found.append(warn("versions", ", ".join(odd), f"install the same there as on {head}", host))
+            found.append(warn("versions", ", ".join(odd), same, host))
         else:
-            told = ", ".join(f"{name} {there}" for name, there in each.versions.items() if there)
-            found.append(ok("versions", told, host))
+            text = ", ".join(f"{name} {there}" for name, there in each.versions.items() if there)
+            found.append(ok("versions", text, host))
     return found
 
 
@@ -102,7 +101,8 @@ def _differences(names: Sequence[str], there: HostFacts, reference: HostFacts, h
     return [
         f"{name} {own or 'missing'} ({other or 'missing'} on {head})"
         for name, own, other in pairs
-        if _public(own) != _public(other)
+        # The part behind + names the build.
+        if own.partition("+")[0] != other.partition("+")[0]
     ]
 
 
@@ -122,9 +122,9 @@ def needed_packages(config: Config, placed: Sequence[Placed]) -> dict[str, list[
 
 
 def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Placed]) -> list[Finding]:
-    """A finding for each host; without a configuration ``placed`` is empty, and all GPUs are looked at."""
+    """A finding for each host, on the GPUs that the run uses; without a configuration, on all."""
     found = []
-    reference = next((card for card in facts[head].cards.values()), None)
+    reference = next(iter(facts[head].cards.values()), None)
     for host, each in facts.items():
         used = [gpu for actor in placed if actor.host == host for gpu in actor.gpus]
         cards = {index: each.cards[index] for index in used or each.facts.gpus if index in each.cards}
@@ -134,70 +134,65 @@ def judge_gpus(facts: Mapping[str, HostFacts], head: str, placed: Sequence[Place
             if card.used_bytes > BUSY_SHARE * card.total_bytes
         ]
         some = next(iter(each.cards.values()), None)
-        told = f"{len(each.facts.gpus)} GPUs" if each.facts.gpus else "no GPU"
+        text = f"{len(each.facts.gpus)} GPUs" if each.facts.gpus else "no GPU"
         if some is not None:
-            told += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {some.driver})"
+            text += f" ({listed(sorted({card.name for card in each.cards.values()}))}, driver {some.driver})"
         if placed:
-            told += f"; the run takes {', '.join(used) or 'none'}"
+            text += f"; the run uses {', '.join(used) or 'none'}"
         if each.gpu_problem:
             report = fail if used or not placed else warn
-            found.append(report("gpus", each.gpu_problem, "mend the driver, or set CUDA_VISIBLE_DEVICES there", host))
+            found.append(report("gpus", each.gpu_problem, "repair the driver, or set CUDA_VISIBLE_DEVICES there", host))
         elif busy:
-            fix = "end what uses them, or leave them out by CUDA_VISIBLE_DEVICES or slots"
-            found.append(warn("gpus", f"{told}; in use already: {listed(busy)}", fix, host))
+            fix = "end the processes that use them, or exclude them by CUDA_VISIBLE_DEVICES or slots"
+            found.append(warn("gpus", f"{text}; in use already: {listed(busy)}", fix, host))
         elif some and reference and (some.driver, some.name) != (reference.driver, reference.name):
             fix = "take hosts of one kind, with one driver: the slowest one sets the pace, and NCCL may refuse"
-            found.append(warn("gpus", f"{told}; {head} has {reference.name}, driver {reference.driver}", fix, host))
+            found.append(warn("gpus", f"{text}; {head} has {reference.name}, driver {reference.driver}", fix, host))
         else:
-            found.append(ok("gpus", told, host))
+            found.append(ok("gpus", text, host))
     return found
 
 
 def compare_models(digests: Mapping[str, str], head: str) -> list[Finding]:
-    """A finding for each host whose model is not the head's; hosts without one have no say."""
+    """A finding for each host whose model differs from the head's; a host without a digest has no model."""
     there = {host: digest for host, digest in digests.items() if digest}
     reference = there.get(head) or next(iter(there.values()), "")
     origin = next((host for host, digest in there.items() if digest == reference), head)
     fix = f"copy the model's folder from {origin}"
-    told = f"config.json or the files of the weights are not those of {origin}"
-    return [fail("model", told, fix, host) for host, digest in there.items() if digest != reference]
+    text = f"config.json or the files of the weights are not those of {origin}"
+    return [fail("model", text, fix, host) for host, digest in there.items() if digest != reference]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A way from one host to another; ``problem`` is empty if it is open."""
+class Link:
+    """The connection from one host to another; ``problem`` is empty if it works."""
 
     source: str
     target: str
     problem: str
     needed: bool = True
-    """Whether a run fails without it; else it only loses by it."""
+    """Whether a run fails without it; else the run is only slower."""
 
 
-def judge_ways(ways: Sequence[Way], ports: str) -> list[Finding]:
-    """A finding for each closed way, at its source, and one for each host whose ways out are all open."""
-    closed = [way for way in ways if way.problem]
+def judge_links(links: Sequence[Link], ports: str) -> list[Finding]:
+    """A finding for each closed link, at its source, and one for each host that reaches all others."""
+    closed = [link for link in links if link.problem]
     found = []
-    for source in dict.fromkeys(way.source for way in ways):
-        out = [way for way in ways if way.source == source]
-        if not any(way.problem for way in out):
-            targets = list(dict.fromkeys(way.target for way in out))
+    for source in dict.fromkeys(link.source for link in links):
+        out = [link for link in links if link.source == source]
+        if not any(link.problem for link in out):
+            targets = list(dict.fromkeys(link.target for link in out))
             found.append(ok("reach", f"reaches {listed(targets)}", source))
-    for way in closed:
-        back = [other for other in ways if (other.source, other.target) == (way.target, way.source)]
+    for link in closed:
+        back = [other for other in links if (other.source, other.target) == (link.target, link.source)]
         is_open = bool(back) and not any(other.problem for other in back)
-        also = f"{way.target} to {way.source} is open" if is_open else f"{way.target} to {way.source} is closed, too"
-        told = f"{way.source} to {way.target} is closed: {way.problem}" + (f"; {also}" if back else "")
-        into = [other for other in ways if other.target == way.target]
-        whose = f"the firewall of {way.target}" if all(other.problem for other in into) else "firewalls and routes"
+        also = f"{link.target} to {link.source} is {'open' if is_open else 'closed, too'}"
+        text = f"{link.source} to {link.target} is closed: {link.problem}" + (f"; {also}" if back else "")
+        into = [other for other in links if other.target == link.target]
+        whose = f"the firewall of {link.target}" if all(other.problem for other in into) else "firewalls and routes"
         which = "every TCP port" if ports == "0" else f"TCP ports {ports}"
-        fix = f"see {whose}: open {which} of {way.target} for {way.source}"
+        fix = f"see {whose}: open {which} of {link.target} for {link.source}"
         if ports == "0":
             fix += ", or set network.ports to a range that is open"
-        found.append((fail if way.needed else warn)("reach", told, fix, way.source))
+        found.append((fail if link.needed else warn)("reach", text, fix, link.source))
     return found
-
-
-def _public(version: str) -> str:
-    """A version without what names its build, as +cpu."""
-    return version.partition("+")[0]

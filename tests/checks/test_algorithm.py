@@ -71,7 +71,7 @@ def check(limit_s=120.0, **learner):
         ),
     ],
 )
-def test_what_cannot_be_used_is_named_by_its_key(learner, said):
+def test_an_unusable_setting_is_named_by_its_key(learner, said):
     problems = problems_of(LearnerConfig(**learner), 4)
     assert len(problems) == len(said) and all(words in one for words, one in zip(said, problems, strict=True)), problems
 
@@ -82,11 +82,11 @@ def test_the_groups_have_the_size_of_the_run_and_components_by_any_name():
         assert len(problems) == len(said) and all(words in one for words, one in zip(said, problems, strict=True))
 
 
-def test_it_is_tried_in_a_process_of_its_own_and_without_keys_nothing_is():
+def test_the_trial_has_its_own_process_and_defaults_are_not_tried():
     finding = check(loss="users_algorithm:mine", loss_options={"scale": 2.0}, advantage="users_algorithm:flat")
     assert (finding.result, finding.detail) == ("ok", "users_algorithm:mine with users_algorithm:flat can be called")
     assert check() is None and check(backend="sim", loss="nothing") is None
     finding = check(loss="leaves:mine")
     assert finding.result == "fail" and "the process that tries them ended" in finding.detail
     finding = check(limit_s=1.0, loss="hangs:mine")
-    assert finding.result == "warn" and "were not tried within 1 s" in finding.detail
+    assert finding.result == "warn" and "did not end within 1 s" in finding.detail

@@ -31,7 +31,7 @@ def write_index(folder, places):
 # --- weights ---
 
 
-def test_a_whole_model_is_measured_all_its_files_together(model):
+def test_the_size_of_a_model_is_that_of_all_its_files(model):
     finding, size = check_model(str(model))
     assert finding.result == "ok" and size is not None and size.parameters == 20
     assert size.bytes == (model / "model.safetensors").stat().st_size
@@ -153,7 +153,7 @@ GPT2 = {"architectures": ["GPT2LMHeadModel"]}
         ({"model_type": "gemma3_text", "tie_word_embeddings": False}, {}, None),
     ],
 )
-def test_what_vllm_cannot_serve_or_computes_in_another_way_is_refused_by_name(model, changes, lora, words):
+def test_models_that_vllm_cannot_serve_or_computes_differently_are_refused_by_name(model, changes, lora, words):
     (model / "config.json").write_text(json.dumps(changes))
     settings = {"model": {"path": str(model)}, "data": {"source": "synthetic"}, "lora": lora}
     found = check_served(validate_config(settings | {"rollout": {"gpus_per_replica": 0}}))
@@ -188,12 +188,12 @@ def without_unk(model):
     [
         (lambda m: (m / "tokenizer.json").write_text("{"), "fail", "tokenizer.json cannot be read"),
         (lambda m: (m / "tokenizer.json").unlink(), "fail", "holds no tokenizer: no tokenizer.json"),
-        (lambda m: (m / "config.json").write_text("{}"), "warn", "names no end of a sequence"),
-        # Of no account, unless there is a row with such a word.
+        (lambda m: (m / "config.json").write_text("{}"), "warn", "has no end-of-sequence token"),
+        # It matters only if a row has such a word.
         (without_unk, "ok", "can be read"),
     ],
 )
-def test_the_tokenizer_is_looked_at(model, spoil, result, said):
+def test_the_tokenizer_is_checked(model, spoil, result, said):
     spoil(model)
     found = finding(config_of(model), "tokenizer", with_rows=True)
     assert (found.result, found.key, bool(found.fix)) == (result, "model.path", result != "ok")
@@ -208,7 +208,7 @@ def test_a_stop_token_must_be_one_of_the_model(model):
     assert found.detail.startswith("99999: no token of the model")
 
 
-def test_a_prompt_outside_the_vocabulary_names_its_line_the_word_and_the_way_on(model, tmp_path):
+def test_a_prompt_outside_the_vocabulary_names_line_word_and_fix(model, tmp_path):
     without_unk(model)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a b"}\n')
     rows = {"source": "jsonl", "path": str(tmp_path / "p.jsonl")}
@@ -233,11 +233,11 @@ PLAYING = {"episode": {"function": "m:f"}}
         (None, "fail", "has no chat template, and episodes are chats"),
         ("{% if %}", "fail", "cannot be compiled"),
         ("{{ raise_exception('never') }}", "fail", "refuses every conversation: the chat template refuses"),
-        (LINES, "warn", "each answer begins a new sequence for turns of the kinds tool, "),
+        (LINES, "warn", "each answer starts a new sequence for turns of the kinds tool, "),
         (ENDED, "ok", "contexts are extended"),
     ],
 )
-def test_the_chat_template_of_episodes_is_looked_at(model, template, result, said):
+def test_the_chat_template_of_episodes_is_checked(model, template, result, said):
     if template is not None:
         write_chat_template(model, template)
     found = finding(config_of(model, **PLAYING), "chat")
@@ -245,17 +245,17 @@ def test_the_chat_template_of_episodes_is_looked_at(model, template, result, sai
     assert finding(config_of(model), "chat") is None
 
 
-def test_bytes_are_a_model_too_and_a_template_that_does_not_end_is_told_of_within_its_time(model):
+def test_bytes_need_no_model_and_a_template_that_hangs_is_reported_in_time(model):
     found = finding(simulated_run(**PLAYING), "chat")
     assert found.result == "ok" and "'json'" in found.detail
     write_chat_template(model, SLOW)
     config = config_of(model, chat={"check_timeout_s": 0.2}, **PLAYING)
     found = {one.check: one for one in asyncio.run(check_inputs(config, with_rows=False)).findings}
-    assert found["chat"].result == "fail" and "not checked within 0.2 s" in found["chat"].detail
+    assert found["chat"].result == "fail" and "did not end within 0.2 s" in found["chat"].detail
     assert found["tokenizer"].result != "fail"
 
 
-def test_a_chat_template_is_looked_for_where_prompts_need_one(model):
+def test_prompts_that_need_a_chat_template_are_refused_without_one(model):
     config = config_of(model, data={"template": "chat"})
     read = read_inputs(config, with_rows=True)
     _, found = read.findings
@@ -314,13 +314,13 @@ def test_all_rows_are_read_as_the_dataloader_does(tmp_path, lines, settings, res
     [
         ([HELLO] * 3, {}, "ok", "read up to {x}:1 and tokenized up to {x}:1 in 0 s, and the run reads the rest"),
         ([HELLO], {}, "ok", "1 row can be read; the longest prompt has 5 tokens"),
-        # What cannot be used of the little that was read may be all right behind it.
+        # Only few rows were read, and later ones may be usable.
         ([HELLO] * 2, {"max_prompt_tokens": 3}, "warn", "the longest has 5 tokens; not read beyond {x}:1"),
         (["{", HELLO], SKIP, "warn", "is not valid JSON"),
         (["{", HELLO], {}, "fail", "{x}:1: is not valid JSON"),
     ],
 )
-def test_a_large_set_is_read_as_far_as_the_time_goes(tmp_path, monkeypatch, lines, settings, result, said):
+def test_a_large_set_is_read_until_its_time_is_over(tmp_path, monkeypatch, lines, settings, result, said):
     monkeypatch.setattr(inputs, "SETS_S", 0.0)
     found = read_inputs(data(tmp_path, lines, **settings), with_rows=True).findings
     (trained,) = [one for one in found if one.check == "data" and one.key.startswith("data")]

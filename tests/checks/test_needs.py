@@ -1,4 +1,4 @@
-"""Findings, and needs of memory, disk, descriptors and ports: whether a host has them."""
+"""Findings, and estimates of memory, disk, open files and ports."""
 
 import json
 import resource
@@ -8,8 +8,8 @@ import pytest
 from disks import fill, small_disk
 from side_by_side import held_and_free
 
-from asyncrl.checks.checks import Part, check_folders
-from asyncrl.checks.findings import CHECKS, as_json, as_lines, exit_code, fail, in_order, ok, on_host, warn
+from asyncrl.checks.check_list import NAMES, CheckedHost, check_folders, in_order
+from asyncrl.checks.findings import as_json, counts, exit_code, fail, ok, on_host, rows, warn
 from asyncrl.checks.needs import (
     ModelSize,
     Need,
@@ -18,14 +18,8 @@ from asyncrl.checks.needs import (
     memory_need,
     run_dir_need,
 )
-from asyncrl.checks.room import (
-    check_folder,
-    check_ports,
-    judge_descriptors,
-    ports_needed,
-    ports_of,
-    same_disk,
-)
+from asyncrl.checks.network import check_ports, ports_needed, ports_of
+from asyncrl.checks.resources import check_folder, judge_descriptors, same_disk
 from asyncrl.config.load import validate_config
 from asyncrl.disk import free_bytes, in_bytes, nearest_folder
 from asyncrl.runtime.linux import descriptor_limit
@@ -51,24 +45,26 @@ FINE, ODD, BAD = (
 )
 
 
-def test_findings_are_objects_of_six_texts_or_lines_that_say_what_to_do():
+def test_findings_are_objects_of_six_texts_or_rows_with_a_fix():
     assert json.loads(as_json([FINE, ODD, BAD])) == [
         {"host": "a", "check": "shm", "result": "ok", "detail": "enough", "fix": "", "key": ""},
         {"host": "b", "check": "clock", "result": "warn", "detail": "late", "fix": "set it", "key": ""},
         {"host": "", "check": "placement", "result": "fail", "detail": "no room", "fix": "ask less", "key": "rollout"},
     ]
     assert [exit_code(found) for found in ([], [FINE, ODD], [BAD, ODD])] == [0, 0, 1]
-    rows = as_lines([FINE, ODD, fail("model", "two\nlines", "mend\nit", key="model.path")])
-    assert rows[0].split() == ["ok", "a", "shm", "enough"] and rows[1].endswith("late; fix: set it")
-    assert rows[2].startswith("fail  all hosts  model") and rows[2].endswith("model.path: two lines; fix: mend it")
-    assert rows[3:] == ["1 ok, 1 warn, 1 fail"]
+    found = [FINE, ODD, fail("model", "two\nlines", "mend\nit", key="model.path")]
+    lines = rows(found)
+    assert lines[0].split() == ["ok", "a", "shm", "enough"] and lines[1].endswith("late; fix: set it")
+    assert lines[2].startswith("fail  all hosts  model") and lines[2].endswith("model.path: two lines; fix: mend it")
+    assert counts(found) == "1 ok, 1 warn, 1 fail"
+    assert rows([fail("model", "gone", "copy it")]) == ["fail  model  gone; fix: copy it"]
 
 
 def test_order_is_by_host_and_then_by_check():
-    found = [*on_host("b", [ok(check, "") for check in reversed(CHECKS)]), FINE, BAD]
+    found = [*on_host("b", [ok(check, "") for check in reversed(NAMES)]), FINE, BAD]
     placed = in_order(found, ["b", "a"])
-    assert [one.check for one in placed] == ["placement", *CHECKS, "shm"]
-    assert [one.host for one in placed] == ["", *["b"] * len(CHECKS), "a"]
+    assert [one.check for one in placed] == ["placement", *NAMES, "shm"]
+    assert [one.host for one in placed] == ["", *["b"] * len(NAMES), "a"]
 
 
 def test_bytes():
@@ -79,13 +75,13 @@ def test_bytes():
 # --- disks ---
 
 
-def test_a_checkpoint_is_twelve_bytes_a_parameter_and_so_many_are_kept():
+def test_a_checkpoint_needs_twelve_bytes_per_parameter_for_each_that_is_kept():
     size = ModelSize(parameters=1000, bytes=2000)
     need = checkpoints_need(config(checkpoint={"keep": 2}), size)
     assert (need.least, need.wanted) == (12_000, 36_000)
     need = checkpoints_need(config(checkpoint={"keep": 2, "keep_every_steps": 25}, learner={"steps": 100}), size)
     assert need.wanted == 12_000 * 7
-    # None but when the run makes way, so it may begin without room for one.
+    # A checkpoint only at preemption, so the run may start without room for one.
     need = checkpoints_need(config(checkpoint={"every_versions": 0}), size)
     assert (need.least, need.wanted) == (0, 12_000)
     assert checkpoints_need(config(), None).wanted == 0
@@ -113,10 +109,10 @@ def test_room_and_rights(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
 
 
-def test_a_disk_that_is_short_of_room_is_told_once_with_what_takes_it_and_a_full_one_as_such(tmp_path):
+def test_a_lack_of_room_is_reported_once_with_its_parts_and_a_full_disk_as_full(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
-        part = Part(config=config(), actors=["learner/0"], address=HERE, run=disk / "runs" / "mine")
-        (found,) = check_folders(part, ModelSize(parameters=1000, bytes=4000))
+        host = CheckedHost(config=config(), actors=["learner/0"], address=HERE, run=disk / "runs" / "mine")
+        (found,) = check_folders(host, ModelSize(parameters=1000, bytes=4000))
         fill(disk)
         full = check_folder("run_dir", "run.dir", disk / "runs", Need(least=0, wanted=0))
     assert (found.check, found.result) == ("checkpoint_dir", "warn")
@@ -135,20 +131,21 @@ def test_a_disk_that_is_short_of_room_is_told_once_with_what_takes_it_and_a_full
         ({}, ["learner/0", "rollouter/0"], True, 4),
         ({"weights": {"delta": True}}, ["rollouter/0"], True, 6),
         ({}, ["reward/0"], True, 0),
-        # And all that computes on the CPU.
+        # Training or an engine on the CPU needs more.
         ({"learner": {"ranks": 2}}, ["learner/0"], False, 12),
         ({"rollout": {"gpus_per_replica": 0}}, ["rollouter/0", "rollouter/1"], False, 8.5),
     ],
 )
-def test_memory_is_two_versions_of_the_weights_and_what_computes_on_the_cpu(settings, actors, on_gpu, gib):
-    assert gib * GIB <= memory_need(config(**settings), actors, SIZE, on_gpu=on_gpu) < (int(gib) + 1) * GIB
+def test_memory_is_two_versions_of_the_weights_and_the_work_on_the_cpu(settings, actors, on_gpu, gib):
+    need = memory_need(config(**settings), actors, SIZE, on_gpu=on_gpu)
+    assert need.least == gib * GIB + 0 < need.wanted < (int(gib) + 1) * GIB
 
 
 def test_adapters_need_memory_for_themselves_alone():
     size = ModelSize(parameters=GIB, bytes=2 * GIB, adapters=1000)
 
     def need(size, **lora):
-        return memory_need(config(lora=lora), ["learner/0"], size, on_gpu=False)
+        return memory_need(config(lora=lora), ["learner/0"], size, on_gpu=False).wanted
 
     alone, merged = need(size, rank=8), need(size, rank=8, publish="merged")
     assert 4 * GIB <= alone < 5 * GIB and merged == alone + 4 * GIB - 2 * 4 * 1000
@@ -187,7 +184,7 @@ ON_GPU = {"rollout": {"gpus_per_replica": 1}}
         ({}, ["controller/0", "learner/0", "rollouter/0"], 5),
         ({}, ["learner/1", "rollouter/0"], 3),
         (SIM, ["controller/0", "learner/0", "rollouter/0"], 4),
-        # The members of a broadcast meet the learner: at its links, and under gloo at a store besides.
+        # The members of a broadcast meet the learner: at its links, and under gloo also at a store.
         (SIM | {"weights": {"transport": "gloo"}}, ["controller/0", "learner/0", "rollouter/0"], 6),
         (ON_GPU | {"weights": {"transport": "nccl"}}, ["learner/0"], 4),
         (ON_GPU, ["learner/0"], 4),

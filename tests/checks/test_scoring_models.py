@@ -7,7 +7,7 @@ import pytest
 from model_files import write_model
 from teacher_server import scored, served
 
-from asyncrl.checks.checks import asks_of_learner
+from asyncrl.checks.check_list import learner_reads_more
 from asyncrl.checks.inputs import read_inputs
 from asyncrl.checks.scoring_models import check_server, compare
 from asyncrl.config.load import validate_config
@@ -31,7 +31,7 @@ def spoil_tokenizer(folder, change):
 
 
 def spoilt(**changes):
-    """The vocabulary with these ids, None for a token that is not there."""
+    """The vocabulary with these ids, None for a missing token."""
 
     def change(vocab, _):
         ids = vocab | changes
@@ -95,7 +95,7 @@ def config_of(policy, **sections):
 )
 def test_a_model_with_another_tokenizer_is_refused_before_the_start(policy, other, key, learner):
     config = config_of(policy, learner=learner(str(other)))
-    assert asks_of_learner(config) and not asks_of_learner(config_of(policy))
+    assert learner_reads_more(config) and not learner_reads_more(config_of(policy))
     for result in ("ok", "fail"):
         *_, found = read_inputs(config, with_rows=True, for_learner=True).findings
         assert (found.check, found.result, found.key, bool(found.fix)) == ("tokenizer", result, key, result == "fail")
@@ -119,20 +119,20 @@ def served_finding(policy, *script, **settings):
     ("script", "settings", "result", "told"),
     [
         (scored, {"decode": lambda ids: "other words"}, "fail", "has another tokenizer than model.path"),
-        (scored, {}, "warn", "but does not tell its tokens"),
+        (scored, {}, "warn", "but does not show its tokens"),
         (scored, {"longest": 1124}, "fail", "takes sequences of up to 1124 tokens, and the longest of the run needs"),
         (500, {}, "fail", "/completions answers with status 500"),
         (scored, {"models": ("x", "y")}, "fail", "serves several models (x, y)"),
         (scored, {"teacher_server": {"model": "z"}}, "fail", "serves no model 'z'; it serves teacher"),
     ],
 )
-def test_a_server_is_asked_what_the_run_will_ask(policy, script, settings, result, told):
+def test_a_server_gets_the_requests_of_a_run(policy, script, settings, result, told):
     found, server = served_finding(policy, script, **settings)
     assert (found.check, found.result, found.key) == ("teacher", result, "learner.teacher")
     assert told in found.detail and server.url in found.detail and found.fix
 
 
-def test_a_server_with_the_policy_s_tokens_is_right(policy):
+def test_a_server_with_the_policys_tokens_passes(policy):
     tokenizer = load_tokenizer(str(policy))
     found, server = served_finding(policy, scored, decode=lambda ids: f" {tokenizer.decode(ids)}")
     assert found.result == "ok" and "serves teacher and scores" in found.detail

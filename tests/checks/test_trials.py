@@ -1,7 +1,4 @@
-"""The user's reward function, and the code that plays episodes, found and called before a run begins.
-
-Whatever it does costs a worker process and no more.
-"""
+"""The user's reward function and episode code, imported and called before a start. A fault costs a process only."""
 
 import asyncio
 import os
@@ -91,7 +88,7 @@ SAMPLES = [Sample("data", f"p.jsonl:{line}", f"p{line}", {"answer": str(line)}) 
         ("hangs:reward", "takes more than 0.5 s"),
     ],
 )
-def test_a_reward_function_that_is_not_found_says_why(function, said):
+def test_a_reward_function_that_cannot_be_loaded_says_why(function, said):
     hangs = function.startswith("hangs")
     found = tried(function, bounds={"import_s": 0.5 if hangs else 45.0})
     assert found.result == ("warn" if hangs else "fail"), found
@@ -101,21 +98,26 @@ def test_a_reward_function_that_is_not_found_says_why(function, said):
 @pytest.mark.parametrize(
     ("function", "settings", "result", "said"),
     [
-        ("mine:good", {}, "ok", "gives on samples: 1, 0, 1, 0"),
+        ("mine:good", {}, "ok", 'gives on samples: 1 for "1", 0 for "I am not sure. The answer is 42.", 1 for'),
         ("mine:typo", {}, "fail", "raised KeyError: 'anwser' ({folder}/mine.py:6), on p.jsonl:1"),
         ("mine:nothing", {}, "fail", "returned None; a finite number is expected ({folder}/mine.py:7), on p.jsonl:1"),
         ("mine:picky", {}, "warn", "fails on 2 of 4 samples: raised ValueError: not what I like"),
         ("mine:leaves", {}, "fail", "ended its worker process (exit code 3), on p.jsonl:1"),
         ("mine:sleeps", {"timeout_s": 0.2, "on_timeout": -1.0}, "warn", "gets the reward -1 (reward.on_timeout)"),
-        ("mine:prints", {"timeout_s": 0.2}, "fail", "each of the samples that it was called on: ran longer than 0.2 s"),
+        ("mine:prints", {"timeout_s": 0.2}, "fail", "each sample that it was called on: ran longer than 0.2 s"),
         ("mine:eats", {"max_memory_bytes": 64 << 20}, "fail", "reward.max_memory_bytes"),
         ("mine:short", {"per": "group"}, "fail", "returned 1 rewards for a group of 3"),
-        ("mine:whole", {"per": "group"}, "ok", "gives on samples: 3, 3, 3, 3, 3, 3"),
+        (
+            "mine:whole",
+            {"per": "group"},
+            "ok",
+            '3 for "1", 3 for "I am not sure. The answer is 42.", 3 for "1"',
+        ),
         ("mine:grudging", {"per": "group"}, "warn", "fails on 1 of 2 samples: returned None"),
         ("exact", {"options": {"answer_key": "solution"}}, "fail", "the row has no column 'solution'"),
-        # The time for all calls is bounded, whatever the function may take.
+        # The time for all calls together is bounded, too.
         ("mine:sleeps", {"timeout_s": 0.5, "bounds": {"calls_s": 0.9}}, "fail", "; there was time for 1 of 4 calls"),
-        ("mine:sleeps", {"timeout_s": 900.0, "bounds": {"calls_s": 0.5}}, "warn", "had not answered after 0.5 s"),
+        ("mine:sleeps", {"timeout_s": 900.0, "bounds": {"calls_s": 0.5}}, "warn", "did not answer within 0.5 s"),
     ],
 )
 def test_a_reward_function_is_called_on_samples(tmp_path, function, settings, result, said):
@@ -138,7 +140,7 @@ def test_a_reward_function_is_called_on_samples(tmp_path, function, settings, re
         ({"data": Trial([1.0], []), "eval.held.data": Trial([], ["bad"])}, False, "fail"),
     ],
 )
-def test_what_fails_on_all_samples_of_a_set_is_an_error(trials, timed_out, result):
+def test_a_function_that_fails_on_all_samples_of_a_set_is_an_error(trials, timed_out, result):
     assert judge(RewardConfig(function="m:f"), trials, calls=4, timed_out=timed_out).result == result
 
 
@@ -153,20 +155,20 @@ def test_what_fails_on_all_samples_of_a_set_is_an_error(trials, timed_out, resul
         ({"function": "ends:play"}, "fail", "importing ends:play: it ended its worker process (exit code 3)"),
     ],
 )
-def test_what_cannot_be_played_is_told_with_its_key_and_a_mend(episode, result, detail):
+def test_episode_code_that_cannot_be_played_is_reported_with_key_and_fix(episode, result, detail):
     import_s = 0.5 if result == "warn" else 45.0
     found = asyncio.run(check_episode(simulated_run(episode=episode), import_s=import_s))
     assert (found.check, found.result, bool(found.fix)) == ("episode", result, result != "ok"), found
     assert found.detail.startswith(detail) and (result != "warn" or found.key == "episode.function")
 
 
-def test_a_command_is_looked_for(tmp_path):
+def test_the_program_and_the_script_of_a_command_must_exist(tmp_path):
     (tmp_path / "agent.py").write_text("")
     assert check_command([sys.executable, "agent.py"]).result == "ok"
     assert check_command([sys.executable, "-m", "agent"]).result == "ok"
     for command, said in (
-        ([sys.executable, "agnt.py"], "agnt.py is not there"),
-        (["no-such-program"], "no-such-program is not there"),
+        ([sys.executable, "agnt.py"], "agnt.py is missing"),
+        (["no-such-program"], "no-such-program is missing"),
         (["./agent.py"], "./agent.py is no program that can be run"),
     ):
         found = check_command(command)

@@ -7,7 +7,7 @@ from model_files import write_model, write_weights
 from run_settings import simulated_run
 
 from asyncrl.checks.model import check_model, measure
-from asyncrl.checks.scoring_models import check_frozen
+from asyncrl.checks.scoring_models import check_scoring_models
 from asyncrl.config.load import validate_config
 from asyncrl.tokenizer import load_tokenizer
 
@@ -83,7 +83,7 @@ def test_quantized_weights_are_refused_with_the_method_and_the_next_step(model, 
             "holds a model and an adapter of org/base (adapter_config.json, adapter_model.safetensors)",
             "merge_and_unload",
         ),
-        (with_files("adapter_model.safetensors"), "the adapter would be left out", "move adapter_model.safetensors"),
+        (with_files("adapter_model.safetensors"), "the adapter would be ignored", "move adapter_model.safetensors"),
         (
             with_files("adapter_config.json", "adapter_model.bin", without=[WEIGHTS]),
             "holds an adapter of org/base and no model",
@@ -157,8 +157,8 @@ def test_a_reference_and_a_teacher_are_held_to_the_same(tmp_path, model, key, le
     rollout = {"gpus_per_replica": 0, "max_tokens": 100}
     tree = {"model": {"path": str(model)}, "data": {"source": "synthetic", "size": 4}, "rollout": rollout}
     config = validate_config(tree | {"learner": learner(str(other))})
-    (finding,) = check_frozen(config, load_tokenizer(str(model)))
+    (finding,) = check_scoring_models(config, load_tokenizer(str(model)))
     assert (finding.result, finding.key) == ("fail", key)
     assert str(other) in finding.detail and finding.fix
     # A run that trains nothing loads neither.
-    assert check_frozen(simulated_run(), load_tokenizer(str(model))) == []
+    assert check_scoring_models(simulated_run(), load_tokenizer(str(model))) == []

@@ -20,7 +20,7 @@ CHAT = [{"role": "user", "content": "x" * 40}]
 
 def make_set(prompts: list[Any], **fields: Any) -> PromptSet:
     raw = [RawRow("d.jsonl", line, {"prompt": prompt, "n": line}) for line, prompt in enumerate(prompts, 1)]
-    dataset = collect("d.jsonl", raw, prompt_key="prompt", on_bad_row="error")
+    dataset = collect("d.jsonl", raw, DataConfig(prompt_key="prompt"))
     return PromptSet(dataset, DataConfig(path="d.jsonl", **fields), ByteTokenizer())
 
 
@@ -69,7 +69,7 @@ def test_a_set_with_too_many_left_out_prompts_is_refused_with_their_number(
 def test_a_row_that_the_template_does_not_show_is_a_bad_row_with_its_place(family: Any) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     rows = [RawRow("d.jsonl", 1, {"prompt": "hi"}), RawRow("d.jsonl", 2, {"prompt": "ho", "tools": [tool]})]
-    dataset = collect("d.jsonl", rows, prompt_key="prompt", on_bad_row="error", tools_key="tools")
+    dataset = collect("d.jsonl", rows, DataConfig(prompt_key="prompt", tools_key="tools"))
     tokenizer = load_tokenizer(str(family("plain chatml")))
     with pytest.raises(DataError, match=r"d\.jsonl:2: tools\[0\].function.name: the chat template shows no tools"):
         PromptSet(dataset, DataConfig(template="chat"), tokenizer).tokenize(9)
@@ -111,7 +111,7 @@ def test_a_prompt_that_cannot_be_tokenized_is_left_out_where_that_is_wanted() ->
     told = '2 of 5 (40 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first: d.jsonl:2: chat'
     assert remark.told.startswith(told)
     rows = [RawRow("e.jsonl", 1, {"prompt": text, "n": line}) for line, text in zip((1, 3, 4), good, strict=True)]
-    dataset = collect("e.jsonl", rows, prompt_key="prompt", on_bad_row="error")
+    dataset = collect("e.jsonl", rows, DataConfig(prompt_key="prompt"))
     assert prompts.fingerprint == dataset.fingerprint
     with pytest.raises(DataError, match=r"e\.jsonl:1: the prompt has no tokens"):
         PromptSet(dataset, DataConfig(path="e.jsonl"), Silent()).tokenize(1)

@@ -10,8 +10,8 @@ import pytest
 from model_files import write_chat_template, write_model
 
 from asyncrl.cli import doctor
-from asyncrl.doctor.agent.speaker import Speaker, example_of
-from asyncrl.doctor.agent.verdict import CAUSES, Played, RehearsedTurn
+from asyncrl.doctor.agent.played import CAUSES, Played, PlayedTurn
+from asyncrl.doctor.agent.script import Script, example_of
 from asyncrl.rollouter.episode.conversation import Cause
 
 AGENT = '''
@@ -104,19 +104,17 @@ def examine(capsys, *argv):
     return code, json.loads(shown.out or "{}"), shown.err
 
 
-def told(seen):
+def lines_of(seen):
     """The text that people read."""
     fields = {key: value for key, value in seen.items() if key not in ("works", "forks")}
-    return "\n".join(
-        Played(**fields | {"turns": [RehearsedTurn(**turn) for turn in seen["turns"]]}).lines(scored=False)
-    )
+    return "\n".join(Played(**fields | {"turns": [PlayedTurn(**turn) for turn in seen["turns"]]}).lines(scored=False))
 
 
 def agent(name):
     return ["--agent", f"{sys.executable} agent.py {name}"]
 
 
-def test_an_agent_that_sends_answers_back_goes_on(folder, capsys):
+def test_an_agent_that_sends_answers_back_extends_the_conversation(folder, capsys):
     code, seen, _ = examine(capsys, *agent("loop"))
     assert (code, seen["works"], seen["forks"], seen["reward"], seen["outcome"]) == (0, True, {}, 0.5, "stop")
     assert [(turn["cause"], turn["calls"]) for turn in seen["turns"]] == [("root", ["weather"]), ("extend", [])]
@@ -126,25 +124,25 @@ def test_an_agent_that_sends_answers_back_goes_on(folder, capsys):
     assert (seen["ignored"], seen["relaxed"], seen["refused"]) == (["temperature"], ["tool_choice"], {})
     assert (seen["dialects"], seen["streamed"], seen["retries"]) == ({"/v1/chat/completions": 2}, 0, 0)
     assert set(seen["seconds"]) == {"first call", "last answer", "end"}
-    shown = told(seen)
+    shown = lines_of(seen)
     assert "begins the conversation; calls weather" in shown and CAUSES["extend"] in shown
     assert "2 calls, 0 forked: the engine computes 1.00 times the tokens" in shown
     assert "warn  ignored: temperature" in shown and "warn  relaxed: tool_choice" in shown
     assert shown.endswith("a run can train on this agent")
 
 
-def test_an_agent_that_rewrites_what_was_said_forks(folder, capsys):
+def test_an_agent_that_rewrites_an_answer_forks(folder, capsys):
     code, seen, _ = examine(capsys, *agent("rewrites"))
     assert code == 0 and sum(seen["forks"].values()) == 1 and len(seen["sequences"]) == 2 and seen["cost_factor"] > 1
     (cause,) = seen["forks"]
-    assert f"  fork: {CAUSES[cause]}" in told(seen) and f"warn  1 forked: {CAUSES[cause]}" in told(seen)
+    assert f"  fork: {CAUSES[cause]}" in lines_of(seen) and f"warn  1 forked: {CAUSES[cause]}" in lines_of(seen)
 
 
 def test_an_agent_that_never_asks_hangs_or_crashes_cannot_be_trained(folder, capsys):
-    """Its last words are told, and the field that it was refused; one that hangs is ended at its deadline."""
+    """The report has its last output and the refused field; a deadline ends an agent that hangs."""
     code, seen, _ = examine(capsys, *agent("silent"))
     assert code == 1 and "without an answer of the policy" in seen["failure"] and seen["turns"] == []
-    shown = told(seen)
+    shown = lines_of(seen)
     assert "no call of the policy was answered" in shown and "  | I know it all" in shown
     assert shown.endswith("a run cannot train on this agent as it is")
     limits = ["--timeout", "30", "--episode.turn_timeout_s", "1", "--episode.close_timeout_s", "0.5"]
@@ -161,9 +159,9 @@ def test_tools_that_the_chat_template_does_not_show_are_named(folder, capsys, fa
     code, seen, _ = examine(capsys, *agent("loop"), *limit, "--model.path", str(family("chatml")))
     assert (code, seen["works"], seen["hidden_tools"]) == (0, True, ["weather"])
     warning = "warn  the chat template does not show the model these tools: weather; describe them in a system message"
-    assert warning in told(seen)
+    assert warning in lines_of(seen)
     _, seen, _ = examine(capsys, *agent("loop"), *limit, "--model.path", str(family("tools first")))
-    assert seen["hidden_tools"] == [] and "does not show the model" not in told(seen)
+    assert seen["hidden_tools"] == [] and "does not show the model" not in lines_of(seen)
 
 
 def test_a_configuration_names_function_and_task(folder, capsys):
@@ -189,22 +187,22 @@ def test_neither_torch_nor_vllm_is_imported(folder):
     subprocess.run(argv, check=True, timeout=60, stdout=subprocess.DEVNULL, env=environment)
 
 
-# --- the speaker and the words ---
+# --- the script and the words ---
 
 
 def tool(name, **parameters):
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-def test_the_speaker_calls_each_tool_once_and_ends_as_the_agent_wants():
-    speaker = Speaker(thinks=False)
-    said = [speaker.say([tool("look"), tool("final_answer")]) for _ in range(3)]
+def test_the_script_calls_each_tool_once_and_ends_as_the_agent_wants():
+    script = Script(thinks=False)
+    said = [script.answer([tool("look"), tool("final_answer")]) for _ in range(3)]
     assert '"look"' in said[0] and '"final_answer"' in said[1] and '"final_answer"' in said[2]
-    assert Speaker(thinks=False).say([]) == "This is answer 1."
-    coder = Speaker(thinks=False)
-    assert [("final_answer" in coder.say([], stop=["</code>"])) for _ in range(2)] == [False, True]
-    assert Speaker(thinks=True).say([]).startswith("<think>\n")
-    assert Speaker(thinks=True).say([], thinking=True).startswith("\nThis is thought 1.\n</think>")
+    assert Script(thinks=False).answer([]) == "This is answer 1."
+    coder = Script(thinks=False)
+    assert [("final_answer" in coder.answer([], stop=["</code>"])) for _ in range(2)] == [False, True]
+    assert Script(thinks=True).answer([]).startswith("<think>\n")
+    assert Script(thinks=True).answer([], thinking=True).startswith("\nThis is thought 1.\n</think>")
 
 
 @pytest.mark.parametrize(
@@ -220,19 +218,19 @@ def test_the_speaker_calls_each_tool_once_and_ends_as_the_agent_wants():
         ({"type": "array", "items": {}}, []),
     ],
 )
-def test_arguments_keep_to_the_schema(schema, value):
+def test_arguments_follow_the_schema(schema, value):
     assert example_of(schema) == value
 
 
-def test_a_rendering_that_happens_to_go_on_is_no_fork():
+def test_a_context_that_extends_an_answer_by_chance_is_no_fork():
     assert set(CAUSES) == set(Cause.__args__)
     tokens = {"context_tokens": 5, "new_tokens": 1, "sampled_tokens": 1}
-    turn = RehearsedTurn(cause="fork:assistant", goes_on=True, calls=[], trained=True, **tokens)
-    assert not turn.forked and turn.words.startswith(CAUSES["extend"])
+    turn = PlayedTurn(cause="fork:assistant", goes_on=True, calls=[], trained=True, **tokens)
+    assert not turn.forked and turn.relation.startswith(CAUSES["extend"])
     nothing = dict.fromkeys(("turn_rewards", "streamed", "retries"), 0) | {"dialects": {}, "refused": {}, "seconds": {}}
     nothing |= {"failure": "", "printed": "", "reward": None, "ignored": [], "relaxed": []}
     played = Played(outcome="turns", turns=[turn], sequences=[6], cost_factor=1.0, **nothing)
     assert played.forks == {} and played.works
-    told = "\n".join(played.lines(scored=False))
-    assert "warn  it was ended by a limit (turns)" in told and "warn  it gave no reward" in told
+    text = "\n".join(played.lines(scored=False))
+    assert "warn  a limit ended it (turns)" in text and "warn  it gave no reward" in text
     assert "no reward" not in "\n".join(played.lines(scored=True))

@@ -16,7 +16,7 @@ def model(tmp_path):
     return write_model(tmp_path / "model")
 
 
-def test_the_verdicts_the_seam_and_an_example_are_shown(model, capsys):
+def test_verdicts_parsers_and_an_example_are_shown(model, capsys):
     write_chat_template(model, CHATML)
     assert doctor.main(["--chat", "--model.path", str(model), "--chat.tool_parser", "json"]) == 0
     shown = capsys.readouterr().out
@@ -37,11 +37,11 @@ def test_a_configuration_says_what_to_look_at_and_json_is_what_a_run_keeps(model
     assert {case["verdict"] for case in report["cases"]} == {"extend"}
 
 
-def test_a_template_that_refuses_all_is_a_failure_and_none_a_wrong_configuration(model, capsys):
+def test_a_useless_template_fails_and_a_missing_one_is_a_wrong_configuration(model, capsys):
     assert doctor.main(["--chat", "--model.path", str(model)]) == 78
-    told = capsys.readouterr().err
-    assert "has no chat template, and episodes are chats; take a model that has one" in told
-    assert "the configuration is wrong: correct what is listed above" in told
+    text = capsys.readouterr().err
+    assert "has no chat template, and episodes are chats; take a model that has one" in text
+    assert "the configuration is wrong: correct the problems above" in text
     write_chat_template(model, "{{ raise_exception('not today') }}")
     assert doctor.main(["--chat", "--model.path", str(model)]) == 1
     assert "refused  user" in (shown := capsys.readouterr().out) and "not today" in shown

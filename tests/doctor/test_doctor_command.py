@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from asyncrl.checks.findings import CHECKS
+from asyncrl.checks.check_list import NAMES
 from asyncrl.cli import doctor
 
 SIM = """
@@ -46,7 +46,7 @@ def test_help_loads_nothing_heavy():
     [
         (["--nonsense"], "--nonsense"),
         (["--exclude", "a"], "--include, --exclude and --ssh-args belong to --hosts"),
-        (["--learner.lr", "1"], "no CONFIG file"),
+        (["--learner.lr", "1"], "needs a CONFIG file"),
         (["--timeout", "0"], "1 to 3600"),
         (["--agent"], "give the program, or a CONFIG"),
         (["--agent", "x.toml"], "put a CONFIG in front"),
@@ -78,7 +78,7 @@ def run(*argv, cwd, **env):
     return subprocess.run(argv, capture_output=True, text=True, cwd=cwd, timeout=240, env=os.environ | env)
 
 
-def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
+def test_this_host_is_ready_and_leftovers_are_named(config, tmp_path):
     left = tmp_path / "runs" / "old" / "private"
     left.mkdir(parents=True)
     (left / "lock").touch()
@@ -86,7 +86,7 @@ def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == (1 if any(one["result"] == "fail" for one in found) else 0)
     assert all(set(one) == {"host", "check", "result", "detail", "fix", "key"} for one in found)
-    assert all(one["check"] in CHECKS and one["result"] in ("ok", "warn", "fail") for one in found)
+    assert all(one["check"] in NAMES and one["result"] in ("ok", "warn", "fail") for one in found)
     assert all(bool(one["fix"]) == (one["result"] != "ok") for one in found)
     by_check = {one["check"]: one for one in found}
     always = {"ssh", "versions", "placement", "ports", "model", "tokenizer", "data", "reward", "run_dir", "memory"}
@@ -97,7 +97,7 @@ def test_this_host_can_rehearse_and_what_is_left_is_named(config, tmp_path):
     assert not list(tmp_path.rglob(".asyncrl-doctor-*"))
 
 
-def test_what_does_not_fit_fails_line_by_line(config, tmp_path):
+def test_each_problem_has_its_own_line(config, tmp_path):
     wrong = {"NCCL_SOCKET_IFNAME": "ib7"}
     done = run(config, "--reward.function", "nowhere:reward", "--network.host", "203.0.113.9", cwd=tmp_path, **wrong)
     rows = done.stdout.splitlines()

@@ -76,7 +76,7 @@ def names(found, runs):
     return sorted(str(one.path.relative_to(runs)) for one in found)
 
 
-def test_i7_what_is_certainly_dead_is_named_and_then_removed(tmp_path, nobody):
+def test_i7_certainly_dead_leftovers_are_named_and_then_removed(tmp_path, nobody):
     runs = tmp_path / "runs"
     dead, living, part_living = (make_run(runs, name) for name in ("dead", "living", "part-living"))
     (part_living / "private-1").mkdir()
@@ -89,12 +89,12 @@ def test_i7_what_is_certainly_dead_is_named_and_then_removed(tmp_path, nobody):
     ]
     with held(living), held(part_living, "private-1"):
         assert names(find_leftovers(runs, is_head=True), runs) == expected
-        told = check_leftovers(runs, is_head=True, fix=False)
-        assert told.result == "warn" and "--fix" in told.fix
-        assert all(str(runs / name) in told.detail for name in expected)
+        found = check_leftovers(runs, is_head=True, fix=False)
+        assert found.result == "warn" and "--fix" in found.fix
+        assert all(str(runs / name) in found.detail for name in expected)
         assert (dead / "private").exists()
-        told = check_leftovers(runs, is_head=True, fix=True)
-        assert told.result == "ok" and told.detail.startswith("removed ")
+        found = check_leftovers(runs, is_head=True, fix=True)
+        assert found.result == "ok" and found.detail.startswith("removed ")
         assert all(not (runs / name).exists() for name in expected)
         assert (dead / "checkpoints" / "v00000002").is_dir() and (dead / "config.json").is_file()
         assert (living / "private" / "secret.json").exists()
@@ -103,7 +103,7 @@ def test_i7_what_is_certainly_dead_is_named_and_then_removed(tmp_path, nobody):
         assert check_leftovers(runs, is_head=True, fix=True).detail == "none"
 
 
-def test_a_run_that_begins_meanwhile_keeps_everything(tmp_path, nobody):
+def test_a_run_that_starts_meanwhile_keeps_its_files(tmp_path, nobody):
     run = make_run(tmp_path / "runs", "a")
     found = find_leftovers(tmp_path / "runs", is_head=True)
     with held(run):
@@ -111,7 +111,7 @@ def test_a_run_that_begins_meanwhile_keeps_everything(tmp_path, nobody):
     assert all(one.path.exists() for one in found)
 
 
-def test_unfinished_checkpoints_are_the_heads_business(tmp_path, nobody):
+def test_only_the_head_looks_for_unfinished_checkpoints(tmp_path, nobody):
     runs = tmp_path / "runs"
     run = make_run(runs, "a")
     partial = "a/checkpoints/.v00000003.partial-17"
@@ -123,15 +123,15 @@ def test_unfinished_checkpoints_are_the_heads_business(tmp_path, nobody):
     assert find_leftovers(None, is_head=True) == []
 
 
-def test_what_may_be_in_use_is_only_named(tmp_path, nobody):
+def test_leftovers_that_may_be_in_use_are_only_named(tmp_path, nobody):
     runs = tmp_path / "runs"
     run = make_run(runs, "a", dir=str(tmp_path / "elsewhere"))
     outside = tmp_path / "elsewhere" / "a" / ".v00000003.partial-17"
     outside.mkdir(parents=True)
     (run / "private" / "lock").unlink()
-    told = check_leftovers(runs, is_head=True, fix=True)
-    assert told.result == "warn" and "yourself" in told.fix and "removed" not in told.detail
-    assert str(outside) in told.detail and "without a lock" in told.detail
+    found = check_leftovers(runs, is_head=True, fix=True)
+    assert found.result == "warn" and "yourself" in found.fix and "removed" not in found.detail
+    assert str(outside) in found.detail and "without a lock" in found.detail
     assert outside.exists() and (run / "private").exists()
 
 
@@ -145,8 +145,8 @@ def test_locks_that_other_hosts_do_not_see_prove_nothing(tmp_path, nobody, monke
     assert locks_tell(tmp_path.parent, mounts)
     make_run(tmp_path / "runs", "a")
     monkeypatch.setattr(leftovers, "locks_tell", lambda path: locks_tell(path, mounts))
-    told = check_leftovers(tmp_path / "runs", is_head=True, fix=True)
-    assert told.result == ("ok" if tell else "warn")
+    found = check_leftovers(tmp_path / "runs", is_head=True, fix=True)
+    assert found.result == ("ok" if tell else "warn")
     assert (tmp_path / "runs" / "a" / "private").exists() is not tell
 
 
@@ -156,7 +156,7 @@ def test_scratch_of_engines_goes_with_their_process(tmp_path, nobody):
     mine = tmp_path / "tmp" / f"asyncrl-engine-{os.getpid()}-x"
     dead.mkdir()
     mine.mkdir()
-    # Of a process that is not seen from here, as one of another container.
+    # Its process may be in another container, and invisible here.
     unseen = dead.with_name(f"{dead.name}y")
     unseen.mkdir()
     with (unseen / "lock").open("w") as lock:
@@ -187,7 +187,7 @@ KEEPER = "/bin/python -u -m asyncrl.workers.keeper 7"
         ([(9, 0, ACTOR)], []),
     ],
 )
-def test_orphans_are_those_with_no_guard_and_nobody_above(rows, expected):
+def test_orphans_descend_from_no_guard_and_no_starter(rows, expected):
     names = {"systemd --user": "systemd", "asyncrl is what I read about": "less"}
     there = [(1, 0, "/sbin/init"), *rows] if rows[0][1] else rows
     family = {
@@ -207,7 +207,7 @@ def test_i7_an_orphan_is_killed_and_nothing_else():
             pytest.skip("orphans do not go to process 1 here")
         mine = [one for one in find_leftovers(None, is_head=True) if one.process and one.process.pid == pid]
         assert len(mine) == 1 and mine[0].certain and "rollouter/0 the-doctors-own-test" in mine[0].what
-        # The number may be somebody else's by now.
+        # Another process may have the number by now.
         other = Process(pid, 1, mine[0].process.started - 1, mine[0].process.title, "")
         assert not remove(dataclasses.replace(mine[0], process=other))
         assert process.is_running()

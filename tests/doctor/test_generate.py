@@ -82,7 +82,7 @@ async def test_each_of_the_first_prompts_that_fit_gets_a_response_with_its_score
         assert response.reward == response.components["short"] + response.components["cut"]
 
 
-async def test_a_reward_of_a_group_is_given_a_whole_group():
+async def test_a_group_reward_gets_a_whole_group():
     answer = await generate(sim(reward={"per": "group", "function": "my_rewards:group"}), 1)
     assert responses(answer) == [("one", [(float(rank), {"rank": float(rank)}) for rank in range(3)])]
 
@@ -112,7 +112,7 @@ async def test_an_episode_is_played_with_the_engine_as_its_policy():
         ({"rollout": {"engine": "sim", "max_tokens": 8, "sim": {"crash_probability": 1.0}}}, "rollouter/0"),
     ],
 )
-async def test_what_fails_is_said_and_ends_the_wait(tables, said):
+async def test_a_failure_is_reported_and_ends_the_wait(tables, said):
     answer = await generate(sim(**tables), 2)
     assert not answer.groups and len(answer.problems) == 1
     assert said in answer.problems[0]
@@ -206,13 +206,13 @@ def test_a_signal_ends_the_process_that_samples(tmp_path):
     assert not left
 
 
-def test_a_deadline_ends_it_with_words(tmp_path, monkeypatch):
+def test_a_deadline_ends_it_with_an_error(tmp_path, monkeypatch):
     from asyncrl.doctor.generate import printing
 
     monkeypatch.setattr(printing, "longest_s", lambda config, count: 0.5)
     with pytest.raises(ConfigError) as caught:
         printing.print_generated(sim(), 1)
-    assert caught.value.problems == ["--generate: 1 prompts were not answered within 0.5 s by the engine sim"]
+    assert caught.value.problems == ["--generate: the engine sim did not answer 1 prompts within 0.5 s"]
 
 
 @pytest.mark.parametrize(

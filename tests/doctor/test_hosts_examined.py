@@ -1,4 +1,4 @@
-"""Hosts one by one, differences between them, and the ways from one to another."""
+"""Hosts one by one, differences between them, and the connections from one to another."""
 
 import socket
 import threading
@@ -8,31 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from side_by_side import held_and_free
 
+from asyncrl.checks.needs import Need
+from asyncrl.checks.network import judge_nccl
+from asyncrl.checks.resources import judge_memory, judge_shm, memory_bytes, shm_bytes
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import validate_config
 from asyncrl.doctor.between_hosts import (
+    Link,
     Offset,
-    Way,
     best_offset,
     compare_clocks,
     compare_identities,
     compare_models,
     compare_versions,
     judge_gpus,
-    judge_ways,
+    judge_links,
     needed_packages,
 )
-from asyncrl.doctor.machine import (
-    find_cards,
-    gather_facts,
-    judge_memory,
-    judge_shm,
-    memory_bytes,
-    parse_cards,
-    shm_bytes,
-)
-from asyncrl.doctor.network import Listeners, connect, judge_nccl
-from asyncrl.doctor.protocol import Card, Connect, HostFacts, Listen, ReachableHost
+from asyncrl.doctor.host import find_cards, gather_facts, parse_cards
+from asyncrl.doctor.orders import Card, Connect, HostFacts, Listen, Listener
+from asyncrl.doctor.reach import Listeners, connect
 from asyncrl.launcher.fleet.hosts import find_facts
 from asyncrl.launcher.terms.placement import PlacementHost, place
 from asyncrl.launcher.terms.spec import HostOffer
@@ -46,11 +41,11 @@ def test_shm_and_memory():
     shm = [(None, "fail"), ((64 << 20, 1 << 20), "fail"), ((64 << 20,) * 2, "warn"), ((GIB,) * 2, "ok")]
     assert [judge_shm(there).result for there, _ in shm] == [result for _, result in shm]
     for total, available, result in ((8, 4, "fail"), (16, 4, "warn"), (16, 10, "ok")):
-        found = judge_memory(total * GIB, available * GIB, 10 * GIB)
+        found = judge_memory(total * GIB, available * GIB, Need(least=10 * GIB, wanted=10 * GIB))
         assert found.result == result and f"{available}.0 GiB of {total}.0 GiB" in found.detail
 
 
-def test_what_this_host_is():
+def test_facts_of_this_host():
     facts = gather_facts(find_facts())
     assert facts.versions["asyncrl"] == facts.facts.version
     assert facts.versions.keys() >= {"aiohttp", *(name for traits in ENGINES.values() for name in traits.packages)}
@@ -110,7 +105,7 @@ def results(found):
         (0.8, 0.4, "ok"),
     ],
 )
-def test_a_clock_that_is_surely_off_is_named(ahead, error, result):
+def test_a_clock_that_certainly_differs_is_named(ahead, error, result):
     found = compare_clocks({"a": Offset(5.0, 0.0), "b": Offset(5.0 + ahead, error)}, "a")
     assert results(found) == {"b": result}
     if result == "warn":
@@ -122,12 +117,12 @@ def test_a_clock_that_is_surely_off_is_named(ahead, error, result):
     st.lists(st.tuples(st.floats(0, 1000), st.floats(0.001, 5), st.floats(0, 1)), min_size=1, max_size=8),
 )
 def test_an_offset_is_never_wrong_by_more_than_it_says(ahead, rounds):
-    told = best_offset([(asked, asked + way * share + ahead, asked + way) for asked, way, share in rounds])
-    assert abs(told.ahead_s - ahead) <= told.error_s + 1e-9
-    assert told.error_s == pytest.approx(min(way for _, way, _ in rounds) / 2, abs=1e-9)
+    offset = best_offset([(asked, asked + way * share + ahead, asked + way) for asked, way, share in rounds])
+    assert abs(offset.ahead_s - ahead) <= offset.error_s + 1e-9
+    assert offset.error_s == pytest.approx(min(way for _, way, _ in rounds) / 2, abs=1e-9)
 
 
-def test_two_names_of_one_machine_are_one_host_too_many():
+def test_two_names_of_one_machine_are_an_error():
     found = compare_identities({"a": facts("x"), "b": facts("y"), "c": facts("x")})
     assert results(found) == {"c": "fail"} and "a" in found[0].detail
 
@@ -154,7 +149,7 @@ def test_versions_are_those_of_the_head(there, needed, result, said):
 
 
 @pytest.mark.parametrize(("episode", "more"), [({}, []), ({"env": "pkg:Game"}, ["aiohttp"])])
-def test_only_what_its_actors_import_has_to_be_there(episode, more):
+def test_a_host_needs_only_the_packages_of_its_actors(episode, more):
     tree = {"model": {"path": "m"}, "data": {"source": "synthetic"}, "rollout": {"gpus_per_replica": 1}}
     config = validate_config(tree | {"episode": episode})
     placed = place(config, [PlacementHost(name=name, cpus=8, gpus=("0",)) for name in "ab"])
@@ -190,22 +185,22 @@ def test_models_are_those_of_the_head(digests, bad):
     assert results(compare_models(digests, "a")) == bad
 
 
-def test_a_closed_way_is_named_with_its_direction_and_who_is_to_blame():
+def test_a_closed_link_is_named_with_its_direction_and_the_likely_firewall():
     hosts = ["a", "b", "c"]
     shut = {("a", "c"): "nothing comes back", ("b", "c"): "nothing comes back"}
-    ways = [Way(one, other, shut.get((one, other), "")) for one in hosts for other in hosts if one != other]
-    found = {finding.host: finding for finding in judge_ways(ways, "5000-5100")}
+    links = [Link(one, other, shut.get((one, other), "")) for one in hosts for other in hosts if one != other]
+    found = {finding.host: finding for finding in judge_links(links, "5000-5100")}
     assert results(found.values()) == {"a": "fail", "b": "fail", "c": "ok"}
     assert found["a"].detail == "a to c is closed: nothing comes back; c to a is open"
     assert "the firewall of c" in found["a"].fix and "TCP ports 5000-5100 of c for a" in found["a"].fix
     assert found["c"].detail == "reaches a, b"
 
-    found = judge_ways([Way("a", "b", "x"), Way("b", "a", "y", needed=False), Way("a", "c", "")], "0")
+    found = judge_links([Link("a", "b", "x"), Link("b", "a", "y", needed=False), Link("a", "c", "")], "0")
     assert [(one.host, one.result) for one in found] == [("a", "fail"), ("b", "warn")]
     assert "b to a is closed, too" in found[0].detail and "every TCP port" in found[0].fix
 
 
-# --- ways ---
+# --- links ---
 
 HERE = "127.0.0.1"
 INTERFACES = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1"}
@@ -224,32 +219,32 @@ def pair():
         yield port
 
 
-def test_who_listens_is_reached_by_who_knows_the_token(listeners, pair):
+def test_a_listener_answers_only_with_the_token(listeners, pair):
     ports = f"{pair}-{pair + 1}"
     found = listeners.listen(Listen(address=HERE, ports=[ports, "0"], token="secret"))
     assert found.ports[ports] == pair + 1
-    peer = ReachableHost(host="b", address=HERE, ports=found.ports)
+    peer = Listener(host="b", address=HERE, ports=found.ports)
     order = Connect(peers=[peer], token="secret", timeout_s=10)
     assert connect(order).problems == {"b": {ports: "", "0": ""}}
     stranger = connect(Connect(peers=[peer], token="another", timeout_s=10)).problems["b"]
-    assert all("answered by somebody else" in problem for problem in stranger.values())
+    assert all("answered by another program" in problem for problem in stranger.values())
     listeners.close()
     assert all("refused" in problem for problem in connect(order).problems["b"].values())
 
 
-def test_one_that_accepts_and_says_nothing_is_not_reached_and_one_that_asks_nothing_keeps_nobody_out(listeners):
+def test_a_silent_listener_is_unreachable_and_a_silent_client_blocks_no_other(listeners):
     port = listeners.listen(Listen(address=HERE, ports=["0"], token="x")).ports["0"]
     with socket.create_server((HERE, 0)) as silent, socket.create_connection((HERE, port)):
         for there, timeout_s, said in (
-            (silent.getsockname()[1], 0.3, "nothing comes back within 0.3 s"),
+            (silent.getsockname()[1], 0.3, "no answer within 0.3 s"),
             (port, 30, ""),
         ):
-            peer = ReachableHost(host="b", address=HERE, ports={"0": there})
+            peer = Listener(host="b", address=HERE, ports={"0": there})
             problem = connect(Connect(peers=[peer], token="x", timeout_s=timeout_s)).problems["b"]["0"]
             assert said in problem and bool(problem) == bool(said)
 
 
-def test_where_no_port_is_free_nobody_listens(listeners, pair):
+def test_a_range_without_a_free_port_has_no_listener(listeners, pair):
     ports = f"{pair}-{pair}"
     assert listeners.listen(Listen(address=HERE, ports=[ports], token="x")).ports == {}
     assert listeners.listen(Listen(address="203.0.113.9", ports=["0"], token="x")).ports == {}
@@ -270,13 +265,13 @@ def test_where_no_port_is_free_nobody_listens(listeners, pair):
         ({"NCCL_P2P_DISABLE": "1"}, [], False, "warn"),
     ],
 )
-def test_what_nccl_is_told(env, infiniband, several, result):
+def test_variables_of_nccl_and_gloo(env, infiniband, several, result):
     found = judge_nccl(env, INTERFACES, infiniband, used="eth0" if several else "", several=several)
     assert found.result == result, found
     assert all(key in found.detail for key in env) or result == "ok"
 
 
-def test_nothing_of_a_listener_stays(listeners):
+def test_a_closed_listener_leaves_no_thread(listeners):
     before = threading.active_count()
     listeners.listen(Listen(address=HERE, ports=["0"], token="x"))
     listeners.close()

@@ -211,12 +211,12 @@ def test_the_command_that_goes_on_is_without_its_resume(resume):
 
 
 def test_what_cannot_be_resumed_says_why(config, left, capsys):
-    resume, fewer = ["--resume", "auto"], "3 rows now; it had 1,024 rows when the run was left"
+    resume, fewer = ["--resume", "auto"], "3 rows now; it had 1,024 rows"
     before = {path: path.stat().st_mtime_ns for path in left.rglob("*")}
     for flags, code, said in (
         ([*resume, "--run.name", "other"], 2, "runs/other holds no run"),
         (["--resume", "/nowhere"], 2, "--resume /nowhere: there is no such folder"),
-        ([*resume, "--run.seed", "7"], 78, "run.seed: was 0 when the run was left, is 7 now"),
+        ([*resume, "--run.seed", "7"], 78, "run.seed: was 0 when the run stopped, is 7 now"),
         ([*resume, "--data.size", "3"], 78, fewer),
         ([*resume, "--data.size", "3", "--dry-run"], 78, "--allow-changed-data"),
     ):
@@ -226,7 +226,7 @@ def test_what_cannot_be_resumed_says_why(config, left, capsys):
     assert {path: path.stat().st_mtime_ns for path in left.rglob("*")} == before
     write_checkpoint(load_config([config], {}), left, 4, fingerprint="f", prompts=1024)
     assert launch.main([config, *resume]) == 78
-    assert "as many when the run was left" in capsys.readouterr().err
+    assert "it had as many, but others" in capsys.readouterr().err
     (left / "checkpoints" / "v00000003" / "state.json").write_text("{")
     (left / "checkpoints" / "v00000004" / "state.json").write_text("{")
     assert launch.main([config, *resume]) == 1

@@ -1,1 +1,1 @@
-"""One episode of the user's agent against a policy that speaks by a script: what a run would make of its calls."""
+"""One episode outside a run, by default of the user's agent against a scripted policy, and what a run makes of it."""

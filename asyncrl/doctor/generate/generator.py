@@ -1,10 +1,11 @@
-"""A process that samples a few responses and scores them: ``python -m asyncrl.doctor.generate.generator``.
+"""The process behind ``--dry-run --generate N``: samples a few responses and scores them.
 
-It reads an Order on standard input and writes an Answer to standard output. Prompts, sampling, engine, episodes and
-reward are those of the run; the weights are the model's own, without an adapter, whose first version changes nothing.
+``python -m asyncrl.doctor.generate.generator`` reads an Order on standard input and writes an Answer to standard
+output. Prompts, sampling, engine, episodes and reward are those of the run. The weights are the model's own, without an
+adapter, because an adapter's first version changes nothing.
 
-Invariant: the engine, the reward's workers and the processes of an agent have ended before the answer is written. Each
-fault is in the answer, with the samples made before it.
+Invariant: the engine, the reward's workers and the agent's processes have ended before the answer is written. The
+answer has each fault, and the samples made before it.
 """
 
 from __future__ import annotations
@@ -14,26 +15,24 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 
 from asyncrl.chat.renderer import Renderer, make_renderer
-from asyncrl.checks.first_prompts import FirstPrompt, first_prompts
+from asyncrl.checks.inputs import FirstRow, first_rows
 from asyncrl.checks.user_code import RewardTrial
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json, validate_config
-from asyncrl.doctor.agent.rehearsal import CannotPlay, Rehearsal
+from asyncrl.doctor.agent.lone_episode import CannotPlay, LoneEpisode, lone_lease
 from asyncrl.doctor.generate.model_weights import stage_model
 from asyncrl.errors import AsyncRLError, ConfigError, EngineDied
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.rollouter.engines import engine_parsers, make_engine
-from asyncrl.rollouter.episode.figures import EpisodeFigures
-from asyncrl.rollouter.episode.player import EpisodePlayer
-from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
@@ -41,10 +40,9 @@ from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.linux import die_with_parent
 from asyncrl.stops import resolve_stops
-from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.telemetry.samples import SampleGroup, SampleTrajectory
 from asyncrl.telemetry.states import StateLedger
-from asyncrl.tokenizer import tokenizer_of
+from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.trajectories import sampled_tokens
 
 ENGINE = "rollouter/0"
@@ -60,12 +58,12 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """The samples that were made, and the reasons why there are no more."""
+    """The samples, and why there are no more."""
 
     groups: list[SampleGroup] = []
     problems: list[str] = []
     printed: str = ""
-    """The end of what engine and agent printed, where there are problems."""
+    """The end of what engine and agent printed, if there are problems."""
 
 
 async def generate(config: Config, count: int) -> Answer:
@@ -75,7 +73,7 @@ async def generate(config: Config, count: int) -> Answer:
         async with AsyncExitStack() as stack:
             generator = Generator(_with_model_alone(config))
             await generator.start(stack)
-            for number, prompt in enumerate(first_prompts(config, generator.tokenizer, count)):
+            for number, prompt in enumerate(islice(_prompts(config, generator.tokenizer), count)):
                 answer.groups.append(await generator.while_engine_lives(generator.group(prompt, number)))
         if not answer.groups:
             answer.problems.append("data: none of its first rows is a prompt that fits data.max_prompt_tokens")
@@ -90,6 +88,13 @@ async def generate(config: Config, count: int) -> Answer:
     return answer
 
 
+def _prompts(config: Config, tokenizer: Tokenizer) -> Iterator[FirstRow]:
+    """The first prompts of the training data that a run would use, in order."""
+    for row in first_rows(config, config.data, tokenizer, strict=True):
+        if row.ids is not None and 0 < len(row.ids) <= config.data.max_prompt_tokens:
+            yield row
+
+
 def _with_model_alone(config: Config) -> Config:
     """The configuration without adapters, with one process for users' code."""
     tree = config.model_dump(mode="json")
@@ -99,7 +104,7 @@ def _with_model_alone(config: Config) -> Config:
 
 
 class Generator:
-    """The rollouter of a dry run."""
+    """Stands in for the rollouter."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -117,12 +122,12 @@ class Generator:
         self._renderer: Renderer | None = None
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Bring up the reward function and the engine; ``stack`` ends them. Raises ConfigError and AsyncRLError."""
+        """Start the reward function and the engine; ``stack`` ends them. Raises ConfigError and AsyncRLError."""
         config = self._config
         if config.reward.function != "episode":
             trial = self._trial = await stack.enter_async_context(RewardTrial(config))
             if problem := await trial.start():
-                raise ConfigError([problem.told])
+                raise ConfigError([problem.text])
         if config.episode.kind != "single":
             self._renderer = await asyncio.to_thread(
                 make_renderer,
@@ -139,7 +144,7 @@ class Generator:
         await self._host.commit()
 
     async def while_engine_lives(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``. Raises EngineDied: in a run the calls of a dead engine wait for the next one."""
+        """The result of ``work``. Raises EngineDied: in a run, calls wait for the next engine."""
         died, working = asyncio.ensure_future(self._host.died.wait()), asyncio.ensure_future(work)
         try:
             await asyncio.wait({died, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -151,30 +156,15 @@ class Generator:
                 task.cancel()
             await asyncio.gather(died, working, return_exceptions=True)
 
-    async def group(self, prompt: FirstPrompt, number: int) -> SampleGroup:
-        """One response to a prompt; as many as a group has where the reward function scores whole groups."""
-        lease = self._lease(prompt, number)
+    async def group(self, prompt: FirstRow, number: int) -> SampleGroup:
+        """One response to a prompt, or a whole group if the reward function scores groups."""
+        assert prompt.ids is not None
+        samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
+        lease = lone_lease(self._config, number, prompt.ids, prompt.text, prompt.row, samples=samples)
         account = GroupAccount(lease, self._clock.now, self._clock.wall)
         trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in account.samples))
         await self._score(lease, trajectories)
         return SampleGroup([_shown(each) for each in trajectories], kind="generated", uid=lease.uid, prompt=prompt.text)
-
-    def _lease(self, prompt: FirstPrompt, number: int) -> Lease:
-        rollout = self._config.rollout
-        return Lease(
-            uid=f"0-{number}",
-            number=1,
-            purpose="train",
-            epoch=0,
-            index=number,
-            param_version=0,
-            prompt_ids=prompt.ids,
-            prompt=prompt.text,
-            row=prompt.row,
-            samples=rollout.samples_per_prompt if self._config.reward.per == "group" else 1,
-            temperature=rollout.temperature,
-            max_tokens=rollout.max_tokens,
-        )
 
     async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
         if self._renderer is not None:
@@ -182,39 +172,24 @@ class Generator:
         return await single_turn(self.call(lease, account.call()), lease, account.sample, self._stops, self.tokenizer)
 
     def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
-        """A place in the engine, whose own queue holds what is too much."""
+        """A place for one call; the engine queues those beyond its own limit."""
         return nullcontext()
 
     def call(self, lease: Lease, account: CallAccount, **watch: Any) -> PolicyCall:
-        """A call of the policy."""
+        """One call of the policy."""
         return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
 
     async def _episode(self, lease: Lease) -> Trajectory:
         """Play an episode with the engine as its policy."""
         assert self._renderer is not None
-        rehearsal = Rehearsal(self._config, self.tokenizer, self._renderer, self._clock)
-        sessions = Sessions(
-            self._config,
-            renderer=self._renderer,
-            tokenizer=self.tokenizer,
-            stops=self._stops,
-            policy=self,
-            hosts=rehearsal,
-            figures=EpisodeFigures(Figures(), Histograms()),
-            clock=self._clock,
-        )
-        player = EpisodePlayer(self._config, sessions, rehearsal, clock=self._clock)
-        try:
-            async with rehearsal.hosting(sessions):
-                await rehearsal.play(player, lease)
-        finally:
-            sessions.close()
-        if rehearsal.trajectory is None:
-            raise CannotPlay(f"the episode of prompt {lease.uid} failed: {rehearsal.failure}")
-        return rehearsal.trajectory
+        episode = LoneEpisode(self._config, self.tokenizer, self._renderer, self._clock, self)
+        await episode.play(lease)
+        if episode.trajectory is None:
+            raise CannotPlay(f"the episode of prompt {lease.uid} failed: {episode.failure}")
+        return episode.trajectory
 
     async def _score(self, lease: Lease, trajectories: list[Trajectory]) -> None:
-        """Score what the episode has not scored itself. Raises RewardFailed."""
+        """Score the trajectories, unless the episode has. Raises RewardFailed."""
         if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
             return
         completions = [
@@ -253,7 +228,7 @@ def main() -> None:
     answers = os.dup(1)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     with tempfile.TemporaryFile() as printed:
-        # Engines and users' modules print, from processes of their own too.
+        # Engines and users' modules print, and so do their processes.
         for stream in (1, 2):
             os.dup2(printed.fileno(), stream)
         answer = asyncio.run(generate(config_from_json(order.config), order.count))
@@ -265,7 +240,7 @@ def main() -> None:
     data = msgspec.msgpack.encode(answer)
     while data:
         data = data[os.write(answers, data) :]
-    # Threads of a library's own must not keep the process.
+    # A library's threads must not keep the process alive.
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""The command behind ``--dry-run --generate N``: a process makes the samples, under a deadline, and they are printed.
+"""The command ``--dry-run --generate N``: a process makes the samples under a deadline, and the command prints them.
 
-Invariant: the process and its descendants have ended when ``print_generated`` returns, and their temporary files are
+Invariant: when ``print_generated`` returns, the process and its descendants have ended and their temporary files are
 gone.
 """
 
@@ -22,38 +22,38 @@ from asyncrl.text.printable import say
 
 MODULE = "asyncrl.doctor.generate.generator"
 SAMPLE_S = 120.0
-"""Time for a response (s); the configuration bounds rewards and episodes."""
+"""Longest time of a response (s); the configuration bounds rewards and episodes."""
 
 
 def print_generated(config: Config, count: int) -> None:
-    """Print the samples. Raises ConfigError where one of them could not be made, after the others."""
+    """Print the samples. Raises ConfigError after them if one could not be made."""
     limit_s = longest_s(config, count)
     say(f"sampling {count} prompts with the engine {config.rollout.engine}, within {limit_s:g} s", sys.stderr)
     order = msgspec.msgpack.encode(Order(config_to_json(config), count))
     try:
-        # A process that is killed leaves its temporary files.
+        # The folder removes temporary files of a process that is killed.
         with tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True) as folder:
             data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s, env={"TMPDIR": folder}))
         answer = msgspec.msgpack.decode(data, type=Answer)
     except TimeoutError:
         engine = config.rollout.engine
         raise ConfigError(
-            [f"--generate: {count} prompts were not answered within {limit_s:g} s by the engine {engine}"], found=True
+            [f"--generate: the engine {engine} did not answer {count} prompts within {limit_s:g} s"], found=True
         ) from None
     except msgspec.DecodeError:
-        # It is killed where the model does not fit into memory.
+        # The kernel kills it if the model does not fit into memory.
         raise ConfigError([f"--generate: the process that samples ended: {ended}"], found=True) from None
     for line in ["", *sample_page(answer.groups)] if answer.groups else []:
         say(line, sys.stdout)
     if answer.printed:
-        say("the last lines that the engine, the agent and the reward printed:", sys.stderr)
+        say("last output of the engine, the agent and the reward:", sys.stderr)
         say(answer.printed.removesuffix("\n"), sys.stderr)
     if answer.problems:
         raise ConfigError([f"--generate: {problem}" for problem in answer.problems], found=True)
 
 
 def longest_s(config: Config, count: int) -> float:
-    """Seconds for the start, the load and so many prompts."""
+    """Longest time of the start, the load and so many prompts (s)."""
     episode = config.episode
     each_s = SAMPLE_S + config.reward.timeout_s
     if episode.kind != "single":

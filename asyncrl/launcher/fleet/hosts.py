@@ -7,16 +7,12 @@ import shutil
 import socket
 import subprocess
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import takewhile
 
 from asyncrl.launcher.fleet.addresses import interfaces
 from asyncrl.launcher.terms.spec import HostOffer
-from asyncrl.runtime.linux import descriptor_limit
 
 NVIDIA_SMI_S = 30.0
-SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
-"""Packages that sinks need, each with the extra of asyncrl that brings it."""
 
 
 def find_facts() -> HostOffer:
@@ -30,15 +26,7 @@ def find_facts() -> HostOffer:
         gpu_problem=problem,
         interfaces=interfaces(),
         client=os.environ.get("SSH_CONNECTION", "").partition(" ")[0],
-        sinks=installed_sinks(),
-        descriptors=descriptor_limit(),
     )
-
-
-def installed_sinks() -> list[str]:
-    """Packages of SINK_PACKAGES that are installed here."""
-    # A mere folder of that name, as wandb leaves one where it is used, has a specification but no origin.
-    return [name for name in SINK_PACKAGES if (spec := find_spec(name)) is not None and spec.origin is not None]
 
 
 def _gpus() -> tuple[list[str], str]:

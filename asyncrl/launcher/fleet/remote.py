@@ -26,7 +26,6 @@ from typing import Any, NoReturn, Union
 
 import msgspec
 
-from asyncrl.checks.model import check_model
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.fleet.addresses import find_routes
 from asyncrl.launcher.fleet.hosts import find_facts
@@ -40,12 +39,12 @@ from asyncrl.launcher.run_folder.private import (
     remove_part,
 )
 from asyncrl.launcher.terms.spec import (
+    Checked,
+    CheckOrder,
     EndOrder,
     HostEnded,
     HostOffer,
     HostSpec,
-    ModelFound,
-    ModelQuery,
     Prepared,
     Refusal,
     RouteQuery,
@@ -63,13 +62,14 @@ AGENT = "asyncrl.launcher.node.agent"
 def main() -> int:
     """Serve orders until standard input ends, or become the guard."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    facts = find_facts()
     answers: dict[type[Any], Callable[[Any], Any]] = {
         RouteQuery: find_routes,
-        ModelQuery: find_model,
+        CheckOrder: lambda order: check(order, facts),
         EndOrder: end,
         HostSpec: _become_guard,
     }
-    return serve(find_facts(), answers)
+    return serve(facts, answers)
 
 
 def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], output: int = 1) -> int:
@@ -99,11 +99,25 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
     return 0
 
 
-def find_model(query: ModelQuery) -> ModelFound:
-    """Look whether the model is there, and whole."""
-    folder = Path(query.folder)
-    path = folder / query.path if folder.is_dir() else Path(query.path)
-    return ModelFound(finding=check_model(str(path))[0])
+def check(order: CheckOrder, facts: HostOffer) -> Checked:
+    """Run the list of checks. Ends the process if the launcher hangs up meanwhile."""
+    # Here, since it imports the configuration, and a host says what it offers before it needs that.
+    from asyncrl.launcher.fleet.checks import answer_check
+
+    # Imported or called code must not write between the answers.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        return answer_check(order, facts, is_cut=_launcher_hung_up)
+    finally:
+        os.dup2(output, 1)
+        os.close(output)
+
+
+def _launcher_hung_up() -> bool:
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    return any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0))
 
 
 def _become_guard(spec: HostSpec) -> NoReturn:

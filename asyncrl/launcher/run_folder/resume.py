@@ -20,7 +20,7 @@ from pathlib import Path
 from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, read_state
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
 from asyncrl.checkpoint.step_back import StepBack, newest_whole
-from asyncrl.checks.inputs import KnownPrompts
+from asyncrl.checks.findings import KnownPrompts
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError

@@ -1,9 +1,9 @@
 """The words between a command and a host over one connection: a JSON line each.
 
 A host's entry point (``remote``) says first what the host offers. Orders follow, and answers come in the order of the
-orders. The launcher asks which way leads to the head, and then says either what the host is to do in the run, or to see
-that nothing is left of a run. The doctor's are in doctor/protocol.py. The first line is read field by field, because
-the version that it names may be another than ours.
+orders. The launcher asks which way leads to the head, and has the host run the list of checks. Then it says what the
+host is to do in the run, or has it make sure that nothing is left of a run. The orders of asyncrl-doctor are in
+doctor/orders.py. The first line is read field by field, because the version that it names may be another than ours.
 
 A host that has its part of a run becomes the guard of its agent, with the same connection. The agent's first line is an
 AgentSpec; the lines ``stop``, ``preempt CAUSE`` and ``kill`` may follow, ``controller ADDRESS`` where the controller is
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncrl.checks.findings import Finding
+from asyncrl.checks.findings import Finding, KnownPrompts
 
 # --- before the agent lives ---
 
@@ -36,10 +36,6 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     """IPv4 address by network interface."""
     client: str = ""
     """Address from which the launcher reached this host, where ssh says so."""
-    sinks: list[str] = []
-    """Packages that sinks need and that are installed there."""
-    descriptors: int = 0
-    """The most files that a process may have open there; 0 if it is not told."""
 
 
 class RouteQuery(Struct, frozen=True, kw_only=True, tag="routes"):
@@ -60,18 +56,34 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
     """This host's own address on the way, by address of the head; absent where there is no way."""
 
 
-class ModelQuery(Struct, frozen=True, kw_only=True, tag="model"):
-    """The question whether the model is there, and whole."""
+class CheckOrder(Struct, frozen=True, kw_only=True, tag="check"):
+    """Run the list of checks for this host's part of a run. The answer is Checked."""
 
-    path: str
-    folder: str
-    """Folder in which the launcher was called; a relative path begins there, if there is such a folder."""
+    config: str = ""
+    """The resolved configuration (JSON); empty if asyncrl-doctor has none."""
+    actors: list[str]
+    address: str
+    run: str
+    """The run folder, or where it would be."""
+    is_head: bool
+    several: bool
+    """Whether the run has several hosts."""
+    known: KnownPrompts | None = None
+    """Training prompts of the run that is resumed."""
+    resumed: str = ""
+    """Folder of the run that is resumed."""
+    folder: str = ""
+    """Folder in which the launcher was called; relative paths start there, if there is such a folder."""
+    env: dict[str, str] = {}
+    """Variables laid over the host's own environment."""
 
 
-class ModelFound(Struct, frozen=True, kw_only=True, tag="model"):
-    """The answer to ModelQuery."""
+class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
+    """The answer to CheckOrder."""
 
-    finding: Finding
+    findings: list[Finding]
+    model: str = ""
+    """Digest of the model's folder; empty without one."""
 
 
 class HostSpec(Struct, frozen=True, kw_only=True, tag="host"):

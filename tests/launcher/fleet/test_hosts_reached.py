@@ -12,13 +12,14 @@ from importlib.metadata import version
 import msgspec
 import pytest
 from model_files import write_model, write_weights
+from run_settings import simulated_run
 
+from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
 from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.fleet.start import SshStart
 from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
-from asyncrl.launcher.terms.spec import EndOrder, HostOffer, HostSpec, ModelFound, ModelQuery, RouteQuery, Routes
-from asyncrl.runtime.linux import descriptor_limit
+from asyncrl.launcher.terms.spec import Checked, CheckOrder, EndOrder, HostOffer, HostSpec, RouteQuery, Routes
 from asyncrl.wire.keys import make_keyring
 
 
@@ -119,14 +120,28 @@ def spec(folder, **changed):
 def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves_nothing(tmp_path):
     """I7: nor does a part whose launcher is gone before the agent lives."""
     write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
-    there, none = ModelQuery(path="m", folder=str(tmp_path)), ModelQuery(path="/nowhere/m", folder="/nowhere")
+
+    def part(path, folder):
+        config = simulated_run(model={"path": path})
+        return CheckOrder(
+            config=config_to_json(config),
+            actors=["rollouter/0"],
+            address="127.0.0.1",
+            run=str(tmp_path / "runs" / "trial"),
+            is_head=False,
+            several=False,
+            folder=folder,
+        )
+
+    there, none = part("m", str(tmp_path)), part("/nowhere/m", "/nowhere")
     gone = EndOrder(run_dir=str(tmp_path / "trial"), index=1, patience_s=0.0)
     said, code = ask(RouteQuery(head="localhost", addresses=["127.0.0.1"]), there, none, gone, spec(tmp_path))
-    assert (said[0]["version"], said[0]["descriptors"]) == (version("asyncrl"), descriptor_limit())
+    assert said[0]["version"] == version("asyncrl")
     assert said[1] == {"type": "routes", "named": ["127.0.0.1"], "via": {"127.0.0.1": "127.0.0.1"}}
-    cut, missing = (msgspec.convert(one, ModelFound).finding for one in said[2:4])
+    checked = [msgspec.convert(one, Checked).findings for one in said[2:4]]
+    cut, missing = (next(each for each in found if each.check == "model") for found in checked)
     assert cut.result == missing.result == "fail" and cut.key == missing.key == "model.path"
-    assert f"{tmp_path}/m: model.safetensors is cut off" in cut.detail
+    assert "m: model.safetensors is cut off" in cut.detail
     assert missing.detail == "/nowhere/m is not a folder here"
     assert said[4] == {"type": "gone", "living": False, "killed": False, "ended": None}
     assert (said[5], code) == ({"type": "prepared", "shared": False}, 1)

@@ -235,7 +235,7 @@ def test_auto_resumes_the_run_whose_checkpoint_was_written_last_and_names_the_ot
 @pytest.mark.parametrize(
     ("sections", "what", "said"),
     [
-        ({"run": {"seed": 4}}, "seed", "run.seed: was 3 when the run was left, is 4 now"),
+        ({"run": {"seed": 4}}, "seed", "run.seed: was 3 when the run stopped, is 4 now"),
         (
             {"learner": {"steps_per_version": 2}, "rollout": {"samples_per_prompt": 4}},
             "batch",

@@ -146,7 +146,7 @@ def test_a_conversation_begins_with_the_prompt_whose_tokens_are_counted(family):
     config = sim_config(data=data)
     found, tools = first_messages(config, replace(make_group().lease, row=row))
     tokenizer = load_tokenizer(str(family("tools first")))
-    checked = check_row(RawRow("p.jsonl", 1, row), "prompt", "tools")
+    checked = check_row(RawRow("p.jsonl", 1, row), config.data)
     ids, text = PromptEncoder(tokenizer, config.data, config)(checked.prompt, checked.tools)
     assert make_renderer(config, tokenizer).render(found, tools, {}) == ids
     assert "Another." not in text and "Be\nbrief." in text and '{"name": "f", "arguments": {"a": 1}}' in text

@@ -1,7 +1,7 @@
-"""A policy that speaks by a script: it calls the agent's tools, each once, and then answers. Pure.
+"""The script of a policy: it calls the agent's tools, each once, and then answers. Pure.
 
-Invariant: the same requests get the same answers. An agent that takes nothing but a call for an end, as those of
-smolagents, gets that call.
+Invariant: the same requests get the same answers. An agent that ends only by a tool call, as those of smolagents do,
+gets that call.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 from asyncrl.chat.parsers import END_THINK, THINK, write_calls
 
 MOST_CALLED = 4
-"""Tools that are called; an agent may declare dozens."""
+"""Most tools that are called; an agent may declare dozens."""
 ENDS = ("final_answer", "submit", "finish", "done")
-"""Names of tools by which agents let the policy end."""
+"""Names of tools that end an episode."""
 CODE_END = "</code>"
-"""Stop string of agents that offer no tools and run the code in answers."""
+"""Stop string of agents that have no tools and run the code in answers."""
 DEEPEST = 8
 
 
-class Speaker:
-    """The policy's words in one episode."""
+class Script:
+    """The policy's answers in one episode."""
 
     def __init__(self, *, thinks: bool) -> None:
         self._thinks = thinks
         self._called: set[str] = set()
         self._answers = 0
 
-    def say(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
-        """The next answer, without its end token. ``thinking``: the prompt has opened the reasoning already."""
+    def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
+        """The next answer, without its end token. ``thinking``: the prompt has opened the reasoning."""
         self._answers += 1
         reasoning = f"{'' if thinking else THINK}\nThis is thought {self._answers}.\n{END_THINK}\n\n"
-        return (reasoning if self._thinks else "") + self._said(tools, stop)
+        return (reasoning if self._thinks else "") + self._text(tools, stop)
 
-    def _said(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
+    def _text(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
         if tool := self._next(tools):
             function = tool["function"]
             self._called.add(function["name"])
@@ -47,7 +47,7 @@ class Speaker:
         return f"<code>\n{run}\n{CODE_END}"
 
     def _next(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """The tool to be called: each once, and again and again one by which the episode ends."""
+        """The tool to call: each once, and then one that ends the episode, again and again."""
         ends = [tool for tool in tools if tool["function"]["name"] in ENDS]
         fresh = [tool for tool in tools if tool not in ends and tool["function"]["name"] not in self._called]
         if fresh and len(self._called) < MOST_CALLED:
@@ -56,7 +56,7 @@ class Speaker:
 
 
 def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
-    """A value that a JSON schema allows, with its required properties alone; null where that is not understood."""
+    """A value that a JSON schema allows, with only its required properties; null if the schema is not understood."""
     root = schema if root is None else root
     for key in ("const", "default"):
         if key in schema:
@@ -66,7 +66,7 @@ def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = No
     if depth > DEEPEST:
         return None
     if "$ref" in schema:
-        return example_of(_referred(root, str(schema["$ref"])), root=root, depth=depth + 1)
+        return example_of(_resolve(root, str(schema["$ref"])), root=root, depth=depth + 1)
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
             return example_of(schema[key][0], root=root, depth=depth + 1)
@@ -80,7 +80,7 @@ def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = No
     return plain.get(kind)
 
 
-def _referred(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
+def _resolve(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
     found: Any = root
     for part in reference.removeprefix("#/").split("/"):
         found = found.get(part, {}) if isinstance(found, Mapping) else {}

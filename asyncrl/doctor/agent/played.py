@@ -1,7 +1,7 @@
-"""The verdict of a rehearsal, in words and as an object. Pure.
+"""The report on one episode of the user's agent, as lines and as an object. Pure.
 
-Invariant: it fails exactly where a run would get no trajectory from the agent, or refuses one of its requests; what
-costs tokens, or does not do what the agent thinks, is a warning with its remedy.
+Invariant: it fails exactly if a run would get no trajectory from the agent, or would refuse one of its requests.
+Anything that only costs tokens, or does not do what the agent expects, is a warning with its remedy.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any
 
 CAUSES = {
     "root": "begins the conversation",
-    "extend": "goes on from the tokens of an answer",
+    "extend": "extends the tokens of an answer",
     "fork:root": "it has other tools or template options than the calls before",
-    "fork:branch": "its messages go on from no answer of the policy: the same question again, a sub-agent, a summary",
-    "fork:edited": "a message before an answer of the policy was changed, left out or added",
-    "fork:assistant": "it holds an answer that the policy did not give, or gave in other words",
-    "fork:history": "the chat template writes an earlier answer otherwise than it was sampled (chat.history)",
-    "fork:cut": "an answer was cut by a limit, and the chat template cannot go on from that",
-    "fork:no-extension": "the chat template cannot go on from that answer; asyncrl-doctor --chat says why",
+    "fork:branch": "its messages extend no answer of the policy: the same question again, a sub-agent, a summary",
+    "fork:edited": "a message before an answer of the policy was changed, removed or added",
+    "fork:assistant": "it holds an answer that the policy gave in other words, or did not give",
+    "fork:history": "the chat template renders an earlier answer differently from the sampled tokens (chat.history)",
+    "fork:cut": "an answer was cut by a limit, and the chat template cannot extend that",
+    "fork:no-extension": "the chat template cannot extend that answer; asyncrl-doctor --chat says why",
 }
-"""Words by Cause of rollouter/episode/conversation.py."""
+"""Text by Cause of rollouter/episode/conversation.py."""
 REMEDIES = {
     "fork:root": "send the same tools with each call",
-    "fork:branch": "right for a sub-agent; otherwise send the whole conversation with each call",
-    "fork:edited": "append messages, and change none that was sent",
-    "fork:assistant": "send answers back as they came: text, and the ids of calls",
-    "fork:history": 'chat.history = "sampled", if the model is served so',
+    "fork:branch": "right for a sub-agent; else send the whole conversation with each call",
+    "fork:edited": "only append messages",
+    "fork:assistant": "send answers back unchanged: text, and the ids of calls",
+    "fork:history": 'set chat.history = "sampled", if the model is served so',
     "fork:cut": "raise rollout.max_tokens, or the agent's own max_tokens",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class RehearsedTurn:
+class PlayedTurn:
     """One answer of the policy."""
 
     cause: str
@@ -41,7 +41,7 @@ class RehearsedTurn:
     """Whether its context begins with the context and all tokens of an earlier answer."""
     context_tokens: int
     new_tokens: int
-    """Tokens of the context with which no earlier call begins."""
+    """Tokens of the context that no earlier call starts with."""
     sampled_tokens: int
     calls: list[str]
     """Names of the tools that it calls."""
@@ -53,7 +53,7 @@ class RehearsedTurn:
         return self.cause.startswith("fork:") and not self.goes_on
 
     @property
-    def words(self) -> str:
+    def relation(self) -> str:
         """Relation to the calls before it, in words."""
         if self.cause.startswith("fork:") and self.goes_on:
             return f"{CAUSES['extend']}, though {CAUSES[self.cause]}"
@@ -65,25 +65,25 @@ class Played:
     """One attempt at one task."""
 
     failure: str
-    """Reason that it gave no trajectory; empty if it gave one."""
+    """Why it gave no trajectory; empty if it gave one."""
     outcome: str
     """stop, turns, length or time."""
     reward: float | None
     turn_rewards: int
-    turns: list[RehearsedTurn]
+    turns: list[PlayedTurn]
     sequences: list[int]
-    """Tokens of each sequence that is trained, its context included."""
+    """Tokens of each trained sequence, with its context."""
     cost_factor: float
-    """Tokens that the engine computes, over those had each call gone on from the one it comes after."""
+    """Tokens that the engine computes, divided by those of a conversation without forks."""
     dialects: dict[str, int]
-    """Requests by path; none where the agent is Python code that calls its client."""
+    """Requests by path; empty if the agent is Python code that calls its client."""
     streamed: int
     """Requests whose answer was streamed."""
     retries: int
     ignored: list[str]
     relaxed: list[str]
     refused: dict[str, str]
-    """Words that the agent was told, by refused field."""
+    """Answer to the agent, by refused field."""
     hidden_tools: list[str] = field(default_factory=list)
     """Names of the agent's tools that the chat template does not show to the model."""
     seconds: dict[str, float]
@@ -105,11 +105,11 @@ class Played:
         return asdict(self) | {"works": self.works, "forks": self.forks}
 
     def lines(self, *, scored: bool) -> list[str]:
-        """The attempt as lines, for people. ``scored``: a reward function is known to score what the agent does not."""
+        """The attempt as lines. ``scored``: a reward function scores what the agent does not."""
         lines = [*self._calls(), "", *self._facts(), ""]
         problems = [*self._failures(), *self._warnings(scored)]
         if self.failure and self.printed.strip():
-            problems += ["the agent printed last:", *(f"  | {line}" for line in self.printed.splitlines()[-10:])]
+            problems += ["last output of the agent:", *(f"  | {line}" for line in self.printed.splitlines()[-10:])]
         verdict = "a run can train on this agent" if self.works else "a run cannot train on this agent as it is"
         return [*lines, *problems, verdict]
 
@@ -121,7 +121,7 @@ class Played:
             row = f"{number:4} {turn.context_tokens:8} {turn.new_tokens:6} {turn.sampled_tokens:8}"
             called = f"; calls {', '.join(turn.calls)}" if turn.calls else ""
             untrained = "; not trained" if not turn.trained else ""
-            lines.append(f"{row}  {turn.words}{called}{untrained}")
+            lines.append(f"{row}  {turn.relation}{called}{untrained}")
         return lines
 
     def _facts(self) -> list[str]:
@@ -131,14 +131,14 @@ class Played:
         if self.dialects:
             spoken += f", {self.streamed} of them streamed; {self.retries} retries"
         times = {"first call": "to the first call", "last answer": "to the last answer", "end": "from there to its end"}
-        told = [f"{self.seconds[name]:.1f} s {words}" for name, words in times.items() if name in self.seconds]
+        spans = [f"{self.seconds[name]:.1f} s {words}" for name, words in times.items() if name in self.seconds]
         reward = "none" if self.reward is None else f"{self.reward:g}"
         return [
             f"{len(self.turns)} calls, {forked} forked: the engine computes {self.cost_factor:.2f} times the tokens of "
             f"a conversation without forks, the learner {sum(self.sequences)} in {len(self.sequences)} sequences",
             spoken,
             f"outcome {self.outcome}, reward {reward}, {self.turn_rewards} rewards of turns",
-            *([", ".join(told)] if told else []),
+            *([", ".join(spans)] if spans else []),
         ]
 
     def _failures(self) -> list[str]:
@@ -146,23 +146,21 @@ class Played:
         return failed + [f"fail  refused (400): {text}" for text in self.refused.values()]
 
     def _warnings(self, scored: bool) -> list[str]:
-        told = []
+        found = []
         for cause, count in self.forks.items():
             remedy = f"; {REMEDIES[cause]}" if cause in REMEDIES else ""
-            told.append(f"warn  {count} forked: {CAUSES[cause]}{remedy}")
+            found.append(f"{count} forked: {CAUSES[cause]}{remedy}")
         if self.hidden_tools:
-            told.append(
-                f"warn  the chat template does not show the model these tools: {', '.join(self.hidden_tools)}; "
-                "describe them in a system message, or train a model whose template shows tools (asyncrl-doctor --chat)"
+            found.append(
+                f"the chat template does not show the model these tools: {', '.join(self.hidden_tools)}; describe them "
+                "in a system message, or train a model whose template shows tools (asyncrl-doctor --chat)"
             )
         if self.ignored:
-            told.append(f"warn  ignored: {', '.join(self.ignored)}: the run's own sampling holds")
+            found.append(f"ignored: {', '.join(self.ignored)}: the run's own sampling applies")
         if self.relaxed:
-            told.append(
-                f"warn  relaxed: {', '.join(self.relaxed)}: answers need not keep to it, and the agent must bear that"
-            )
+            found.append(f"relaxed: {', '.join(self.relaxed)}: answers may break it, and the agent must cope with that")
         if self.outcome != "stop":
-            told.append(f"warn  it was ended by a limit ({self.outcome}) and would be scored as truncated")
+            found.append(f"a limit ended it ({self.outcome}), and it would be scored as truncated")
         if self.reward is None and not self.failure and not scored:
-            told.append("warn  it gave no reward; a run needs a function that scores it (reward.function)")
-        return told
+            found.append("it gave no reward; a run needs a function that scores it (reward.function)")
+        return [f"warn  {text}" for text in found]

@@ -1,11 +1,10 @@
-"""Plays one task with the user's agent as a run would, but for the engine: its policy speaks by a script.
+"""Plays one episode outside a run: of the user's agent against a scripted policy, or against an engine.
 
-Endpoint, sessions, conversation, renderer, deadlines and the processes that run the agent are those of a run. Without a
-model tokens are bytes, and the chat template is one that extends every answer, so that each fork is the agent's doing.
+Endpoint, sessions, conversation, renderer, deadlines and the processes that run the agent are those of a run. Without
+a model, tokens are bytes, and the chat template extends every answer, so that each fork is caused by the agent.
 
-Invariant: nothing of the agent is left when ``rehearse`` returns. Fails with ConfigError where the user's code cannot
-be found, with CannotPlay where its import does not end well or there is no task; every fault of the agent is in the
-result.
+Invariant: no process of the agent is left when ``LoneEpisode.play`` returns. Raises ConfigError if the user's code
+cannot be found, and CannotPlay if its import fails or there is no task. Every fault of the agent is in the result.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
@@ -28,13 +27,12 @@ from asyncrl.checks.inputs import check_inputs
 from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
-from asyncrl.doctor.agent.speaker import Speaker
-from asyncrl.doctor.agent.verdict import Played, RehearsedTurn
+from asyncrl.doctor.agent.played import Played, PlayedTurn
+from asyncrl.doctor.agent.script import Script
 from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
 from asyncrl.episodes.programs import Programs
-from asyncrl.episodes.session import OnDelta
-from asyncrl.episodes.session import PolicySession as Playing
+from asyncrl.episodes.session import PolicySession
 from asyncrl.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import (
@@ -52,26 +50,30 @@ from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions
-from asyncrl.rollouter.serving.generation import Response, TrajectoryFailed
-from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.runtime.clock import Clock
 from asyncrl.stops import resolve_stops
 from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.workers.confinement import Confinement
 
+if TYPE_CHECKING:
+    from asyncrl.episodes.session import OnDelta
+    from asyncrl.rollouter.serving.generation import Response
+    from asyncrl.rollouter.serving.group_events import CallAccount
+
 HOST = "episodes/0"
-UID = "0-0"
 ROOM = 1 << 20
-"""Tokens of an episode where there is no model."""
+"""Tokens of an episode without a model."""
 MOST_PRINTED = 2000
-"""Characters of what the agent prints, the last of them."""
+"""Characters at the end of the agent's output that are kept."""
 RETRY_S = 0.05
-"""Pause before an episode is begun anew whose worker has died."""
+"""Pause before an episode starts again whose worker died."""
 MOST_BEGUN = 5
-"""Episodes that are begun because the one before was ended by its host."""
+"""Starts of an episode that its host ended."""
 SPARE_S = 60.0
-"""Seconds that an episode has beside all of its own deadlines."""
+"""Seconds that an episode gets in addition to its own deadlines."""
 
 QUESTION = "What is the weather in Bern?"
 
@@ -80,26 +82,24 @@ _asked: ContextVar[Chat] = ContextVar("asked")
 
 
 class CannotPlay(Exception):
-    """There is no playing; the text is the reason."""
+    """No episode can be played; the text is the reason."""
 
 
-def rehearsed(config: Config, command: Sequence[str], longest_s: float) -> Config:
-    """The configuration of the rehearsal: played by ``command``, if there is one; neither start nor turn takes longer.
+def for_script(config: Config, command: Sequence[str], longest_s: float) -> Config:
+    """The configuration for a scripted policy, with ``command`` as the agent if there is one.
 
-    Raises ConfigError.
+    The start and each turn end within ``longest_s``. Raises ConfigError.
     """
     if not command and config.episode.kind == "single":
         raise ConfigError(["episode: no function, env, tools or command is set; there is no agent to play with"])
     tree = config.model_dump(mode="json")
     episode, chat = tree["episode"], tree["chat"]
     if command:
-        for key in ("function", "env"):
-            episode[key] = None
-        episode |= {"tools": [], "options": {}, "command": list(command)}
+        episode |= {"function": None, "env": None, "tools": [], "options": {}, "command": list(command)}
     for key in ("start_timeout_s", "turn_timeout_s"):
         episode[key] = min(episode[key], longest_s)
     episode["workers"] = 1
-    # The speaker calls tools in the form that our own parser reads; those of vLLM need vLLM.
+    # The script writes calls in the form of our own parser; vLLM's parsers need vLLM.
     if chat["tool_parser"] != "none":
         chat["tool_parser"] = "json"
     if chat["reasoning_parser"] not in OWN_REASONING_PARSERS:
@@ -110,31 +110,15 @@ def rehearsed(config: Config, command: Sequence[str], longest_s: float) -> Confi
     return validate_config(tree)
 
 
-async def rehearse(config: Config, *, with_data: bool) -> Played:
-    """One attempt at the first task of the data, or at one of ours. Raises ConfigError, CannotPlay."""
+async def play_scripted(config: Config, *, with_data: bool) -> Played:
+    """One attempt at the first task of the data, or at QUESTION. Raises ConfigError, CannotPlay."""
     prompt, row = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION})
     tokenizer = tokenizer_of(config)
     stops = resolve_stops(config.rollout, tokenizer)
     renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
-    clock = Clock()
-    lease = _lease(config, prompt, row)
-    rehearsal = Rehearsal(config, tokenizer, renderer, clock)
-    sessions = Sessions(
-        config,
-        renderer=renderer,
-        tokenizer=tokenizer,
-        stops=stops,
-        policy=SpeakerPolicy(rehearsal.speaker, tokenizer),
-        hosts=rehearsal,
-        figures=EpisodeFigures(Figures(), Histograms()),
-        clock=clock,
-    )
-    try:
-        async with rehearsal.hosting(sessions):
-            await rehearsal.play(EpisodePlayer(config, sessions, rehearsal, clock=clock), lease)
-    finally:
-        sessions.close()
-    return rehearsal.played()
+    episode = LoneEpisode(config, tokenizer, renderer, Clock())
+    await episode.play(lone_lease(config, 0, np.zeros(1, np.int32), prompt, row))
+    return episode.played()
 
 
 async def _task(config: Config) -> tuple[str, dict[str, Any]]:
@@ -142,37 +126,91 @@ async def _task(config: Config) -> tuple[str, dict[str, Any]]:
     inputs = await check_inputs(config)
     task = next((sample for sample in inputs.samples if sample.key == "data"), None)
     if task is None:
-        failed = [finding.told for finding in inputs.findings if finding.result != "ok"]
-        raise CannotPlay(f"the data give no task: {'; '.join(failed) or 'they have no row that fits'}")
+        failed = [finding.text for finding in inputs.findings if finding.result != "ok"]
+        raise CannotPlay(f"the data have no usable task: {'; '.join(failed) or 'no row fits'}")
     return task.prompt, task.row
 
 
-class Rehearsal:
-    """The rollouter and the episode host around the parts of a run. It is the Core of the endpoint."""
+def lone_lease(
+    config: Config, number: int, prompt_ids: np.ndarray, prompt: str, row: dict[str, Any], *, samples: int = 1
+) -> Lease:
+    """The lease of a group outside a run. ``prompt_ids``: int32 [P]."""
+    return Lease(
+        uid=f"0-{number}",
+        number=1,
+        purpose="train",
+        epoch=0,
+        index=number,
+        param_version=0,
+        prompt_ids=prompt_ids,
+        prompt=prompt,
+        row=row,
+        samples=samples,
+        temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_tokens,
+    )
 
-    name = "rollouter/0"
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer, clock: Clock) -> None:
+class LoneEpisode:
+    """Stands in for the rollouter and the episode host around the parts of a run.
+
+    It is the only host of the player and the Core of the endpoint. ``policy`` is the policy of the sessions; by default
+    it is scripted.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        renderer: Renderer,
+        clock: Clock,
+        policy: Any = None,
+    ) -> None:
         self.model = config.run.name
         self._config, self._tokenizer, self._renderer, self._clock = config, tokenizer, renderer, clock
-        self.speaker = Speaker(thinks=renderer.report.reasoning_parser != "none")
-        self._playing: dict[str, Playing] = {}
+        self._sessions = Sessions(
+            config,
+            renderer=renderer,
+            tokenizer=tokenizer,
+            stops=resolve_stops(config.rollout, tokenizer),
+            policy=policy or ScriptedPolicy(Script(thinks=renderer.report.reasoning_parser != "none"), tokenizer),
+            hosts=self,
+            figures=EpisodeFigures(Figures(), Histograms()),
+            clock=clock,
+        )
+        self._playing: dict[str, PolicySession] = {}
         self._session: Session | None = None
         self.failure = ""
-        """Reason why the attempt gave no trajectory."""
+        """Why the attempt gave no trajectory."""
         self.trajectory: Trajectory | None = None
-        self._told: dict[str, str] = {}
+        self._notices: dict[str, str] = {}
         self._refused: dict[str, str] = {}
         self._hidden: list[str] = []
-        self._streamed: set[int] = set()
         self._printed = ""
         self._moments: dict[str, float] = {}
         self._host_fault = ""
 
+    async def play(self, lease: Lease) -> None:
+        """Play one attempt to its end. Raises ConfigError, CannotPlay."""
+        player = EpisodePlayer(self._config, self._sessions, self, clock=self._clock)
+        account = GroupAccount(lease, self._clock.now, self._clock.wall).samples[0]
+        episode = self._config.episode
+        longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
+        try:
+            async with self._hosting(), asyncio.timeout(longest_s):
+                self.trajectory = await player.play(lease, account)
+        except TimeoutError:
+            state = self._session.stages.state if self._session else "start"
+            raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
+        except (EpisodeFailed, TrajectoryFailed) as failed:
+            self.failure = str(failed)
+        finally:
+            self._sessions.close()
+
     @asynccontextmanager
-    async def hosting(self, sessions: Sessions) -> AsyncIterator[None]:
-        """Endpoint and players, for as long as the context lasts."""
-        episode, self._sessions = self._config.episode, sessions
+    async def _hosting(self) -> AsyncIterator[None]:
+        """Endpoint and processes of the agent, for as long as the context lasts."""
+        episode = self._config.episode
         self._endpoint = PolicyEndpoint(
             self,
             max_request_bytes=episode.max_request_bytes,
@@ -198,27 +236,13 @@ class Rehearsal:
             try:
                 await self._players.start()
             except (EpisodeWorkersEnded, DeadlineExceeded) as error:
-                raise CannotPlay(f"the user's code cannot be had: {error}") from error
+                raise CannotPlay(f"the user's code cannot be loaded: {error}") from error
             yield
         finally:
             await self._players.close()
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             await self._endpoint.close()
-
-    async def play(self, player: EpisodePlayer, lease: Lease) -> None:
-        """Play one attempt to its end. Raises CannotPlay."""
-        account = GroupAccount(lease, self._clock.now, self._clock.wall).samples[0]
-        episode = self._config.episode
-        longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
-        try:
-            async with asyncio.timeout(longest_s):
-                self.trajectory = await player.play(lease, account)
-        except TimeoutError:
-            state = self._session.stages.state if self._session else "start"
-            raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
-        except (EpisodeFailed, TrajectoryFailed) as failed:
-            self.failure = str(failed)
 
     # --- the hosts of the player ---
 
@@ -227,7 +251,7 @@ class Rehearsal:
         return HOST
 
     def tell(self, host: str, delta: ChatDelta) -> None:
-        """Pass on text of a call under way."""
+        """Pass on text of a call that is being answered."""
         if playing := self._playing.get(delta.session):
             playing.hear(delta)
 
@@ -237,7 +261,7 @@ class Rehearsal:
 
     async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
         self._session = self._sessions.find(request.session, HOST)
-        playing = Playing(request, self, asyncio.get_running_loop().time() + timeout, 0)
+        playing = PolicySession(request, self, asyncio.get_running_loop().time() + timeout, 0)
         self._playing[playing.key] = playing
         self._moments = {"begin": self._clock.now()}
         if len(self._playing) > MOST_BEGUN:
@@ -252,6 +276,8 @@ class Rehearsal:
             playing.end("it has ended")
 
     # --- requests of the host to the rollouter ---
+
+    name = "rollouter/0"
 
     def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
         """Answer a request, as Peer.call does."""
@@ -269,7 +295,7 @@ class Rehearsal:
             session = self._sessions.find(request.session, HOST)
             return TurnRewarded(node=session.conversation.reward(request.node, request.value))
         assert isinstance(request, Chat)
-        # Only this call sees it: each request is answered in a task, and so in a context, of its own.
+        # Only this call sees it: each request has a task, and so a context, of its own.
         _asked.set(request)
         try:
             self._hidden += hidden_tools(self._renderer, request.tools, request.template_options)
@@ -294,28 +320,34 @@ class Rehearsal:
     # --- notices and result ---
 
     def _notice(self, key: str, text: str, **_: Any) -> None:
-        self._told.setdefault(key.removeprefix("agents: "), text)
+        self._notices.setdefault(key.removeprefix("agents: "), text)
 
     def _print(self, uid: str, text: str, dropped: int) -> None:
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
+    def _noticed(self, kind: str) -> dict[str, str]:
+        """Notices by their names below this kind."""
+        names = sorted(name for name in self._notices if name.startswith(f"{kind}/"))
+        return {name.partition("/")[2]: self._notices[name] for name in names}
+
     def played(self) -> Played:
-        """The attempt as it was seen."""
+        """The attempt, for the report."""
         session, counts = self._session, self._endpoint.counts
         assert session is not None
         conversation = session.conversation
         figures = conversation.counts()
-        refused = {name.partition("/")[2]: text for name, text in self._told.items() if name.startswith("refused/")}
+        refused = self._noticed("refused")
         for field, text in self._refused.items():
-            if not any(text in told for told in refused.values()):
+            if not any(text in known for known in refused.values()):
                 refused[field] = text
+        paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
         return Played(
             failure=self.failure,
             outcome=session.stages.outcome,
             reward=self.trajectory.reward if self.trajectory is not None else None,
             turn_rewards=len(conversation.rewards),
             turns=[
-                RehearsedTurn(
+                PlayedTurn(
                     cause=node.cause,
                     goes_on=node.parent is not None,
                     context_tokens=node.length - len(node.ids),
@@ -328,13 +360,11 @@ class Rehearsal:
             ],
             sequences=[_length(each) for each in conversation.sequences()],
             cost_factor=figures.cost_factor,
-            dialects={
-                path: counts[path] for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages") if counts[path]
-            },
+            dialects={path: counts[path] for path in paths if counts[path]},
             streamed=counts["streamed"],
             retries=counts["joined"] + counts["replayed"] + counts["resumed"],
-            ignored=_named(self._told, "ignored"),
-            relaxed=_named(self._told, "relaxed"),
+            ignored=list(self._noticed("ignored")),
+            relaxed=list(self._noticed("relaxed")),
             refused=refused,
             hidden_tools=list(dict.fromkeys(self._hidden)),
             seconds=_spans(self._moments),
@@ -342,35 +372,33 @@ class Rehearsal:
         )
 
 
-class SpeakerPolicy:
-    """The policy of a rehearsal: there is always a slot, and the speaker answers."""
+class ScriptedPolicy:
+    """The scripted policy: it always has a slot."""
 
-    def __init__(self, speaker: Speaker, tokenizer: Tokenizer) -> None:
-        self._speaker, self._tokenizer = speaker, tokenizer
+    def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
+        self._script, self._tokenizer = script, tokenizer
 
     def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
         """A place for one call."""
         return nullcontext()
 
-    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> RehearsedPolicy:
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> ScriptedCall:
         """One call, in place of a PolicyCall."""
-        return RehearsedPolicy(self._speaker, self._tokenizer, _asked.get(), watch["sampled"])
+        return ScriptedCall(self._script, self._tokenizer, _asked.get(), watch["sampled"])
 
 
-class RehearsedPolicy:
-    """The engine as one call of the policy sees it; it gives the speaker's answer."""
+class ScriptedCall:
+    """One call of the scripted policy."""
 
-    def __init__(
-        self, speaker: Speaker, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]
-    ) -> None:
-        self.speaker, self._tokenizer, self._asked, self._sampled = speaker, tokenizer, asked, sampled
+    def __init__(self, script: Script, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]) -> None:
+        self._script, self._tokenizer, self._asked, self._sampled = script, tokenizer, asked, sampled
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """Give the answer at once, in place of PolicyCall.generate."""
-        # The end of the prompt tells whether the template has opened the reasoning already.
+        """Give the answer at once."""
+        # The end of the prompt shows whether the template has opened the reasoning.
         prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
         thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        text = self.speaker.say(self._asked.tools, stop=self._asked.stop, thinking=thinking)
+        text = self._script.answer(self._asked.tools, stop=self._asked.stop, thinking=thinking)
         tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
         response.submitted(0)
         room = response.remaining
@@ -379,29 +407,8 @@ class RehearsedPolicy:
         response.end_submission("stop" if len(tokens) <= room else "length")
 
 
-def _lease(config: Config, prompt: str, row: dict[str, Any]) -> Lease:
-    return Lease(
-        uid=UID,
-        number=1,
-        purpose="train",
-        epoch=0,
-        index=0,
-        param_version=0,
-        prompt_ids=np.zeros(1, np.int32),
-        prompt=prompt,
-        row=row,
-        samples=1,
-        temperature=config.rollout.temperature,
-        max_tokens=config.rollout.max_tokens,
-    )
-
-
 def _length(sequence: TokenSequence) -> int:
     return len(sequence.tokens) + (0 if sequence.prompt_ids is None else len(sequence.prompt_ids))
-
-
-def _named(told: dict[str, str], kind: str) -> list[str]:
-    return sorted(name.partition("/")[2] for name in told if name.startswith(f"{kind}/"))
 
 
 def _spans(moments: dict[str, float]) -> dict[str, float]:
