@@ -7,9 +7,11 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 
 import msgspec
+import psutil
 import pytest
 from model_files import write_model, write_weights
 from run_settings import simulated_run
@@ -117,23 +119,23 @@ def spec(folder, **changed):
     return HostSpec(**fields | changed)
 
 
+def part(folder, actor="rollouter/0", **tables):
+    """The order to check a host with this actor."""
+    return CheckOrder(
+        config=config_to_json(simulated_run(**tables)),
+        actors=[actor],
+        address="127.0.0.1",
+        run="runs/trial",
+        is_head=False,
+        several=False,
+        folder=str(folder),
+    )
+
+
 def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves_nothing(tmp_path):
     """I7: nor does a part whose launcher is gone before the agent lives."""
     write_weights(write_model(tmp_path / "m") / "model.safetensors", cut=3)
-
-    def part(path, folder):
-        config = simulated_run(model={"path": path})
-        return CheckOrder(
-            config=config_to_json(config),
-            actors=["rollouter/0"],
-            address="127.0.0.1",
-            run=str(tmp_path / "runs" / "trial"),
-            is_head=False,
-            several=False,
-            folder=folder,
-        )
-
-    there, none = part("m", str(tmp_path)), part("/nowhere/m", "/nowhere")
+    there, none = part(tmp_path, model={"path": "m"}), part("/nowhere", model={"path": "/nowhere/m"})
     gone = EndOrder(run_dir=str(tmp_path / "trial"), index=1, patience_s=0.0)
     said, code = ask(RouteQuery(head="localhost", addresses=["127.0.0.1"]), there, none, gone, spec(tmp_path))
     assert said[0]["version"] == version("asyncrl")
@@ -152,6 +154,23 @@ def test_the_entry_point_tells_what_is_there_refuses_what_is_not_ours_and_leaves
     said, code = ask(spec(tmp_path))
     assert "is there already and is not part of this run" in said[1]["reason"]
     assert not list((tmp_path / "runs" / "trial").iterdir())
+
+
+def test_the_checks_of_a_host_end_when_the_launcher_hangs_up(tmp_path):
+    """I7: nothing is answered, and the process with the user's code ends."""
+    (tmp_path / "hangs.py").write_text("import os, time\nopen(f'pid-{os.getpid()}', 'w').close()\ntime.sleep(600)\n")
+    order = part(tmp_path, "reward/0", reward={"function": "hangs:reward"})
+    argv = [sys.executable, "-m", "asyncrl.launcher.fleet.remote"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
+        host.stdin.write(msgspec.json.encode(order) + b"\n")
+        host.stdin.flush()
+        until = time.monotonic() + 40
+        while not (found := list(tmp_path.glob("pid-*"))) and time.monotonic() < until:
+            time.sleep(0.05)
+        host.stdin.close()
+        said = host.stdout.read().splitlines()
+    assert host.returncode == 1 and [json.loads(line)["type"] for line in said] == ["facts"]
+    assert found and not psutil.pid_exists(int(found[0].name.removeprefix("pid-")))
 
 
 def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
