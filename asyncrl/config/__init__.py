@@ -89,7 +89,7 @@ class Config(Section):
     log: LogConfig = LogConfig()
     """Logging."""
     sinks: SinksConfig = SinksConfig()
-    """Other destinations of metrics than metrics.jsonl."""
+    """Further destinations of metrics than metrics.jsonl."""
     trace: TraceConfig = TraceConfig()
     """The timeline."""
 

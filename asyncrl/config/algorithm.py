@@ -28,8 +28,8 @@ class CorrectionConfig(Section):
     the start of the step to that under the weights that sampled it."""
 
     weight: Literal["auto", "token", "sequence", "none"] = "auto"
-    """Weight of a token's loss: min(rho, learner.tis_cap) of the token or its sequence. auto is token, or none with a
-    loss that already uses the engine's log-probs."""
+    """Weight of a token's loss: min(rho, learner.tis_cap) of the token or its sequence. auto is token, or none if the
+    loss uses the engine's log-probs itself."""
     mask: tuple[AboveZero, AboveZero] | None = Field(default=None, strict=False)
     """Bounds on rho; tokens outside have no gradient."""
     reject: RejectConfig | None = None
@@ -45,8 +45,8 @@ class KLConfig(Section):
     """A term of each token's loss; or subtracted from the reward before the advantages, summed over the tokens that the
     trajectory sampled."""
     estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
-    """k1 is log r, k2 (log r)^2 / 2, k3 1/r - 1 + log r, with r the ratio of the policy's probability to the
-    reference's. auto is k3 in the loss and k1 in the reward."""
+    """k1 is log r, k2 (log r)^2 / 2, k3 1/r - 1 + log r; r is the policy's probability over the reference's. auto is k3
+    in the loss, k1 in the reward."""
     path: OptionalPath = None
     """Folder of the reference; by default model.path. The learner loads it while it scores."""
 

@@ -31,8 +31,8 @@ class EpisodeConfig(Section):
     workers: Positive = 2
     """Processes of an episode host; each runs many episodes concurrently."""
     extra_hosts: NonNegative | None = None
-    """CPU-only hosts that play episodes for all rollouters. By default every host without GPUs, rollouters and learner
-    ranks."""
+    """CPU-only hosts that play episodes for all rollouters; by default every host that has no other part in generation
+    or training."""
     max_turns: Positive = 32
     """Most answers of the policy; then the episode ends and is scored as truncated."""
     max_context_tokens: Positive | None = None
@@ -48,7 +48,7 @@ class EpisodeConfig(Section):
     stall_timeout_s: Seconds = 10.0
     """Longest time that a worker's event loop may block before the worker is killed."""
     max_memory_bytes: Positive = 4 << 30
-    """Memory limit of a worker or a program, with all that it starts."""
+    """Memory limit of a worker or a program, child processes included."""
     max_output_bytes: Positive = 1 << 20
     """Bytes of an episode's output that reach the log."""
     max_request_bytes: Positive = 64 << 20
@@ -74,9 +74,8 @@ class ChatConfig(Section):
     template_options: dict[str, Any] = {}
     """Extra arguments of the chat template, for example enable_thinking = false."""
     history: Literal["sampled", "template"] = "sampled"
-    """How an earlier answer appears in a later context: the sampled tokens, reasoning included; or what the chat
-    template makes of them. If the template drops reasoning, the next turn starts a new sequence. Set it as the model
-    will be served."""
+    """How a later context shows an earlier answer: as the sampled tokens, or as the chat template renders it. A
+    template that drops reasoning then starts a new sequence. Set it as the model will be served."""
     tool_parser: str = "auto"
     """Parser of tool calls: auto, json (<tool_call>{...}</tool_call>), none, or a parser of vLLM by name."""
     reasoning_parser: str = "auto"

@@ -23,8 +23,8 @@ class LoraConfig(Section):
     """Layers with an adapter, by the last part of their names, for example ["q_proj", "v_proj"]; or every linear layer
     of the decoder."""
     publish: Literal["auto", "adapter", "merged"] = "auto"
-    """Content of a version: the adapters alone (a few megabytes), or the whole weights with the adapters merged in.
-    auto is adapter with vllm, else merged."""
+    """Content of a version: the adapters (a few megabytes), or the whole weights with the adapters merged in. auto is
+    adapter with vllm, else merged."""
 
     @property
     def is_on(self) -> bool:

@@ -39,7 +39,7 @@ class PrometheusConfig(Section):
 
 
 class SinksConfig(Section):
-    """Destinations of metrics besides metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
+    """Further destinations of metrics than metrics.jsonl (docs/sinks.md). No sink stops or slows a run."""
 
     tensorboard: bool = False
     """Write event files to tensorboard/ in the run folder."""
@@ -73,11 +73,11 @@ class DriftConfig(Section):
     """
 
     warn: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Drift (nats) above which the terminal and the log warn. auto is 0.003 if learner and engine compute in float32
-    and the engine is on CPU, else 0.12."""
+    """Drift (nats) above which the terminal and the log warn. auto is 0.003 in float32 with the engine on CPU, else
+    0.12."""
     stop: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
-    """Drift (nats) that ends the run as failed; under weights.verify = "full" the engine first loads again. auto is
-    0.01 in float32 on CPU, else 0.15. 1e6 stops only for log-probs that are not finite."""
+    """Drift (nats) that ends the run as failed; under weights.verify = "full" the engine loads again first. auto is
+    0.01 in float32 on CPU, else 0.15. 1e6 stops only for non-finite log-probs."""
 
 
 class LogConfig(Section):

@@ -28,17 +28,16 @@ class CheckpointConfig(Section):
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
-    """Longest wait for room on a full disk when the run cannot continue without it: for the last checkpoint, the
-    export, or a next version with nothing left to train. Then the run fails. During preemption preempt.grace_s
-    applies."""
+    """Longest wait for room on a full disk for the last checkpoint, the export, or the next version when nothing else
+    is left to do. Then the run fails. Preemption has preempt.grace_s."""
 
 
 class ResumeConfig(Section):
     """Resuming a run (asyncrl-launch --resume)."""
 
     allow: list[Literal["data", "seed", "batch"]] = []
-    """Parts that may differ from the interrupted run: the prompts (new ones start a new epoch), the seed, the batch
-    geometry. Set by --allow-changed-data, --allow-changed-seed, --allow-changed-batch."""
+    """Differences that a resume accepts: other prompts (they start a new epoch), another seed, another batch geometry.
+    The flags --allow-changed-data, -seed and -batch set it."""
 
 
 class PreemptConfig(Section):
@@ -128,8 +127,8 @@ class NetworkConfig(Section):
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
     """Ports that actors may bind: 0 for any, or LOW-HIGH. gloo and NCCL also use others."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the controller; 0 takes the lowest free one of network.ports and keeps it for the run. Choose the lowest
-    of network.ports or one outside: other actors take the highest first."""
+    """Port of the controller; 0 takes the lowest free one of network.ports for the whole run. Choose the lowest of
+    network.ports or one outside, because other actors take the highest."""
     max_message_bytes: Positive = 1 << 30
     """Largest message; the sender refuses larger ones."""
     call_timeout_s: Seconds = 30.0
@@ -140,11 +139,11 @@ class SecurityConfig(Section):
     """Access to the actors, and isolation of users' code."""
 
     curve: Literal["auto", "required", "off"] = "auto"
-    """CURVE encryption on every socket. auto requires it unless everything is on loopback. off is for tests and trusted
-    networks: the run's secret and all messages travel unencrypted."""
+    """CURVE encryption on every socket. auto requires it unless everything is on loopback. off sends secret and
+    messages unencrypted: for tests and trusted networks."""
     isolate_user_code: Literal["auto", "required", "off"] = "auto"
-    """Run rewards, episodes and agents in namespaces without the run's keys and without access to other processes
-    (docs/security.md). auto warns if the system does not allow it; required refuses to start."""
+    """Run users' code in namespaces without the run's keys and without access to other processes (docs/security.md).
+    auto warns if the system forbids it; required refuses to start."""
     user_environment: list[str] = []
     """Environment variables that users' code gets in addition to the usual ones, for example the key of an API."""
 
@@ -153,11 +152,11 @@ class SupervisionConfig(Section):
     """Starting, watching and restarting actors."""
 
     heartbeat_s: Seconds = 1.0
-    """Interval of heartbeats. An idle actor skips up to three in a row if silence_s, unreachable_s, host_lost_s and
-    watchdog.stall_s are all at least 20 times as long."""
+    """Interval of heartbeats. An idle actor skips up to three in a row, if silence_s, unreachable_s, host_lost_s and
+    watchdog.stall_s are at least 20 times as long."""
     silence_s: Seconds = 60.0
-    """Silence after which an actor on a live host is killed and restarted. A node agent that is silent for as long (at
-    least 10 s) is killed by its guard, with the actors of its host."""
+    """Silence after which an actor on a live host is killed and restarted. After as long (at least 10 s) a guard kills
+    a silent node agent with its actors."""
     unreachable_s: Seconds = 60.0
     """Time after which one of two actors that cannot reach each other is restarted, although both send heartbeats: the
     one that is cut off from more actors of the other's role."""
@@ -174,8 +173,8 @@ class SupervisionConfig(Section):
     drain_s: Seconds = 10.0
     """Time that actors get to end by themselves before they are killed."""
     host_grace_s: Seconds = 60.0
-    """Silence of both launcher and controller after which a node agent ends its host. Also the longest wait for a lost
-    host that the run needs."""
+    """Silence of launcher and controller after which a node agent ends its host; also the longest wait for a lost host
+    that the run needs."""
 
     @property
     def agent_silence_s(self) -> float:

@@ -71,8 +71,8 @@ class RolloutConfig(Section):
     replicas: Positive = 1
     """Rollouters; each has one engine."""
     min_replicas: Positive = 1
-    """Rollouters that the run needs. One that keeps failing is set aside and tried again later; with fewer than this
-    the run fails."""
+    """Rollouters that the run needs. One that keeps failing is set aside and tried again later; with too few the run
+    fails."""
     gpus_per_replica: NonNegative | None = None
     """GPUs of each engine (tensor parallel); 0 is CPU. By default 1, or 0 if no host has a GPU."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     keep_kv: Literal["recompute", "stale"] = "recompute"
     """KV cache under on_update = keep: recompute it, or keep the old one (recorded in the spans)."""
     request_seeds: bool = True
-    """Each response has its own noise, from run.seed and its name. false draws all from one generator, which is faster
+    """Give each response its own noise, from run.seed and its name. false draws all from one generator, which is faster
     in vLLM."""
     max_attempts: Positive = 3
     """Attempts at a trajectory before it counts as failed."""
@@ -151,9 +151,9 @@ class WeightsConfig(Section):
     """Weight updates."""
 
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
-    """How weights reach the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire
-    (stream). auto is nccl if learner and engines are on GPUs and whole weights are published; else shm on the learner's
-    host and stream on others. stream also serves engines that miss a broadcast."""
+    """Path of weights to the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire
+    (stream). auto is nccl if learner and engines are on GPUs and publish whole weights; else shm on the learner's host,
+    stream on others. stream also serves engines that miss a broadcast."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one may."""
     bucket_bytes: Positive = 256 << 20
@@ -166,8 +166,8 @@ class WeightsConfig(Section):
     """Send, under shm and stream, the changes since the replica's version, compressed, where these are less. Each
     replica keeps another copy of the weights for it."""
     verify: Literal["checksum", "full"] = "checksum"
-    """checksum compares every bucket before the load. full also has every replica score the learner's probe after it;
-    an engine that disagrees loads again."""
+    """checksum compares every bucket before the load. full also has every replica score the learner's probe, and load
+    again if it disagrees."""
     deadline_s: Seconds = 120.0
     """Longest time from a pause to its commit; then the replica is restarted."""
     stage_deadline_s: Seconds = 1800.0

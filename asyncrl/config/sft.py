@@ -14,8 +14,8 @@ class SftConfig(Section):
 
     data: OptionalPath = None
     """JSON lines, a file or a glob: rows of {"messages": [...]}, with "tools" if the chat template has them, or of
-    {"prompt": ..., "completion": ...}, tokenized as data.template says. The assistant's messages are trained, end
-    tokens included; those with "weight": 0 are context."""
+    {"prompt": ..., "completion": ...}, tokenized as data.template says. Assistant messages are trained, except those
+    with "weight": 0."""
     warm_steps: NonNegative = 0
     """Supervised steps before version 0 is published."""
     weight: Annotated[float, Field(ge=0)] = 0.0

@@ -43,8 +43,8 @@ class DataConfig(Section):
     """A set of prompts."""
 
     source: Literal["auto", "jsonl", "parquet", "hf", "reasoning_gym", "synthetic"] = "auto"
-    """Kind of source: JSON files (.jsonl, .json and their .gz), Parquet files, a folder of datasets.save_to_disk (hf),
-    a reasoning-gym task, or synthetic prompts. auto derives one of the first three from path."""
+    """JSON files (.jsonl, .json, .gz), Parquet files, a folder of datasets.save_to_disk (hf), a reasoning-gym task, or
+    synthetic prompts. auto derives one of the first three from path."""
     path: OptionalPath = None
     """File, glob or folder. In a folder of JSON or Parquet files, those whose names contain the split are read."""
     split: str = "train"
@@ -120,9 +120,9 @@ class RewardConfig(Section):
     """Scoring."""
 
     function: str = "exact"
-    """exact, regex, math_verify, reasoning_gym, constant, a judge (relative_judge or rubric, docs/judges.md), or
-    MODULE:FUNCTION. episode means that episodes return their reward, and is the default with episode.function, env and
-    command. A reward that an episode returns always wins."""
+    """A built-in (exact, regex, math_verify, reasoning_gym, constant), a judge (relative_judge, rubric;
+    docs/judges.md), or MODULE:FUNCTION. episode takes the reward that episodes return, and is the default with
+    episode.function, env and command."""
     per: Literal["trajectory", "group"] = "trajectory"
     """Whether the function scores one trajectory or a whole group."""
     options: dict[str, Any] = {}
@@ -133,11 +133,11 @@ class RewardConfig(Section):
     workers: Positive = 2
     """Worker processes of a pool."""
     timeout_s: Seconds = 10.0
-    """Longest call, counted from its start in the worker, which is then killed. For a judge, the longest vote, without
-    waits under the judge's own limits."""
+    """Longest call from its start in the worker, which is then killed. For a judge, the longest vote without waits
+    under its own limits."""
     on_timeout: Literal["fail"] | Annotated[float, Field(ge=-1e18, le=1e18)] = "fail"
-    """After timeout_s the trajectory fails and is tried again (see rollout.on_failed_trajectory); or it gets this
-    number as its reward at once. Only for per = trajectory."""
+    """After timeout_s the trajectory fails and is tried again (rollout.on_failed_trajectory), or gets this number as
+    its reward at once. Only for per = trajectory."""
     max_memory_bytes: Positive = 4 << 30
     """Memory that a worker may allocate once it is ready; beyond it the call fails."""
     max_output_bytes: Positive = 1 << 20
@@ -197,8 +197,8 @@ class LearnerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip of the global gradient norm."""
     updates_per_batch: Positive = 1
-    """Optimizer updates of a step, each on its share of the groups. From the second on, the weights before the first
-    are the proximal policy."""
+    """Optimizer updates of a step, each on its share of the groups. The weights before the first are the proximal
+    policy of the others."""
     loss: str = "decoupled"
     """Name of a loss (docs/algorithms.md), or MODULE:FUNCTION."""
     loss_options: dict[str, Any] = {}
@@ -212,9 +212,8 @@ class LearnerConfig(Section):
     entropy_bonus: Annotated[float, Field(ge=0)] = 0.0
     """Weight of each token's entropy (nats) in the objective."""
     teacher: OptionalPath = None
-    """Teacher of loss = "distill", a causal LM with the policy's tokenizer: its folder, or http://HOST:PORT/v1 of a
-    server that returns log-probs of prompts, such as vLLM. A server scores at temperature 1, so rollout.temperature
-    must be 1."""
+    """Teacher of loss = "distill", with the policy's tokenizer: a folder, or http://HOST:PORT/v1 of a server that
+    returns log-probs of prompts, such as vLLM. A server needs rollout.temperature = 1."""
     teacher_server: TeacherServerConfig = TeacherServerConfig()
     """The server of a teacher that is a URL."""
     advantage: str = "grpo"
@@ -232,8 +231,8 @@ class LearnerConfig(Section):
     """Groups filtered or quarantined between two steps, as a multiple of groups_per_step, above which the run ends with
     "no signal"."""
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Largest share of quarantined prompts (of those trained, filtered or quarantined), and of dropped trajectories.
-    Above it the run ends; counted from 100 groups on. Prompts that the data rules leave out do not count."""
+    """Largest share of quarantined prompts (of those trained, filtered or quarantined), and of dropped trajectories,
+    from 100 groups on. Above it the run ends. Prompts left out by the data rules do not count."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run, or quarantines its groups."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
@@ -243,8 +242,8 @@ class LearnerConfig(Section):
     packing: Literal["auto", "required", "off"] = "auto"
     """Several sequences per row: if the start-up check allows it, or refuse to start without, or never."""
     activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
-    """Activations recomputed in the backward pass: all of a layer (full), all but its matrix products (selective), or
-    none. auto is full on CUDA and off on CPU."""
+    """Recompute activations in the backward pass: all of a layer (full), all but its matrix products (selective), or
+    none. auto is full on CUDA, off on CPU."""
     offload: bool = False
     """Keep shards of weights, gradients and optimizer states in host memory, and step there."""
     compile: bool = False
