@@ -30,8 +30,7 @@ from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
 from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.rows import BadRow, TooFewUsable, check_row, collect, unpack
-from asyncrl.dataloader.sources import open_source
+from asyncrl.dataloader.sources import BadRow, TooFewUsable, check_row, collect, open_source, unpack
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.stops import resolve_stops
 from asyncrl.text.printable import printable

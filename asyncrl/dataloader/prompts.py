@@ -16,7 +16,7 @@ import numpy as np
 from asyncrl.chat.prompt import PromptEncoder
 from asyncrl.config import Config
 from asyncrl.config.training import DataConfig
-from asyncrl.dataloader.rows import (
+from asyncrl.dataloader.sources import (
     MEND,
     BadRow,
     DataRow,

@@ -22,14 +22,13 @@ from asyncrl.episodes.playing import frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
+from asyncrl.messages.suspects import runs_alone
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.worker_pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool
 
 BEATS = 8
 """Beats of a worker in the shorter of episode.stall_timeout_s and close_timeout_s."""
-SUSPECT_DEATHS = 2
-"""Deaths of workers after which an episode in them is played alone."""
 MOST = 4096
 """Episodes that are remembered, the newest."""
 
@@ -350,8 +349,9 @@ def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | No
 class Suspects:
     """Deaths of workers, counted by the ids of the episodes in them, over all attempts. Pure.
 
-    A worker plays many episodes, and most did not cause its end. An episode that was in two deaths gets a lone worker,
-    and only a death there is its own. Invariant: an episode that never ends its worker is never blamed.
+    A worker plays many episodes, and most did not cause its end. By the rule of messages/suspects.py an episode gets a
+    lone worker after some deaths, and only a death there is its own. Invariant: an episode that never ends its worker is
+    never blamed.
     """
 
     def __init__(self) -> None:
@@ -367,7 +367,7 @@ class Suspects:
 
     def alone(self, episode: str) -> bool:
         """Whether an episode must be played in a lone worker."""
-        return self._deaths.get(episode, 0) >= SUSPECT_DEATHS
+        return runs_alone(self._deaths.get(episode, 0))
 
     def ended(self, episode: str) -> None:
         """Forget an episode that has ended and whose worker lives."""

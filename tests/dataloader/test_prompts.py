@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config.training import DataConfig
 from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet, Remark
-from asyncrl.dataloader.rows import collect
+from asyncrl.dataloader.sources import collect
 from asyncrl.errors import DataError
 from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
 

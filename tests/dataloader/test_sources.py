@@ -15,8 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from asyncrl.config.training import DataConfig
-from asyncrl.dataloader.rows import Dataset, unpack
-from asyncrl.dataloader.sources import load_dataset
+from asyncrl.dataloader.sources import Dataset, load_dataset, unpack
 from asyncrl.errors import DataError
 
 ROWS = [{"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": "2", "level": 3}]

@@ -12,7 +12,7 @@ from test_messages import make_group
 from asyncrl.chat.prompt import PromptEncoder
 from asyncrl.chat.renderer import make_renderer
 from asyncrl.data.jsonl import RawRow
-from asyncrl.dataloader.rows import check_row
+from asyncrl.dataloader.sources import check_row
 from asyncrl.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rollouter.episode.player import first_messages, task_seed, total_reward
