@@ -350,8 +350,8 @@ class Suspects:
     """Deaths of workers, counted by the ids of the episodes in them, over all attempts. Pure.
 
     A worker plays many episodes, and most did not cause its end. By the rule of messages/suspects.py an episode gets a
-    lone worker after some deaths, and only a death there is its own. Invariant: an episode that never ends its worker is
-    never blamed.
+    lone worker after some deaths, and only a death there is its own. Invariant: an episode that never ends its worker
+    is never blamed.
     """
 
     def __init__(self) -> None:

@@ -64,7 +64,7 @@ def audit(run_dir: Path) -> None:
     ledger = final_ledger(run_dir)
     assert ledger.count("trained") == STEPS * GROUPS
     assert not any(ledger.is_open(*position_of(uid)) for uid in trained)
-    # Epochs come one after the other: all that are over are complete.
+    # Epochs follow one another: every one that is over is complete.
     last = max(position_of(uid)[0] for uid in trained)
     assert all(ledger.concluded(epoch) == 30 for epoch in range(last - 1))
 
@@ -138,7 +138,7 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
         (run_dir / "version_mark.json").unlink()
 
     def whole() -> bool:
-        """Whether there are two checkpoints, and lines tell of all versions: the mark is not all that does."""
+        """Whether there are two checkpoints, and the lines name all versions as the mark does."""
         if len(CheckpointFolder(run_dir / "checkpoints").candidates()) < 2:
             return False
         told = [line["weights/version"] for line in system.lines("train")]

@@ -78,7 +78,7 @@ def test_every_replica_is_updated_by_the_chosen_transport_and_a_joining_one_dist
     assert ways == {"shm": ["shm", "shm"], "stream": ["stream", "stream"], "gloo": ["shm", "stream"]}[transport]
     later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
     assert later.count(transport) >= 20
-    # Each is told with the line of the step in which it ended; those after the last step with that step.
+    # Each is in the line of the step in which it ended; those after the last step are in that line.
     told = read_metrics(system.run_dir / "metrics.jsonl", ("train", "update"))
     steps = [line["step"] for line in told if line["kind"] == "train"]
     for at, line in enumerate(told):

@@ -95,7 +95,7 @@ class Drift:
 
     def __str__(self) -> str:
         told = f"{self.nats:.3g} nats apart over {self.tokens} tokens, at worst {self.worst:.3g}"
-        sampled = "too few to tell" if self.sampled is None else f"{self.sampled:.3g}"
+        sampled = "too few for a verdict" if self.sampled is None else f"{self.sampled:.3g}"
         return f"their log-probs are {told} ({self.scored:.3g} over given tokens, {sampled} over sampled ones)"
 
 

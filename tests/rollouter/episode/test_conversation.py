@@ -70,7 +70,7 @@ NEXT, RESULT, NO = user("x"), tool("call_0_0", "x"), {"role": "assistant", "cont
 CHARACTERS = {"encode": by_character}
 CAUSES = {
     "goes on": ("extend", ChatML, lambda a: [*HI, a, RESULT], {}),
-    "goes on without end token": ("extend", NoEnd, lambda a: [*HI, a, NEXT], {}),
+    "continues without end token": ("extend", NoEnd, lambda a: [*HI, a, NEXT], {}),
     "a cut that the template mends": ("extend", ChatML, lambda a: [*HI, a, NEXT], {"cut": True}),
     "a cut that a rendering mends": ("extend", CutIsTheEnd, lambda a: [*HI, a, NEXT], {"cut": True, "calls": ()}),
     "a cut that nothing mends": ("fork:cut", CutIsTheEnd, lambda a: [*HI, a, NEXT], {"cut": True} | CHARACTERS),

@@ -110,7 +110,7 @@ def test_a_run_does_not_stop_before_it_warns():
 
 
 class Asked:
-    """An engine that answers the probe, but for what it is told to do; nothing before all is asked."""
+    """An engine that answers the probe with given exceptions, and only after every question."""
 
     def __init__(self, does=""):
         self.does, self.scored, self.requests, self.running = does, [], [], 0
@@ -174,7 +174,7 @@ def test_nothing_resumes_if_an_engine_dies_or_is_too_busy(does, error):
 
 @pytest.mark.parametrize("keep_kv", ["recompute", "stale"])
 def test_i4_no_kept_request_continues_under_refused_weights(keep_kv):
-    """It goes on under those that are not (I3), and is computed again once."""
+    """It continues under the other weights (I3), and is computed again once."""
 
     async def main():
         world = Hosted(simulated(on_update="keep", keep_kv=keep_kv))

@@ -145,6 +145,6 @@ def test_models_whose_class_takes_no_adapters_are_refused_by_name_before_the_sta
         try:
             takes_none = not supports_lora(ModelRegistry.models[architecture].load_model_cls())
         except ImportError:
-            # Of a package that is not installed here, as torchvision.
+            # From a package that is not installed here, as torchvision.
             takes_none = False
         assert takes_none == (architecture in WITHOUT_ADAPTERS), architecture

@@ -76,7 +76,7 @@ def served(tmp_path_factory, models):
     # Not below pytest's own folders: the path of a socket must be short.
     with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory(prefix="ae-") as temporary:
         patched.setattr(tempfile, "tempdir", temporary)
-        # torch keeps what it has compiled, and would go on doing so there.
+        # torch keeps what it has compiled, and would continue to do so there.
         patched.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         engine, publisher = VllmEngine(config_for(folder, concurrency="auto"), "rollouter/7"), Publisher()
         try:
@@ -215,7 +215,7 @@ def _without_the_drop(monkeypatch: pytest.MonkeyPatch) -> None:
     ("on_update", "keep_kv", "without"),
     [
         ("abort_resume", "recompute", _without_the_drop),
-        # What is kept would else go on over keys and values of the old weights.
+        # Kept requests would continue over keys and values of the old weights.
         ("keep", "recompute", _without_the_salt),
         # Nothing is dropped there, and what begins after the update must not find what is left.
         ("keep", "stale", lambda *_: None),

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
                 '<tool_call>{"name": "lookup", "arguments": {"a": "\\ud800"}}</tool_call>',
             )
         ],
-        # One that reasoning quotes is none.
+        # A call that reasoning quotes does not count.
         ("hermes", "deepseek_r1", f"<think>say {CALL}</think>{CALL}", TOOLS, (f"say {CALL}", "", READ, 0)),
         (None, "deepseek_r1", "<think>a</think>b", TOOLS, ("a", "b", [], 0)),
     ],

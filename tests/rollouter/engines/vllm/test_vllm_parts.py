@@ -137,7 +137,7 @@ def test_arguments_follow_the_configuration():
     assert on_gpu.items() >= {"tensor_parallel_size": 2, "dtype": "bfloat16", "enforce_eager": False}.items()
     assert not {"enable_chunked_prefill", "ir_op_priority"} & set(on_gpu)
     assert arguments(learner={"dtype": "bfloat16"})["dtype"] == "bfloat16"
-    # An adapter goes beside the model's own weights.
+    # An adapter is added to the model's own weights.
     expected = {"load_format": "auto", "enable_lora": True, "max_loras": 1, "lora_target_modules": ["q_proj", "v_proj"]}
     for rank, room in ((1, 1), (2, 8), (257, 320)):
         lora = {"rank": rank, "targets": ["self_attn.q_proj", "v_proj"]}
