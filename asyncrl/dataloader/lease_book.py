@@ -12,8 +12,8 @@ Invariants:
   everything that the rollouter can hold, even if the request, or a copy of it, arrives late;
 - a suspect prompt is leased only to a rollouter that holds nothing, and runs there alone.
 
-All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring`` rebuilds
-it from these. So an outcome may be reported for a prompt without a known holder.
+All of it follows from the order, the ledger, what the learner claims and what the rollouters hold: ``restoring``
+rebuilds it from these. So an outcome may be reported for a prompt without a known holder.
 
 Fails with ProtocolError on an outcome that cannot be, without having changed anything.
 """

@@ -15,10 +15,12 @@ one submission. It calls ``abort`` when it has found one. Tokens that do are the
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.staging import StagedVersion
@@ -144,3 +146,49 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End it and everything it started. Never raises because it is gone already."""
+
+
+class DeltaStream:
+    """Hands the deltas of one request to its reader, and merges those not fetched yet, so it never grows long.
+
+    One writer and one reader, both on one event loop. Invariant: no token is lost and their order is kept. Fails with
+    the EngineDied that it was given, once earlier deltas are read.
+    """
+
+    def __init__(self) -> None:
+        self._pending: TokenDelta | None = None
+        self._error: EngineDied | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add a delta. Nothing follows one with a finish reason."""
+        held = self._pending
+        if held is not None:
+            delta = TokenDelta(
+                tokens=held.tokens + delta.tokens,
+                logprobs=held.logprobs + delta.logprobs,
+                finish_reason=delta.finish_reason,
+                spans=delta.spans,
+                cached_tokens=max(held.cached_tokens, delta.cached_tokens),
+            )
+        self._pending = delta
+        self._wake()
+
+    def fail(self, error: EngineDied) -> None:
+        """End the stream with an error: nothing more will come."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> TokenDelta:
+        """The tokens since the last call; waits for them as long as the engine lives. Raises EngineDied."""
+        while self._pending is None:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        delta, self._pending = self._pending, None
+        return delta

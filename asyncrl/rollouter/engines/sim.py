@@ -20,9 +20,8 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content
-from asyncrl.rollouter.engines.stream import DeltaStream
 from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.staging import Layout, StagedVersion, check_complete
 

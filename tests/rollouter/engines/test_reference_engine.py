@@ -39,8 +39,7 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine
 from asyncrl.rollouter.engines.reference import model as model_module
-from asyncrl.rollouter.engines.reference.model import Model, choose
-from asyncrl.rollouter.engines.reference.noise import uniform
+from asyncrl.rollouter.engines.reference.model import Model, choose, uniform
 from asyncrl.weights.collective.sender import Sender
 
 TOLERANCE = 1e-5

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest, PauseMode, TokenDelta
-from asyncrl.rollouter.engines.reference.noise import seed_of
-from asyncrl.rollouter.engines.stream import DeltaStream
+from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
+from asyncrl.rollouter.engines.reference.model import seed_of
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.weights.broadcast import BroadcastPart
 from asyncrl.weights.staging import Layout, StagedVersion, check_complete

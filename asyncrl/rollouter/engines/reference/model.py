@@ -1,17 +1,19 @@
-"""A causal LM of transformers that continues one sequence at a time, in float32 on one thread.
+"""A causal LM of transformers that continues one sequence at a time, in float32 on one thread, and its sampling noise.
 
-Invariant: the continuation of a sequence and its log-probs are a function of the weights, its tokens, its seed and
-the place where its sampled part begins, in every bit. So its tokens are always fed in the same portions, however often
-it was interrupted: the prompt at once, then each sampled token alone, because a matrix product rounds differently with
-each number of rows. For the same reason there is one thread, and attention as plain matrix products.
+Invariant: the continuation of a sequence and its log-probs are in every bit a function of the weights, its tokens, its
+seed and the place where its sampled part begins. So its tokens are always fed in the same portions, however often it
+was interrupted: the prompt at once, then each sampled token alone. A matrix product rounds differently with each number
+of rows. For the same reason there is one thread, and attention as plain matrix products. The noise is a function of
+(seed, position).
 
-All of it is called on one thread. Fails with ConfigError for a folder that is no such model, with WeightsCorrupt for
-weights that are not the model's; the old ones are then as they were.
+Everything is called on one thread. Fails with ConfigError for a folder without such a model, and with WeightsCorrupt
+for weights that are not the model's; the old weights stay then.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,20 @@ from torch import Tensor
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.errors import ConfigError, WeightsCorrupt
-from asyncrl.rollouter.engines.reference.noise import uniform
+
+_BITS = 52
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for the token at ``position`` of a sequence, prompt included."""
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> (64 - _BITS)) / (1 << _BITS)
+
+
+def seed_of(run_seed: int, engine: str, request: str) -> int:
+    """Seed of a request that brings none of its own; 64 bits."""
+    digest = hashlib.blake2b(f"{run_seed}/{engine}/{request}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 @dataclass(slots=True, kw_only=True)
