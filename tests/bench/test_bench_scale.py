@@ -65,7 +65,7 @@ TURNED_AWAY = {
         ({"tickets": TICKETS | {"trained": 5.0}}, False, {"groups not accounted for": -1.0}),
         ({"faults": {"wire/unsent": 2.0}}, False, {"wire/unsent": 2.0}),
         ({"learner": actor("learner/0", condition="silent")}, False, {"actors that are not ready": 1}),
-        # Who is dead is turned away, and what it held is granted again.
+        # A dead rollouter is turned away, and its groups are leased again.
         (TURNED_AWAY, True, {}),
         (TURNED_AWAY, False, {"wire/refused": 3.0, "heartbeats/ignored": 1.0}),
         ({"faults": {"wire/unsent": 1.0}}, True, {"wire/unsent": 1.0}),

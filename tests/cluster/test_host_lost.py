@@ -25,7 +25,7 @@ def versions_served(run) -> dict[str, int]:
 
 @pytest.mark.timeout(600)
 def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(cluster, launched):
-    """I1, I5, I7: what was out there is granted again, what comes back is fenced, and the ledger is exact."""
+    """I1, I5, I7: what was out there is leased again, what comes back is fenced, and the ledger is exact."""
     # By a broadcast all pause together, so that one who does not answer could keep the others waiting.
     run = launched(320, "--weights.transport=gloo", host_grace_s=60.0)
     run.wait_for_step(5)

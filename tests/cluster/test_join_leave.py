@@ -94,7 +94,7 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     assert there[-1].keys() == {*there[0], "agent/0", "agent/1"}
     assert generation({"rollouter/2": load(run.run_dir / "trace" / "trace-001.json")["rollouter/2"]})
     (uid, *_) = run.events("rollouter-2", "generated")
-    assert "granted to rollouter/2" in explain(run.run_dir, uid["uid"])
+    assert "leased to rollouter/2" in explain(run.run_dir, uid["uid"])
     over = run.join("c")
     assert over.end()[0] == 2
     assert "the run in it has ended" in over.shown

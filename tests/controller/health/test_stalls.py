@@ -198,7 +198,7 @@ IDLE = (
     actor("rollouter/1", "waiting", LEASE, WATCH),
 )
 TABLE = {
-    "no lease is granted": (
+    "no lease is given out": (
         [],
         "learner/0 waits 312 s for groups; dataloader/0 is ready for 400 s and waits for nothing; "
         "reward/0 is ready for 400 s and waits for nothing; "
