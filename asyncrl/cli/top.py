@@ -202,7 +202,7 @@ def _watch(given: argparse.Namespace) -> int:
 
     async def trace() -> str:
         with Viewer(found()) as viewer:
-            written: TraceWritten = await viewer.controller.call(RequestTrace(), timeout=TRACE_S)
+            written: TraceWritten = await viewer.peer.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
     return _show(Source(feed=feed, history=history, run_dir=run_dir, trace=trace))

@@ -1,15 +1,13 @@
-"""The controller: registry, run state, fan-out of metrics, watchdog. No bulk data passes through it.
+"""The controller: registry of actors, state of the run, failure detection, metrics for viewers. No bulk data passes it.
 
-Its own port is bound before anything else of the run is started; it leaves its address in the run's private
-folder, where the node agent finds it. Everything that is decided is decided in ``run_state`` and
-``registry``; this shell turns messages and time into their events, and wakes parked calls when something
-changed. It ends by itself once the state of the run is final. Words of an actor of an older incarnation are
-refused.
+It binds its port before any other actor starts, and leaves its address in the run's private folder for the node agent.
+``RunStateMachine`` and ``Registry`` decide; this shell turns messages and time into their events, and wakes parked
+calls after a change. The controller ends when the state of the run is final. It refuses messages of older incarnations.
 
-It keeps nothing but its address, the list of hosts, the newest incarnations, who has joined and left, and the recorded
-snapshots: a successor binds the same address, is told everything else anew by the actors and agents that come back to
-it, knows by the lists who may not, numbers its states above all that were seen before, and shows the events and lines
-that were recorded. It takes the largest incarnation that it hears of each that is not kept, as in a damaged file.
+A controller keeps five things on disk: its address, the hosts, the newest incarnations, the members, and the recorded
+snapshots. Its successor binds the same address and learns everything else from the actors and agents as they register
+again. It numbers its states above those of its predecessor. If the file is damaged, it takes the largest incarnation of
+each actor that it hears of.
 """
 
 from __future__ import annotations
@@ -67,17 +65,17 @@ from asyncrl.messages.monitor import (
 )
 from asyncrl.roles import gang_of, role_of
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.address_file import ADDRESS_FILE, AddressFile, read_address_file
+from asyncrl.runtime.controller_client import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.runtime.notices import sendable
 from asyncrl.runtime.parking import ParkingLot
 
 FEW_ACTORS = 64
-"""Most actors in the registry with which each of its changes is followed at once."""
+"""Largest number of actors at which each change of the registry is handled at once."""
 GATHER_S = 0.05
-"""Time for which changes are gathered with more: to follow them looks at all actors, and a thousand that register one
-after the other would have a thousand looked at a thousand times."""
+"""Time for which changes are gathered with more actors. Handling a change looks at all actors, so a thousand that
+register one by one would be looked at a thousand times each."""
 FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
@@ -110,21 +108,21 @@ class Controller(Actor):
             frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
         )
         self._to_keep = asyncio.Event()
-        """Set when the address file lacks what a successor is to know."""
+        """Set when the address file is out of date."""
         self._numbered = 0
-        """Changes of the registry's numbers that a successor would know."""
+        """Changes of the registry that the address file has."""
         self._lines = RecentLines()
         self._waits = OpenWaits()
         self._sinks = SinksFeed(
             self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
         )
         self._restarts = 0
-        """Times that a controller of this attempt of the run was started again."""
-        self._watching = Observation(
+        """Restarts of the controller in this attempt of the run."""
+        self._observation = Observation(
             self,
             self._registry,
             self._run,
-            # Through functions: the failure detector and the members are made below.
+            # Functions, since the failure detector and the members are made below.
             stalled=lambda: self._failures.stalled,
             sink=self._sinks.snapshot,
             is_gone=lambda name: self._members.is_gone(name),
@@ -142,16 +140,16 @@ class Controller(Actor):
             notify=self.notify,
         )
         self._aside: dict[str, Aside] = {}
-        """Replicas that are set aside, as the user knows."""
+        """Replicas that are set aside, as last shown to the user."""
         self._times_aside: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._gathered = asyncio.Event()
-        """The registry has changed, and nobody has followed it so far."""
+        """Set when the registry has changes that are not handled yet."""
         self._watchers = ParkingLot()
         self._followers = ParkingLot()
-        """Watchers who also follow metrics, notices, and who is awaited while the run starts."""
+        """Calls that also wait for metrics, notices, and actors that get ready."""
         self._said: tuple[int, RunState] | None = None
-        """The state that watchers are told, and its number: made once for all of them."""
+        """The state as a message, and its number: made once for all callers."""
         self._registered = ParkingLot()
         self._members = HostChanges(self, self._registry, self._run, self._hosts, tell=self._members_changed)
         self._failures = FailureDetector(
@@ -160,27 +158,27 @@ class Controller(Actor):
             self._run,
             self._hosts,
             self._members,
-            self._watching,
+            self._observation,
             tell=self._tell,
             changed=self._registry_changed,
         )
         self._earlier = self._predecessor()
         if self._earlier is not None:
             self._registry.recall(self._earlier.newest, self._earlier.generations)
-            self._run.tell_generations(self._registry.generations)
-        # Before the first bind: a host that has joined knows the address, and knocks as soon as it is there.
+            self._run.set_generations(self._registry.generations)
+        # Before the first bind: a host that has joined knows the address and connects as soon as it is bound.
         self._members.recall()
         self.roster.take_in(self._members.members)
 
     async def setup(self) -> None:
-        """Leave the address where the agent looks for it."""
+        """Write the address file."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         await asyncio.to_thread(remove_unfinished, self.context.run_dir)
         if (earlier := self._earlier) is not None:
             self._hosts.recall(earlier.hosts, self.clock.now())
-            self._watching.began = min(self._watching.began, earlier.began)
+            self._observation.began = min(self._observation.began, earlier.began)
             self._restarts = earlier.restarts + 1
-            self._watching.succeed(self._restarts, await asyncio.to_thread(self._watching.recall))
+            self._observation.succeed(self._restarts, await asyncio.to_thread(self._observation.recall))
         await self._write_address_file()
 
     async def _write_address_file(self) -> None:
@@ -188,7 +186,7 @@ class Controller(Actor):
             address=self.address,
             incarnation=self.context.incarnation,
             hosts=self._hosts.describe(),
-            began=self._watching.began,
+            began=self._observation.began,
             restarts=self._restarts,
             newest=self._registry.newest,
             generations=self._registry.generations,
@@ -197,7 +195,7 @@ class Controller(Actor):
         await asyncio.to_thread(replace_file, self._address_file, text, mode=0o600)
 
     async def _keep(self) -> None:
-        """Keep the file for a successor, which is not told of a lost host, nor of those nobody tells of any more."""
+        """Keep the address file up to date: no other process could tell a successor of lost hosts."""
         while True:
             await self._to_keep.wait()
             self._to_keep.clear()
@@ -219,15 +217,14 @@ class Controller(Actor):
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
 
     def _predecessor(self) -> AddressFile | None:
-        """File that an earlier controller of this attempt of the run has left; None if this is the first one."""
+        """Address file of an earlier controller of this attempt; None if this is the first one."""
         try:
             found = read_address_file(self._address_file)
         except ValueError as error:
-            lost = "its list of hosts and the incarnations included"
-            self.log.warning("what the last controller kept is lost, %s", lost, error=str(error))
+            self.log.warning("the address file of the last controller is damaged", error=str(error))
             found = AddressFile(address="")
         if self.context.address:
-            # Everybody looks for it there.
+            # The other actors look for it there.
             return msgspec.structs.replace(found or AddressFile(address=""), address=self.context.address)
         return found
 
@@ -240,7 +237,7 @@ class Controller(Actor):
         return found.version if found is not None else -1
 
     async def close(self) -> None:
-        """Count what the sinks have not taken."""
+        """Count the lines that the sinks have not taken."""
         self._sinks.close()
 
     async def run(self) -> None:
@@ -248,7 +245,7 @@ class Controller(Actor):
         self.tasks.create_task(self._failures.run())
         self.tasks.create_task(self._keep())
         self.tasks.create_task(self._follow_registry())
-        self.tasks.create_task(self._watching.run())
+        self.tasks.create_task(self._observation.run())
         self.tasks.create_task(self._members.run())
         while not self._run.final:
             deadline = self._run.next_deadline()
@@ -260,7 +257,7 @@ class Controller(Actor):
             self._changed.clear()
             if self._run.tick(self.clock.now()):
                 self._tell()
-        await self._watching.conclude()
+        await self._observation.conclude()
         await self._traces.finish()
         await asyncio.sleep(FAREWELL_S)
 
@@ -280,27 +277,27 @@ class Controller(Actor):
                 self._to_keep.set()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
             if request.record.address and self._run.phase != "starting":
-                self._watching.happened("info", request.record.name, "is ready again")
+                self._observation.happened("info", request.record.name, "is ready again")
             if request.record.address and request.record.attempt:
                 self._lines.add_ready(request.record.name)
         finally:
-            # Also where it is refused: one of a generation that is over is entered as condemned.
+            # Also if it is refused: an actor of an old generation is entered as condemned.
             self._registry_changed()
         return Done()
 
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
-        """Note a heartbeat. Its absence is a stall: its process is killed before anybody counts it as dead."""
+        """Note a heartbeat."""
         if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
-            # Before it has registered it is nobody yet.
+            # An actor that has not registered is unknown, which is no error.
             if caller.name in self._registry.entries:
                 self.counters.add("heartbeats/ignored")
             return
         entry = self._registry.entries[caller.name]
         entry.version = caller.param_version
         self.counters["heartbeats/left_out"] = self._registry.left_out
-        # As the registry has taken them in: cut, and no more than its limit.
-        self._watching.add_events(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
+        # As the registry has bounded them.
+        self._observation.add_events(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -317,13 +314,13 @@ class Controller(Actor):
     async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
         """Park until the state, or the metrics where they are asked for, are newer than those that the caller has seen.
 
-        A caller that does not ask for the metrics is not told of each actor that gets ready.
+        A caller that does not ask for metrics gets no answer for each actor that gets ready.
         """
         self._members.taken_in(caller.name, caller.incarnation, request.members)
         if request.seen_line < 0:
 
             def matters() -> RunState | None:
-                # A number that this controller has not given tells nothing of what the caller knows.
+                # A larger number is from another controller and says nothing about what the caller knows.
                 return None if self._run.matters <= request.seen <= self._run.number else self._state()
 
             return await self._watchers.until(matters, caller.park_s) or self._state()
@@ -337,7 +334,7 @@ class Controller(Actor):
 
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
-        """Keep a line for those who watch; the oldest goes when there are too many."""
+        """Keep a line of metrics; the oldest goes when there are too many."""
         if not is_proper(request.line):
             self.counters.add("lines/refused")
             if self.counters["lines/refused"] == 1:
@@ -345,16 +342,16 @@ class Controller(Actor):
                 self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
             return
         self._sinks.line(request.line)
-        self._watching.lines.add(request.line, by=caller.incarnation)
+        self._observation.lines.add(request.line, by=caller.incarnation)
         if request.line.get("kind") == "update":
-            # Too many for those who follow the run step by step.
+            # The launcher shows steps only.
             return
         self._lines.add(request.line)
         self._followers.wake()
 
     @handler
     def notice(self, request: Notice, caller: Caller) -> Done:
-        """Pass on what the user must know to those who follow the run step by step."""
+        """Pass a notice on to the launcher."""
         self._waits.take(caller.name, caller.incarnation, request.key, request.waits_for)
         self._lines.add_notice(caller.name, caller.incarnation, request)
         self._followers.wake()
@@ -364,26 +361,26 @@ class Controller(Actor):
         self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
     ) -> None:
         super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
-        # Nobody else takes its notices: actors hand theirs in to the controller.
+        # Other actors send their notices to the controller.
         own = sendable(key, text, count, meanwhile, waits_for, of)
         self._lines.add_notice(self.name, self.context.incarnation, own)
         self._followers.wake()
 
     @handler
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
-        """End the run in good order, or let it make way first."""
+        """End the run in good order, or preempt it."""
         now = self.clock.now()
-        # A successor that starts has a run behind it that has run.
-        makes_way = request.preempt and (self._run.phase != "starting" or self._earlier is not None)
-        if self._run.preempt(request.reason, now) if makes_way else self._run.stop(request.reason, now):
-            what = "run is to make way" if makes_way else "run is stopped"
+        # The run of a successor was running before.
+        is_preempted = request.preempt and (self._run.phase != "starting" or self._earlier is not None)
+        if self._run.preempt(request.reason, now) if is_preempted else self._run.stop(request.reason, now):
+            what = "run is preempted" if is_preempted else "run is stopped"
             self.log.info(what, by=caller.name, reason=request.reason)
             self._tell()
         return Done()
 
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
-        """All is trained, and written as far as it could be."""
+        """The learner has trained the last step and written everything that it could."""
         if self._run.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
             self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
             self._tell()
@@ -391,78 +388,78 @@ class Controller(Actor):
 
     @handler
     def checkpoint_written(self, request: CheckpointWritten, caller: Caller) -> Done:
-        """The run can go on from here."""
+        """Note a complete checkpoint."""
         self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
-        self._watching.happened("info", caller.name, f"checkpoint of version {request.version} is complete")
+        self._observation.happened("info", caller.name, f"checkpoint of version {request.version} is complete")
         if self._run.checkpoint_written(request.version):
             self._tell()
         return Done()
 
     @handler
     def actor_started(self, request: ActorStarted, caller: Caller) -> Done:
-        """A process lives, of which nothing may ever be heard."""
+        """Note that a process was started, which may die before it registers."""
         self._registry.started(request.name, request.incarnation, self.clock.now())
         self._registry_changed()
         return Done()
 
     @handler
     def actor_ended(self, request: ActorEnded, caller: Caller) -> EndNoted:
-        """A process has ended; says whether it was told to."""
+        """Note the end of a process. The reply says whether the controller had asked for it."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
         if request.exit_code or self._run.phase in ("starting", "running"):
             what = f": {request.reason}" if request.reason else f" with exit code {request.exit_code}"
-            self._watching.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
-        told = (actor.name for actor in self._run.leaving)
-        asked = role_of(request.name) in self._run.draining or request.name in told
+            self._observation.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
+        leaving = (actor.name for actor in self._run.leaving)
+        asked = role_of(request.name) in self._run.draining or request.name in leaving
         newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
-        # A host on trial whose actor is given up is let go instead, and the run goes on.
+        # If the actor is on a host on trial, that host leaves instead, and the run continues.
         if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
-            said = (request.name, request.exit_code, request.fatal, request.reason, request.log)
-            self._run.ended(*said, now, incarnation=request.incarnation)
+            end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
+            self._run.ended(*end, now, incarnation=request.incarnation)
         self._registry_changed()
         return EndNoted(asked=asked)
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
-        """Try a replica again that is set aside. Raises InvalidRequest."""
+        """Start a replica that is set aside. Raises InvalidRequest."""
         if not self._run.bring_back(request.name, self.clock.now()):
-            there = ", ".join(actor.name for actor in self._run.aside) or "nobody"
-            raise InvalidRequest(f"{request.name} cannot be brought back: set aside is {there}")
+            aside = ", ".join(actor.name for actor in self._run.aside) or "no replica"
+            raise InvalidRequest(f"{request.name} cannot be brought back: {aside} is set aside")
         self._tell()
         return Done()
 
     @handler
     def report_failure(self, request: ReportFailure, caller: Caller) -> Done:
-        """An actor says that the run cannot go on."""
+        """End the run because of an actor's failure."""
         reason = request.reason.removeprefix(f"{caller.name}: ")
         self.log.error("run has failed", actor=caller.name, reason=reason)
         if self._run.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
             self._tell()
         return Done()
 
-    # --- watching ---
+    # --- viewers and sinks ---
 
     @handler
     async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Park until there is a newer snapshot of the run."""
-        return await self._watching.snapshots.watch(request, caller)
+        return await self._observation.snapshots.watch(request, caller)
 
     @handler
     async def watch_metrics(self, request: WatchMetrics, caller: Caller) -> Metrics:
-        """Park until there is something for the sinks."""
+        """Park until there are new metrics for the sinks."""
         return await self._sinks.watch(request, caller)
 
     # --- the timeline ---
 
     @handler
     async def request_trace(self, request: RequestTrace, caller: Caller) -> TraceWritten:
-        """Have the actors hand in what they did of late, and write it."""
+        """Collect the recent spans of all actors and write them to a file."""
         return await self._traces.write(self.tasks, caller.park_s)
 
     @handler
     async def trace_part(self, request: TracePart, caller: Caller) -> Done:
-        """Take in what an actor did. Raises InvalidRequest."""
+        """Take in spans of an actor. Raises InvalidRequest."""
         await self._traces.take(caller.name, request)
         return Done()
 
@@ -470,42 +467,42 @@ class Controller(Actor):
         if self._run.want_trace(number):
             self._tell()
 
-    # --- hosts that come and go ---
+    # --- hosts that join and leave ---
 
     @handler
     async def join(self, request: Join, caller: Caller) -> Joined:
-        """Let hosts take part. Raises InvalidRequest."""
+        """Admit hosts to the run. Raises InvalidRequest."""
         return await self._members.join(request, caller.park_s)
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
-        """Drain a host and let it go. Raises InvalidRequest."""
+        """Drain a host and remove it from the run. Raises InvalidRequest."""
         return await self._members.leave(request, caller.park_s)
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
-        """Park until others have come, leave, or have left."""
+        """Park until the members have changed."""
         return await self._members.watch(request.seen, caller.park_s)
 
     @handler
     async def host_left(self, request: HostLeft, caller: Caller) -> Done:
-        """Nothing is left on a host that was to leave."""
+        """Note that everything has ended on a host that leaves."""
         try:
             await self._members.host_left(caller.name, caller.park_s)
         finally:
-            # Also where that is not on disk in time: the actors of the host have ended.
+            # Also if that is not on disk in time: the actors of the host have ended.
             self._registry_changed()
         return Done()
 
     def _members_changed(self) -> None:
-        # A successor does not wait for those who have left either.
+        # A successor does not wait for members that have left either.
         self._to_keep.set()
         self._tell()
 
     # --- waiting ---
 
     def _registry_changed(self) -> None:
-        """Let the run follow, at once or, where there are many actors, together with the changes that come next."""
+        """Update the run's state, at once or, with many actors, together with the changes that come next."""
         if len(self._registry.entries) <= FEW_ACTORS:
             self._follow()
         else:
@@ -519,17 +516,17 @@ class Controller(Actor):
             await asyncio.sleep(GATHER_S)
 
     def _follow(self) -> None:
-        """Let the run follow the registry, and wake those who wait for either."""
+        """Update the run's state from the registry, and wake the calls that wait for either."""
         ready = self._registry.ready()
-        # First: those that have joined belong to the run from here on, and all that follows counts them.
+        # First: actors that have joined belong to the run from here on.
         self._members.ready(ready)
         if self._numbered != self._registry.changes:
             self._numbered = self._registry.changes
             self._to_keep.set()
         self._run.ready(ready, self.clock.now())
         self._run.condemn(self._registry.condemned)
-        self._run.bury(self._registry.dead)
-        self._run.tell_generations(self._registry.generations)
+        self._run.set_dead(self._registry.dead)
+        self._run.set_generations(self._registry.generations)
         self._registered.wake()
         self._tell()
 
@@ -567,24 +564,24 @@ class Controller(Actor):
             aside=self._run.aside,
         )
 
-    def _tell_aside(self) -> None:
-        """The user hears of each replica that is set aside, and again when it is tried."""
+    def _notify_aside(self) -> None:
+        """Notify the user of each replica that is set aside, and again when it is started."""
         before, self._aside = self._aside, {actor.name: actor for actor in self._run.aside}
         for name, actor in self._aside.items():
             if name not in before:
                 self._times_aside[name] = times = self._times_aside.get(name, 0) + 1
                 again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
-                meanwhile = f"The run goes on without it; it is tried again {again}"
+                meanwhile = f"The run continues without it; it is tried again {again}"
                 self.notify(f"aside {name}", f"{name} is set aside: {actor.reason}", count=times, meanwhile=meanwhile)
-        # While the run drains none counts as set aside, and none is tried again for that.
+        # While the run drains, no replica counts as set aside.
         for name in before.keys() - self._aside.keys() if not self._run.drain else ():
             then = "is tried again" if name in self._run.expected else "has left the run"
             text = f"{name} was set aside ({before[name].reason}) and {then}"
             self.notify(f"aside {name}", text, count=self._times_aside[name])
 
     def _tell(self) -> None:
-        self._tell_aside()
-        self._watching.changed()
+        self._notify_aside()
+        self._observation.changed()
         if SINKS in self._run.draining:
             self._sinks.end()
         self._changed.set()

@@ -27,7 +27,7 @@ from asyncrl.errors import ConfigError, EpisodeHostFull, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.awaits import most_telling
+from asyncrl.runtime.awaits import longest_waits
 from asyncrl.runtime.lifecycle.backoff import backoff
 from asyncrl.workers.confinement import NOTICE, confine
 from asyncrl.workers.user_code import FaultKinds
@@ -116,7 +116,7 @@ class EpisodesActor(Actor):
         awaits, quiet = said.awaits, [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())]
         if quiet:
             seconds, uid = max(quiet)
-            awaits = most_telling([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
+            awaits = longest_waits([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
         return msgspec.structs.replace(said, progress=players.counters.played, awaits=awaits)
 
     def pulse(self) -> tuple[object, ...]:

@@ -37,8 +37,8 @@ class RolloutPeer(Protocol):
     def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
         """Send a request, as Peer.call."""
 
-    def cast(self, message: Message) -> bool:
-        """Send a message, as Peer.cast."""
+    def cast(self, message: Message) -> int:
+        """Send a message, as Peer.cast. Returns 0 if it was not sent."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):

@@ -91,7 +91,7 @@ class Learner(Actor):
         host, port = await self._on_thread(lambda: backend.open_store(self.context.host))
         # The other ranks find the store by these facts; ``setup`` of the backend waits for them.
         self.facts = {"store_host": host, "store_port": port}
-        await self.tell_facts()
+        await self.publish_facts()
         await self._on_thread(lambda: backend.setup(host, port))
         for index, text in enumerate(backend.given_up):
             self.notify(f"start-up check {index}", text)

@@ -2,7 +2,7 @@
 
 A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the
 struct as a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers
-beside the body. Fields are only ever added, with a default. None of it is ever part of a cycle, so the garbage
+behind the body. Fields are only ever added, with a default. None of it is ever part of a cycle, so the garbage
 collector need not follow the thousands of groups that are held (``gc=False``).
 
 A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then

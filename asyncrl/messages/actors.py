@@ -22,7 +22,7 @@ class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
     host: str = ""
     pid: Count = 0
     facts: dict[str, Any] = {}
-    """Facts that its peers need to know beyond the address. A node agent tells its host's ``actors``."""
+    """Facts that its peers need to know beyond the address. A node agent has its host's ``actors``."""
     attempt: Count = 0
     """Times that it has been started again."""
 
@@ -84,7 +84,7 @@ class Stuck(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Leaving(Struct, gc=False, frozen=True, array_like=True):
-    """A node agent or an actor that is to leave the run while that goes on."""
+    """A node agent or an actor that is to leave the run, which continues."""
 
     name: str
     within_s: float
@@ -97,7 +97,7 @@ class Aside(Struct, gc=False, frozen=True, array_like=True):
     name: str
     reason: str
     rest_s: float
-    """Time that it rests, if nobody brings it back before."""
+    """Time that it rests, unless it is brought back sooner."""
 
 
 class RunState(Message, frozen=True, kw_only=True):
@@ -115,9 +115,9 @@ class RunState(Message, frozen=True, kw_only=True):
     last_line: int = 0
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
-    """Actors that are not ready yet, while the run starts. Told to those alone who ask for the metrics."""
+    """Actors that are not ready yet, while the run starts. Sent only to callers that ask for metrics."""
     waits: list[str] = []
-    """Words for what the run waits for, by the notices of live actors. Sent to those alone who ask for the metrics."""
+    """Words for what the run waits for, by the notices of live actors. Sent only to callers that ask for metrics."""
     condemned: list[Condemned] = []
     """The actors that are to be killed so that they are started again."""
     stuck: list[Stuck] = []
@@ -137,7 +137,7 @@ class RunState(Message, frozen=True, kw_only=True):
     generations: dict[str, int] = {}
     """Oldest generation that is not over, by role of a gang: an actor started from now on is of no older one."""
     aside: list[Aside] = []
-    """The replicas without which the run goes on for now. Their agents end them, and start those named no more."""
+    """The replicas that the run continues without for now. Their agents end them, and start those named no more."""
 
 
 class WatchRun(Request, frozen=True, kw_only=True):
@@ -198,7 +198,7 @@ class CheckpointWritten(Request, frozen=True, kw_only=True):
 
 
 class ActorStarted(Request, frozen=True, kw_only=True):
-    """Agent to controller: a process of this actor lives. Told again to a controller that was started again."""
+    """Agent to controller: a process of this actor lives. Sent again to a restarted controller."""
 
     reply = Done
     senders = AGENT
@@ -207,7 +207,7 @@ class ActorStarted(Request, frozen=True, kw_only=True):
 
 
 class EndNoted(Message, frozen=True, kw_only=True):
-    """The end is noted; ``asked`` if the controller had told that actor to end."""
+    """The end is noted; ``asked`` if the controller had asked that actor to end."""
 
     asked: bool = False
 
@@ -233,11 +233,11 @@ LONGEST_NOTICE, LONGEST_KEY = 2000, 500
 NOTICE = "notice"
 """Kind of the line among RunState.lines that is a notice: its actor and incarnation, and the fields of Notice."""
 READY = "ready"
-"""Kind of the line among RunState.lines that tells that an actor, which was started again, is ready."""
+"""Kind of the line among RunState.lines for a restarted actor that is ready."""
 
 
 class Notice(Request, frozen=True, kw_only=True):
-    """Actor to controller: something that the user must know while the run goes on, and again at its end.
+    """Actor to controller: something that the user must know during the run, and again at its end.
 
     A later one with the same key of the same actor takes the place of the one before.
     """
@@ -249,7 +249,7 @@ class Notice(Request, frozen=True, kw_only=True):
     count: Count = 1
     """Times that it has happened."""
     meanwhile: Annotated[str, Meta(max_length=LONGEST_NOTICE)] = ""
-    """Sentences that hold, and say what to do, while the run goes on; the summary at its end leaves them out."""
+    """Sentences that hold during the run, with what to do; the summary at its end leaves them out."""
     waits_for: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
     """Words for what the run waits for until a later notice of this key, or the end of this incarnation."""
     of: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
@@ -257,7 +257,7 @@ class Notice(Request, frozen=True, kw_only=True):
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):
-    """Actor to controller: the run cannot go on. ``exit_code`` is the run's."""
+    """Actor to controller: the run cannot continue. ``exit_code`` is the run's."""
 
     reply = Done
     senders = MEMBERS

@@ -1,4 +1,4 @@
-"""Messages in which actors tell of themselves, and requests of one who watches the run to the controller."""
+"""Heartbeats and metrics of actors, and the requests of viewers and sinks to the controller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
 
     whom: str
     seconds: float
-    """Time that it has lasted, on the clock of the actor that tells it."""
+    """Time that it has lasted, on the clock of the reporting actor."""
 
 
 class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
@@ -61,23 +61,23 @@ class EventRecord(Struct, gc=False, frozen=True, array_like=True):
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor to controller, cast from a thread of its own.
 
-    ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death.
-    Figures are cumulative since the start of the incarnation, and a beat carries those that have changed since they
-    were last sent, and from time to time all (runtime/heartbeat_delta.py): what is not named is as it was.
+    ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death. Figures
+    are cumulative since the start of the incarnation. A heartbeat carries those that have changed, and from time to
+    time all (runtime/heartbeat_delta.py). Those that it leaves out are unchanged.
     """
 
     senders = MEMBERS
     beat: Count
     progress: Count
     state: str
-    """starting, ready, or what the actor says of itself."""
+    """starting, ready, or another state of the actor."""
     loop_lag_s: float = 0.0
     awaiting: str = ""
     """Actor or thing that the state waits for."""
     state_s: float = 0.0
     """Seconds in the present state."""
     oldest_await: str = ""
-    """Longest open wait that is not idleness, as PEER TYPE SECONDS; empty if there is none."""
+    """Longest open wait that is not idleness, as PEER TYPE SECONDS, or empty."""
     # As many as MOST_RECORDS of runtime/awaits.py.
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
@@ -102,7 +102,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     events: list[EventRecord] = []
     """Events of the last few beats, the oldest first."""
     unreached: Annotated[list[UnreachedRecord], Meta(max_length=MOST_UNREACHED)] = []
-    """Actors that it cannot reach, longest first; all of them in each beat, as far as there is room."""
+    """Actors that it cannot reach, longest first."""
 
 
 class MetricsLine(Message, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class WatchSnapshot(Request, frozen=True, kw_only=True):
 
 
 class TraceWritten(Message, frozen=True, kw_only=True):
-    """The trace: ``path`` is on the controller's host; empty, with the reason in ``error``, when there is none."""
+    """The trace: its ``path`` on the controller's host, or the reason in ``error``."""
 
     path: str
     error: str = ""
@@ -166,7 +166,7 @@ class TraceWritten(Message, frozen=True, kw_only=True):
 
 
 class RequestTrace(Request, frozen=True, kw_only=True):
-    """Viewer to controller: write down what the actors have done of late. Parked until it is written."""
+    """Viewer to controller: write the recent spans of all actors to a file. Parked until it is written."""
 
     reply = TraceWritten
     senders = VIEWER
@@ -183,7 +183,7 @@ class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
     began: float
     """Unix time (s)."""
     seconds: float
-    """Length of the span; negative while it goes on."""
+    """Length of the span; negative while it is open."""
     facts: dict[str, str | int | float | bool] = {}
 
 

@@ -1,8 +1,8 @@
 """Senders of messages: the roles whose actors may send one, named by its class as ``senders``. Pure.
 
 A role is the part of a name before the slash: those of the run's actors, ``agent``, ``launcher`` and ``viewer``.
-Invariant: nobody may send a message that names none, as a reply. An actor refuses to serve one (LookupError), so that
-none is forgotten.
+Invariant: a message without senders, such as a reply, may not be sent unasked. An actor refuses to serve one
+(LookupError), so that no message lacks its senders by mistake.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from asyncrl.messages import Message
 from asyncrl.roles import ROLES, role_of
 
 ANYBODY = frozenset({"*"})
-"""Senders of messages that are none of a run's."""
+"""Senders of messages outside of runs."""
 ACTORS = frozenset(ROLES)
 MEMBERS = ACTORS | {"agent"}
-"""All that live in a run from its start, and register."""
+"""All processes that register."""
 AGENT, LAUNCHER, VIEWER = frozenset({"agent"}), frozenset({"launcher"}), frozenset({"viewer"})
 LEARNER, ROLLOUTER, DATALOADER = frozenset({"learner"}), frozenset({"rollouter"}), frozenset({"dataloader"})
 EPISODES, SINKS = frozenset({"episodes"}), frozenset({"sinks"})

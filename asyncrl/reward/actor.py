@@ -22,7 +22,7 @@ from asyncrl.reward.judges.judge_pool import JudgePool
 from asyncrl.reward.scoring.faults import FailureRate, Faults, RewardFault
 from asyncrl.reward.scoring.reward_pool import RewardPool
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.awaits import most_telling
+from asyncrl.runtime.awaits import longest_waits
 from asyncrl.telemetry.trace import FIRST_SLOT
 from asyncrl.workers.confinement import NOTICE, Confinement, confine
 
@@ -95,7 +95,7 @@ class RewardActor(Actor):
         awaits, task = said.awaits, pool.longest_task()
         if task is not None:
             uid, seconds = task
-            awaits = most_telling([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
+            awaits = longest_waits([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
         return msgspec.structs.replace(said, progress=pool.counters.scored, awaits=awaits)
 
     def pulse(self) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """The base of every actor.
 
-An actor binds one server, knows its peers by name, and lives through setup → run → close. Its background tasks
-belong to one TaskGroup: when one fails, the actor fails, tells the controller why, and ends. It ends in good order
+An actor binds one server, knows its peers by name, and passes through setup → run → close. Its background tasks belong
+to one TaskGroup: when one fails, the actor fails, reports the reason to the controller, and ends. It ends in good order
 when the controller drains its role. Everything here runs on one event loop; work that blocks goes to a thread.
 """
 
@@ -21,17 +21,17 @@ from asyncrl.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
-from asyncrl.runtime.awaits import Awaits, most_telling
+from asyncrl.runtime.awaits import Awaits, longest_waits
 from asyncrl.runtime.calls.endpoint import Endpoint
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CallServer
 from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.controller_session import REPORT_S, RunWatch
-from asyncrl.runtime.heartbeat_delta import Telling, UntoldEvents
+from asyncrl.runtime.controller_session import REPORT_S, ControllerSession
+from asyncrl.runtime.heartbeat_delta import EventQueue, HeartbeatDelta
 from asyncrl.runtime.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS
-from asyncrl.runtime.notices import UntoldNotices
+from asyncrl.runtime.notices import NoticeQueue
 from asyncrl.runtime.services import ActorServices
 from asyncrl.runtime.vitals import Vitals, VitalSigns
 from asyncrl.telemetry.logging import get_logger, lost_lines
@@ -58,7 +58,7 @@ class ActorContext:
     """Address of the controller; None for the controller itself."""
     attempt: int = 0
     is_optional: bool = False
-    """Whether the run goes on without any of its role: no failure of it ends the run."""
+    """Whether the run continues without any actor of its role: no failure of it ends the run."""
     clock: Clock = field(default_factory=Clock)
     born: float | None = None
     """Time at which its process was spawned, on ``clock``; None for now."""
@@ -79,7 +79,7 @@ class ActorContext:
 
 
 class Actor:
-    """The base of every actor; the module tells its rules."""
+    """The base of every actor; see the module."""
 
     role: ClassVar[str]
     is_restarted: ClassVar[bool] = True
@@ -112,7 +112,7 @@ class Actor:
         """Newest incarnation of each other actor that is known to be dead."""
         self.tasks: asyncio.TaskGroup
         self.run_state = RunState(number=-1, phase="starting")
-        """State of the run that the controller has told last."""
+        """State of the run, as last received from the controller."""
         self.roster = Roster(self.config.actors, context.credentials, context.transport)
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
@@ -120,9 +120,9 @@ class Actor:
         self._fenced: dict[str, int] = {}
         """Incarnations as in ``dead``, by the word of the controller."""
         self._progress = 0
-        self._notices = UntoldNotices()
+        self._notices = NoticeQueue()
         self._noticed = asyncio.Event()
-        self._run_watch = RunWatch(self, self._notices, self._noticed)
+        self._controller_session = ControllerSession(self, self._notices, self._noticed)
         self._endpoint = Endpoint(
             name=context.name,
             incarnation=context.incarnation,
@@ -136,9 +136,9 @@ class Actor:
         self.counters = self._endpoint.counters
         """Counters and gauges by their names; see telemetry/catalogue.py."""
         self.histograms = self._endpoint.histograms
-        self.events = UntoldEvents(self.clock.wall)
+        self.events = EventQueue(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""
-        self.telling = Telling()
+        self.heartbeat_delta = HeartbeatDelta()
         """Facts of this actor that the controller has heard."""
         self._vitals: VitalSigns | None = None
         self.services = ActorServices(
@@ -173,13 +173,13 @@ class Actor:
         """
 
     def preempted(self) -> None:
-        """The run makes way: nothing new is begun, and what is worth keeping is brought to the learner's checkpoint.
+        """Handle the preemption of the run: begin nothing new, and bring results to the learner's checkpoint.
 
         Called once, from the event loop, after ``setup``.
         """
 
     def asked_to_leave(self, within_s: float) -> None:
-        """This actor is to end while the run goes on, and may finish within that time what it has begun.
+        """Leave the run, which continues. The actor may finish its work within that time.
 
         Called once, from the event loop, after ``setup``, which is given up otherwise.
         """
@@ -216,10 +216,10 @@ class Actor:
     def notify(
         self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
     ) -> None:
-        """Tell the user ``text``, at once and in the summary of the run: what, where, what to do.
+        """Show ``text`` to the user, at once and in the summary of the run: what, where, what to do.
 
         A later notice with the same ``key`` replaces it; ``count`` says how often it has happened, ``of`` what these
-        are a part of, as in "279 calls". ``meanwhile`` are sentences that hold while the run goes on, and so not in the
+        are a part of, as in "279 calls". ``meanwhile`` are sentences that hold during the run only, and are not in the
         summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key or the end of
         this incarnation. To be called in the thread of the event loop.
         """
@@ -227,9 +227,9 @@ class Actor:
             self.log.warning(text, notice=key)
         self._noticed.set()
 
-    async def tell_facts(self) -> None:
-        """Let others know ``facts`` before this actor can be called; for setup."""
-        await self._run_watch.register(address="")
+    async def publish_facts(self) -> None:
+        """Publish ``facts`` before this actor can be called; for setup."""
+        await self._controller_session.register(address="")
 
     def begin_drain(self) -> None:
         """End in good order."""
@@ -295,7 +295,7 @@ class Actor:
     def measure(self) -> None:
         """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
         loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
-        # The children of an agent are actors, which tell of themselves.
+        # The children of an agent are actors, which measure themselves.
         self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.is_restarted)
 
     def stop_measuring(self) -> None:
@@ -313,7 +313,7 @@ class Actor:
         known = {(wait.whom, wait.what) for wait in waits}
         for peer in list(self._peers.values()):
             waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
-        return most_telling(waits)
+        return longest_waits(waits)
 
     def _unreached(self) -> list[UnreachedRecord]:
         """The peers that it cannot reach, as many as a heartbeat names, those missed for longest."""
@@ -324,7 +324,7 @@ class Actor:
     # --- its life ---
 
     async def main(self) -> None:
-        """Live. Raises the error that ended the actor, if it was not the drain."""
+        """Run the actor to its end. Raises the error that ended it, if it was not drained."""
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
@@ -334,18 +334,18 @@ class Actor:
                     self.address = self._bind(self._server)
                     await self._live()
                 finally:
-                    # Before the group cancels its tasks: it takes no new one for a call that comes in after that.
+                    # Before the group cancels its tasks: it takes no new one for a later call.
                     self._endpoint.ending = True
                 raise _Ended
         except* _Ended:
-            await self._run_watch.tell_last_notices()
-            await self._run_watch.hand_in_trace(0)
+            await self._controller_session.send_last_notices()
+            await self._controller_session.send_trace(0)
         except* Exception as group:
             error = _first(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
-            await self._run_watch.tell_last_notices()
+            await self._controller_session.send_last_notices()
             await self._report(error)
-            await self._run_watch.hand_in_trace(0)
+            await self._controller_session.send_trace(0)
             raise error from None
         finally:
             for peer in self._peers.values():
@@ -366,12 +366,12 @@ class Actor:
     async def _live(self) -> None:
         supervised = self.context.controller is not None
         if supervised:
-            await self._run_watch.register(address="")
-            # Before anybody can find it: an actor that has joined would be turned away, and never knock again.
-            await self._run_watch.learn_members(self.config.supervision.start_timeout_s)
-            # From before the setup, which is given up when the actor is to end.
-            self.tasks.create_task(self._run_watch.run(), name="watch_run")
-            self.tasks.create_task(self._run_watch.tell_notices(), name="notices")
+            await self._controller_session.register(address="")
+            # Before others can find it: an actor that has joined would be rejected and not try again.
+            await self._controller_session.learn_members(self.config.supervision.start_timeout_s)
+            # Before the setup, which is given up when the actor is to end.
+            self.tasks.create_task(self._controller_session.run(), name="watch_run")
+            self.tasks.create_task(self._controller_session.send_notices(), name="notices")
         await self._until_drained(self.setup())
         if self.draining:
             return
@@ -379,10 +379,10 @@ class Actor:
         self.ready = True
         if self.kind == "actor":
             self.states.enter("ready")
-        # The word that the run makes way may have come during setup, when the actor was not told.
-        self._run_watch.make_way()
+        # The run may have been preempted during setup.
+        self._controller_session.preempt()
         if supervised:
-            await self._run_watch.register(address=self.address)
+            await self._controller_session.register(address=self.address)
         await self.run()
 
     async def _until_drained(self, work: Coroutine[Any, Any, None]) -> None:
@@ -407,8 +407,9 @@ class Actor:
             raise OSError(error.errno, f"{error.strerror}, {where}") from None
 
     def _bind_address(self) -> str:
-        """Address at which its server is to be bound: the highest free port, since the controller has the lowest, and
-        its successor needs that one again: others take it last.
+        """Address of its server: the highest free port.
+
+        The lowest belongs to the controller, whose successor needs it again.
         """
         low, dash, high = self.config.network.ports.partition("-")
         return f"tcp://{self.context.host}:{high}{dash}{low}"
@@ -426,7 +427,7 @@ class Actor:
         )
 
     def take_in(self, members: Members) -> None:
-        """Know the actors that have joined, and have nothing more to do with those that have left."""
+        """Admit the actors that have joined, and drop those that have left."""
         self.fence(self.roster.take_in(members))
 
     def _follow_states(self, states: StateLedger) -> None:
@@ -436,7 +437,7 @@ class Actor:
         states.entered = lambda state, awaiting: track.enter(f"{state}: {awaiting}" if awaiting else state)
 
     def fence(self, dead: list[Dead]) -> None:
-        """Neither hear nor believe these any more."""
+        """Ignore these incarnations from now on."""
         for actor in dead:
             name, incarnation = actor.name, actor.incarnation
             # The list may name this actor, as after the loss of its host, or its predecessor: neither is a peer of it.
@@ -471,11 +472,11 @@ class Actor:
         return self.is_restarted
 
     async def _report(self, error: BaseException) -> None:
-        """Tell the controller why this actor ends."""
+        """Report the reason of its end to the controller."""
         if self.context.controller is None:
             return
         if self.context.is_optional or self._will_be_restarted(error):
-            # Its node agent decides; the run goes on meanwhile.
+            # Its node agent decides; the run continues meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"

@@ -1,17 +1,17 @@
-"""The waits of an actor: on whom, for what, since when. Kept by the code that waits.
+"""The open waits of an actor, for its heartbeats: on which actor, for what, since when.
 
-A wait is often a loop around a call that is repeated; what it is worth knowing is how long the loop has gone round, not
-its last call. So code that waits opens the wait around all of it:
+A wait is often a loop around a repeated call. Its time is that of the whole loop and not that of the last call. So the
+code that waits opens the wait around all of it:
 
     with self.awaits.on("learner/0", "Deliver"):
         while not await self._asked_once_more(): ...
 
-``whom`` is an actor, a role (any actor of it), or something inside this actor, as its engine; ``what`` is the
-type of the request where one is repeated. ``idle`` waits are normal idleness, as a parked question for more work:
-they show whom an idle actor depends on, and are no sign of trouble by themselves.
+``whom`` is an actor, a role (for any of its actors), or a part of this actor, such as its engine. ``what`` is the type
+of the repeated request. ``idle`` waits are normal idleness, such as a parked request for more work: they show which
+actor an idle one depends on, and are no sign of trouble.
 
-Invariant: a wait is known from its beginning to its end, however it ends. Safe to read from other threads; the cost of
-reading is that of the different (whom, what), not of the waits.
+Invariant: a wait is known from its beginning to its end, however it ends. Other threads may read the waits. The cost of
+reading grows with the number of different waits only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import TracebackType
 from asyncrl.messages.monitor import AwaitRecord
 
 MOST_RECORDS = 8
-"""Waits that a heartbeat names."""
+"""Largest number of waits in a heartbeat."""
 
 Key = tuple[str, str, bool]
 
@@ -53,7 +53,7 @@ class Await:
                 del self._awaits.open[self._key]
 
     def renew(self) -> None:
-        """Something has come: the wait is for the next from now on."""
+        """Restart the time of the wait: it is for the next item from now on."""
         with self._awaits.lock:
             self.since = self._awaits.now()
             # The oldest stays first.
@@ -75,7 +75,7 @@ class Awaits:
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
         self.lock = threading.Lock()
-        """Held by whoever looks at ``open`` or changes it."""
+        """Protects ``open``."""
         self.open: dict[Key, dict[Await, None]] = {}
         """Waits of the same kind, the oldest first."""
 
@@ -92,7 +92,7 @@ class Awaits:
         return [AwaitRecord(whom, what, now - since, idle) for since, (whom, what, idle) in oldest]
 
 
-def most_telling(records: list[AwaitRecord]) -> list[AwaitRecord]:
+def longest_waits(records: list[AwaitRecord]) -> list[AwaitRecord]:
     """At most MOST_RECORDS of the records, the oldest first; idle ones go before any other is left out."""
     kept = sorted(records, key=lambda record: (record.idle, -record.seconds))[:MOST_RECORDS]
     return sorted(kept, key=lambda record: -record.seconds)

@@ -1,9 +1,8 @@
-"""An actor's bond with the controller: it is registered, follows the state of the run, and hands in its notices and
-its timeline.
+"""An actor's session with the controller: registers it, follows the state of the run, sends notices and its trace.
 
-Invariant: an actor is registered with the controller that lives before it believes what that one says; it ends when
-its role is drained or it is to leave, and makes way once. Data goes on while the controller is away: it comes back
-under its address, or the node agent ends the actor.
+Invariant: an actor registers with a new controller before it acts on the state from it. It ends when its role is
+drained or when it leaves, and handles a preemption once. The actor keeps working while the controller is away: a
+successor comes up at the same address, or the node agent ends the actor.
 """
 
 from __future__ import annotations
@@ -17,46 +16,46 @@ from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
 from asyncrl.runtime.calls.retry import is_refusal, wait_out
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
-from asyncrl.runtime.notices import UntoldNotices
+from asyncrl.runtime.notices import NoticeQueue
 
 if TYPE_CHECKING:
     from asyncrl.runtime.actor import Actor
 
 REPORT_S = 5.0
-"""Longest time that an actor that ends spends on telling the controller why, or of notices."""
+"""Longest time that an actor spends at its end on the report of a failure, or on its notices."""
 NOTICE_PACE_S = 1.0
 """Pause between two reports of notices."""
 TRACE_S = 3.0
-"""Longest time that an actor spends on handing in its timeline."""
+"""Longest time that an actor spends on sending its spans."""
 
 
-class RunWatch:
-    """One actor's bond with the controller; the module tells its rules."""
+class ControllerSession:
+    """The session of one actor; see the module."""
 
-    def __init__(self, actor: Actor, notices: UntoldNotices, noticed: asyncio.Event) -> None:
-        """``noticed`` is set when there are notices to be told."""
+    def __init__(self, actor: Actor, notices: NoticeQueue, noticed: asyncio.Event) -> None:
+        """``noticed`` is set when there are notices to send."""
         self._actor = actor
         self._notices, self._noticed = notices, noticed
         self._known_to = 0
         """Incarnation of the controller where the actor is registered."""
-        self._has_made_way = False
+        self._is_preempted = False
         self._is_leaving = False
         self._traced = 0
         """Number of the last trace for which spans were handed in."""
 
     async def register(self, address: str) -> None:
-        """Be known; without an address, as one that cannot be called yet."""
+        """Register the actor; without an address it cannot be called yet."""
         actor = self._actor
         if address and actor.context.credentials.curve:
-            # By the attempt those who connect know which of this actor's keys the server has (wire/zeromq.py).
+            # The attempt says which of this actor's keys the server has (wire/zeromq.py).
             address = f"{address}#{actor.context.attempt}"
         # A controller that is itself being started again is waited for.
         timeout = actor.config.supervision.start_timeout_s
         call = actor.peer(CONTROLLER).call(Register(record=actor.record(address)), timeout=timeout)
         await call
         self._known_to = call.answered_by
-        # All that it was told before is lost.
-        actor.telling.forget()
+        # A new controller has none of the earlier values.
+        actor.heartbeat_delta.forget()
 
     async def learn_members(self, timeout: float | None = None) -> None:
         """Learn the members of the run, as of now."""
@@ -70,7 +69,7 @@ class RunWatch:
             try:
                 with actor.awaits.on(CONTROLLER, "WatchRun", idle=True):
                     state: RunState = await call
-                # Before the state is taken in: where this fails, the same state is asked for again.
+                # Before the state is taken in: if this fails, the same state is asked for again.
                 if state.members > actor.roster.number:
                     await self.learn_members()
             except (DeadlineExceeded, RemoteError) as error:
@@ -92,18 +91,18 @@ class RunWatch:
             actor.fence(state.dead)
             if state.trace and state.trace != self._traced:
                 self._traced = state.trace
-                actor.tasks.create_task(self.hand_in_trace(state.trace))
+                actor.tasks.create_task(self.send_trace(state.trace))
             if actor.role in state.draining and not actor.draining:
                 actor.log.info("draining", reason=state.reason)
                 actor.begin_drain()
-            self.make_way()
+            self.preempt()
             self._leave()
 
-    def make_way(self) -> None:
-        """Tell the actor that the run makes way, once it is ready and that is so."""
-        if self._actor.run_state.phase == "preempting" and self._actor.ready and not self._has_made_way:
-            self._has_made_way = True
-            self._actor.log.info("the run makes way")
+    def preempt(self) -> None:
+        """Let the actor handle a preemption of the run, once, when it is ready."""
+        if self._actor.run_state.phase == "preempting" and self._actor.ready and not self._is_preempted:
+            self._is_preempted = True
+            self._actor.log.info("the run is preempted")
             self._actor.preempted()
 
     def _leave(self) -> None:
@@ -118,10 +117,10 @@ class RunWatch:
         else:
             actor.begin_drain()
 
-    async def hand_in_trace(self, number: int) -> None:
-        """Give the controller what is kept of the timeline; nobody fails for its sake."""
+    async def send_trace(self, number: int) -> None:
+        """Send the kept spans to the controller. A failure is logged only."""
         actor = self._actor
-        # The doings of an agent are in nobody's timeline.
+        # An agent has no timeline.
         if not actor.trace.on or actor.context.controller is None or not actor.is_restarted:
             return
         controller = actor.peer(CONTROLLER)
@@ -131,18 +130,18 @@ class RunWatch:
                     await controller.call(TracePart(number=number, spans=spans), timeout=TRACE_S)
                 await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
         except (TimeoutError, WireError) as error:
-            actor.log.warning("timeline is not handed in", error=str(error) or f"no answer within {TRACE_S:g} s")
+            actor.log.warning("the trace is not sent", error=str(error) or f"no answer within {TRACE_S:g} s")
 
-    async def tell_notices(self) -> None:
-        """Tell the controller of notices as they come, for the whole life of the actor."""
+    async def send_notices(self) -> None:
+        """Send notices to the controller as they come, for the whole life of the actor."""
         while True:
             await self._noticed.wait()
             self._noticed.clear()
-            await self._hand_in_notices()
+            await self._send_waiting_notices()
             await asyncio.sleep(NOTICE_PACE_S)
 
-    async def _hand_in_notices(self) -> None:
-        """Tell the controller, or, while it is away, later."""
+    async def _send_waiting_notices(self) -> None:
+        """Send the waiting notices, or keep them while the controller is away."""
         actor = self._actor
         left = self._notices.take()
         try:
@@ -156,12 +155,12 @@ class RunWatch:
         finally:
             self._notices.put_back(left)
 
-    async def tell_last_notices(self) -> None:
-        """Tell the controller what is left at the end of the actor, if that does not take long."""
+    async def send_last_notices(self) -> None:
+        """Send the rest of the notices at the end of the actor, within REPORT_S."""
         if self._actor.context.controller is None:
             return
         try:
             async with asyncio.timeout(REPORT_S):
-                await self._hand_in_notices()
+                await self._send_waiting_notices()
         except OSError as error:
-            self._actor.log.warning("notices are not told", error=str(error) or f"no answer within {REPORT_S:g} s")
+            self._actor.log.warning("notices are not sent", error=str(error) or f"no answer within {REPORT_S:g} s")

@@ -1,121 +1,102 @@
-"""Heartbeats from a thread of their own, so that a busy event loop or a long computation is not taken for death.
+"""Heartbeats: sends the state of an actor to the controller from a thread of its own.
 
-The thread has its own socket and codec. It tells progress apart from being alive: the count of useful events and
-the lag of the event loop go along with each beat. A last beat tells the figures with which an actor ends, or the
-controller would know those of up to a heartbeat earlier. It never fails the actor: what cannot be gathered is as it was
-at the beat before, a beat that fails is left out, and a controller that is away is said HELLO again when it asks for
-it. While nothing changes, it leaves beats out, and says so before: a thousand idle actors would keep the processors
-from those that start. When this process is asked for its stacks, the thread adds those of the tasks, which it can even
-while the event loop is blocked.
+A busy event loop or a long computation does not delay a heartbeat: the thread has an event loop and a connection of its
+own. Each heartbeat carries the count of useful events and the lag of the actor's event loop, which shows whether
+the actor makes progress. A last one carries the final counters. While nothing changes, heartbeats are left out, and the
+one before announces that, since a thousand idle actors would slow down those that start. If the process is asked for
+its stacks, the thread writes those of all tasks, also while the event loop of the actor is blocked.
+
+Heartbeats never fail the actor. A value that cannot be read stays as it was. A heartbeat that fails is left
+out. After a reconnection the next one is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
-import zmq
 
 from asyncrl.config.operation import SupervisionConfig, WatchdogConfig
-from asyncrl.errors import ProtocolError
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.runtime import stacks
-from asyncrl.runtime.actor import CONTROLLER, Actor
-from asyncrl.runtime.calls.endpoint import Endpoint
+from asyncrl.runtime.actor import Actor
+from asyncrl.runtime.controller_client import ControllerClient
 from asyncrl.telemetry.logging import write_text
-from asyncrl.wire.envelope import Kind, decode_header
-from asyncrl.wire.pieces import cut
-from asyncrl.wire.zeromq import find_half_open
 
 LEFT_OUT = 3
-"""Beats that are left out in a row while nothing changes."""
+"""Heartbeats that are left out in a row while nothing changes."""
 LEAST_BEATS = 5 * (1 + LEFT_OUT)
-"""Intervals that every deadline of silence must leave for beats to be left out."""
+"""Heartbeat intervals that every limit on silence must have for heartbeats to be left out."""
 
 
 class Heartbeats:
-    """The heartbeats of one actor. All methods are called by one thread."""
+    """The heartbeats of one actor, whose event loop is ``loop``. All methods are called within another event loop."""
 
     def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
         self._actor = actor
         self._loop = loop
         self._address = address
+        self._client: ControllerClient
         self._beats = 0
         self._cpu_s = 0.0
-        """The cost of telling, the last time excepted."""
-        self._context: zmq.Context[Any]
-        self._socket: Any
+        """Processor time of all heartbeats but the last."""
+        self._welcomes = 0
         self._stacks_asked = 0
         self._pulse: tuple[object, ...] = ()
         self._announced = 0
-        """Beats of which the last one has said that they may be left out."""
+        """Heartbeats that may be left out by the announcement of the last one."""
         self._left_out = 0
-        """Beats left out since the last one."""
+        """Heartbeats left out since the last one."""
         # An agent speaks for its host.
         self._may_leave_out = leaves_room(actor.config.supervision, actor.config.watchdog) and actor.is_restarted
-        self._said: Heartbeat | None = None
+        self._last: Heartbeat | None = None
         """The last heartbeat."""
         self._failures: set[str] = set()
-        """Failures that the log has."""
-        context = actor.context
-        self._endpoint = Endpoint(
-            name=context.name,
-            incarnation=context.incarnation,
-            credentials=context.credentials,
-            transport=context.transport,
-            call_timeout_s=0.0,
-            max_message_bytes=actor.config.network.max_message_bytes,
-            resolve=_nobody,
-            spawn=_no_task,
-        )
+        """Failures that are in the log."""
 
     def open(self) -> None:
-        """Connect and say HELLO."""
-        # Not the actor's, which is destroyed with the actor's transport, before the last beat.
-        self._context = zmq.Context()
-        socket = self._socket = self._context.socket(zmq.DEALER)
-        # A controller that is away needs none of the beats that it has missed: the next says the same and more.
-        socket.sndhwm = 16
-        find_half_open(socket)
-        name, incarnation = self._endpoint.name, self._endpoint.incarnation
-        socket.setsockopt(zmq.IDENTITY, f"{name}/{incarnation}/{secrets.token_hex(6)}".encode())
-        credentials = self._endpoint.credentials
-        if credentials.curve:
-            socket.curve_publickey = credentials.public_key
-            socket.curve_secretkey = credentials.secret_key
-            # The controller has the keys of its first start at each.
-            socket.curve_serverkey = credentials.peers[CONTROLLER][0].encode()
-        socket.connect(self._address)
-        self._send(self._endpoint.hello(1))
+        """Connect to the controller."""
+        context = self._actor.context
+        self._client = ControllerClient(
+            self._address,
+            context.credentials,
+            context.name,
+            context.incarnation,
+            call_timeout_s=0.0,
+            max_message_bytes=self._actor.config.network.max_message_bytes,
+        )
+        self._client.peer.connect()
+
+    async def connected(self, within_s: float) -> None:
+        """Wait for the connection, for ``within_s`` at most."""
+        await self._client.peer.reached(within_s)
 
     def beat(self) -> None:
-        """Send a heartbeat and take in what has come since; or leave this beat out."""
+        """Send a heartbeat, or leave this one out."""
         before, self._pulse = self._pulse, ()
         self._attempt(self._take_pulse)
-        # A pulse that cannot be taken shows no calm.
+        # A pulse that cannot be taken does not show that nothing changes.
         is_calm = self._may_leave_out and bool(before) and self._pulse == before
         if is_calm and self._left_out < self._announced and stacks.requests.count == self._stacks_asked:
             self._left_out += 1
             return
         self._left_out = 0
         self._announced = LEFT_OUT if is_calm else 0
-        self.tell()
-        self._attempt(self._listen)
+        self.send()
         self._attempt(self._write_stacks)
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Disconnect; the last messages may take ``linger_s`` to leave."""
-        self._context.destroy(linger=int(1000 * linger_s))
+        """Disconnect. Blocks for ``linger_s`` at most, until the last heartbeat has left."""
+        self._client.close(linger_s)
 
-    def tell(self) -> None:
-        """Tell how the actor is."""
+    def send(self) -> None:
+        """Send a heartbeat."""
         began = time.thread_time()
-        self._attempt(self._tell)
+        self._attempt(self._send)
         self._cpu_s += time.thread_time() - began
 
     def _take_pulse(self) -> None:
@@ -125,47 +106,51 @@ class Heartbeats:
         try:
             step()
         except Exception as error:
-            # The thread lives on: without the next beats the actor would be killed for its silence.
-            self._actor.telling.forget()
+            # The thread continues: without heartbeats the actor would be killed for its silence.
+            self._actor.heartbeat_delta.forget()
             self._failed("a heartbeat failed", error)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Tell a failure in the log, the first time."""
+        """Log a failure, the first time."""
         if what not in self._failures:
             self._failures.add(what)
             self._actor.log.error(what, exc_info=error)
 
-    def _tell(self) -> None:
-        self._beats += 1
-        self._endpoint.param_version = self._actor.param_version
-        self._said = self._gather(self._beats)
-        if self._said is None:
+    def _send(self) -> None:
+        delta, peer = self._actor.heartbeat_delta, self._client.peer
+        if not peer.ready:
+            # The controller is away: the next heartbeat carries the same and more.
+            self._announced = 0
+            peer.connect()
             return
-        if self._said.unreached:
+        self._beats += 1
+        if peer.welcomes != self._welcomes:
+            self._welcomes = peer.welcomes
+            delta.forget()
+        self._last = self._gather(self._beats)
+        if self._last is None:
+            return
+        if self._last.unreached:
             # The controller counts for how long.
             self._announced = 0
-        message = msgspec.structs.replace(self._actor.telling.trim(self._said), left_out=self._announced)
-        header = self._endpoint.header(Kind.CAST, type(message).__name__)
-        frames = [header, *self._endpoint.codec.encode(message)]
-        if not self._send(frames):
-            self._actor.telling.forget()
-        self._count(sum(map(len, frames)))
+        self._client.endpoint.param_version = self._actor.param_version
+        size = peer.cast(msgspec.structs.replace(delta.trim(self._last), left_out=self._announced))
+        if not size:
+            delta.forget()
+        counters = self._actor.counters
+        counters.add("heartbeats/sent", bool(size))
+        counters.add("heartbeats/sent_bytes", size)
+        counters["heartbeats/largest_bytes"] = max(size, counters.get("heartbeats/largest_bytes", 0))
+        counters["facts/late"] = delta.late
+        counters["facts/cpu_s"] = self._cpu_s
 
     def _gather(self, beat: int) -> Heartbeat | None:
         try:
             return self._actor.heartbeat(beat)
         except Exception as error:
-            # The event loop changes what is read here; without a beat the actor would be killed for its silence.
-            self._failed("what is told of this actor cannot be gathered", error)
-            return msgspec.structs.replace(self._said, beat=beat) if self._said is not None else None
-
-    def _count(self, size: int) -> None:
-        counters = self._actor.counters
-        counters.add("heartbeats/sent")
-        counters.add("heartbeats/sent_bytes", size)
-        counters["heartbeats/largest_bytes"] = max(size, counters.get("heartbeats/largest_bytes", 0))
-        counters["facts/late"] = self._actor.telling.late
-        counters["facts/cpu_s"] = self._cpu_s
+            # The event loop of the actor changes what is read here.
+            self._failed("the state of this actor cannot be read", error)
+            return msgspec.structs.replace(self._last, beat=beat) if self._last is not None else None
 
     def _write_stacks(self) -> None:
         """Write the stacks of all tasks, if this process was asked for its stacks since the last beat."""
@@ -179,72 +164,59 @@ class Heartbeats:
                 text = f"{stacks.TASKS_BEGIN} {error}\n{stacks.TASKS_END}\n"
             write_text(text)
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                header = decode_header(self._socket.recv_multipart(zmq.NOBLOCK)[0])
-            except zmq.Again:
-                return
-            except ProtocolError:
-                continue
-            if header.kind == Kind.ERROR:
-                # A controller that does not know this one has not heard any of it.
-                self._actor.telling.forget()
-                self._send(self._endpoint.hello(1))
-
-    def _send(self, frames: list[Any]) -> bool:
-        try:
-            self._socket.send_multipart(cut(frames) if self._endpoint.credentials.curve else frames, zmq.NOBLOCK)
-        except zmq.Again:
-            # The controller is away; the next beat says the same and more.
-            return False
-        return True
-
 
 def leaves_room(supervision: SupervisionConfig, watchdog: WatchdogConfig) -> bool:
-    """Whether every deadline of silence is so long that a beat may be left out."""
+    """Whether every limit on silence is so long that heartbeats may be left out."""
     shortest = min(supervision.silence_s, supervision.unreachable_s, supervision.host_lost_s, watchdog.stall_s)
     return shortest >= LEAST_BEATS * supervision.heartbeat_s
 
 
 class HeartbeatThread:
-    """Beats until stopped."""
+    """Sends a heartbeat in each interval until stopped."""
 
     def __init__(self, actor: Actor, address: str, loop: asyncio.AbstractEventLoop) -> None:
-        self._beats = Heartbeats(actor, address, loop)
-        self._interval = actor.config.supervision.heartbeat_s
-        self._stop = threading.Event()
+        self._heartbeats = Heartbeats(actor, address, loop)
+        self._interval_s = actor.config.supervision.heartbeat_s
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
         self._last_s = 0.0
-        """Longest that the last beat may take to leave the socket; there is none with 0."""
+        """Longest time for the last heartbeat; 0 for none."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, last_s: float = 0.0) -> None:
-        """End; the actor's socket to the controller is closed when this returns.
+        """Stop the thread; its connection is closed when this returns.
 
-        With ``last_s`` it beats once more, which may take so long where the controller is away.
+        With ``last_s`` it sends a last heartbeat, which takes that long if the controller is away.
         """
         self._last_s = last_s
-        self._stop.set()
-        self._thread.join(timeout=5.0)
+        # The loop is closed if the thread has stopped already.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(timeout=5.0 + last_s)
 
     def _run(self) -> None:
-        self._beats.open()
         try:
-            while not self._stop.wait(self._interval):
-                self._beats.beat()
-            if self._last_s:
-                self._beats.tell()
+            self._loop.run_until_complete(self._beat())
         finally:
-            self._beats.close(self._last_s)
+            self._loop.close()
 
+    async def _beat(self) -> None:
+        self._heartbeats.open()
+        try:
+            while not await self._stopped():
+                self._heartbeats.beat()
+            if self._last_s:
+                await self._heartbeats.connected(self._last_s)
+                self._heartbeats.send()
+        finally:
+            self._heartbeats.close(self._last_s)
 
-async def _nobody(_name: str, _above: int) -> None:
-    raise AssertionError("heartbeats go to a fixed address")
-
-
-def _no_task(_work: Any) -> Any:
-    raise AssertionError("heartbeats run without tasks")
+    async def _stopped(self) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._interval_s):
+                await self._stop.wait()
+        return self._stop.is_set()

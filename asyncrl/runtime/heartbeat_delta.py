@@ -1,11 +1,11 @@
-"""The facts of an actor for its next heartbeat: those that have changed since the controller was told of them.
+"""Reduces a heartbeat to what has changed since the controller got it last.
 
-Values are cumulative, so a heartbeat that is lost takes nothing with it that the next full one does not bring: every
-FULL_BEATS heartbeats all is told anew, and at once when the controller does not know this actor, as after its own
-restart, or when a heartbeat could not go. Invariant: a heartbeat holds at most MOST_FIGURES figures, MOST_HISTOGRAMS
-histograms, MOST_RESOURCES resources and EVENTS_IN_BEAT events, however many there are; what had to wait is counted and
-comes next, those first that waited longest. A resource that is still where it was told to be is left out: the
-controller counts its time on, where no other had to wait. Pure.
+All values are cumulative. Every FULL_BEATS heartbeats one is complete, and so is the next one after the controller was
+restarted or a heartbeat could not be sent. So a lost heartbeat loses nothing for long.
+
+Invariant: a heartbeat holds at most MOST_FIGURES figures, MOST_HISTOGRAMS histograms, MOST_RESOURCES resources and
+EVENTS_IN_BEAT events. The values that have to wait are counted and come next, the oldest first. A resource that is
+still in its state is left out: the controller continues its time, unless another resource had to wait. Pure.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ MOST_HISTOGRAMS = 32
 MOST_RESOURCES = 64
 EVENTS_IN_BEAT = 8
 EVENTS_KEPT = 64
-EVENT_TOLD = 2
-"""Heartbeats that an event is in, so that one that is lost does not take it along."""
+EVENT_REPEATS = 2
+"""Heartbeats that carry an event, so that it survives the loss of one."""
 LONGEST_EVENT = 300
 
 
-class UntoldEvents:
-    """Warnings and errors of an actor that are still to be told. Filled by any thread."""
+class EventQueue:
+    """Warnings and errors of an actor that are still to be sent. Filled by any thread."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._lock = threading.Lock()
         self._waiting: deque[list[Any]] = deque()
-        """[event, number of heartbeats that it was in], the oldest first."""
+        """[event, number of heartbeats that had it], the oldest first."""
         self._number = 0
         self.dropped = 0
         """Events that were never in any heartbeat."""
@@ -51,7 +51,7 @@ class UntoldEvents:
         return self._number
 
     def add(self, level: str, text: str) -> None:
-        """Add an event that is worth knowing."""
+        """Add an event."""
         text = encodable(text)[:LONGEST_EVENT]
         with self._lock:
             self._number += 1
@@ -65,33 +65,32 @@ class UntoldEvents:
             taken = list(self._waiting)[:EVENTS_IN_BEAT]
             for event in taken:
                 event[1] += 1
-            while self._waiting and self._waiting[0][1] >= EVENT_TOLD:
+            while self._waiting and self._waiting[0][1] >= EVENT_REPEATS:
                 self._waiting.popleft()
             return [event for event, _ in taken]
 
 
-class Telling:
-    """The facts that one controller was told."""
+class HeartbeatDelta:
+    """The values that the controller has."""
 
     def __init__(self) -> None:
-        self._figures: _Told[float] = _Told(MOST_FIGURES)
-        self._histograms: _Told[Any] = _Told(MOST_HISTOGRAMS)
-        self._resources: _Told[tuple[Any, ...]] = _Told(MOST_RESOURCES)
+        self._figures: _Sent[float] = _Sent(MOST_FIGURES)
+        self._histograms: _Sent[Any] = _Sent(MOST_HISTOGRAMS)
+        self._resources: _Sent[tuple[Any, ...]] = _Sent(MOST_RESOURCES)
         self._beats = 0
         self.late = 0
         """Figures, histograms and resources that had to wait, since the start."""
 
     def forget(self) -> None:
-        """The controller may know nothing."""
-        # Without a lock, though ``trim`` runs in another thread: a call that is lost to it, the next full beat makes
-        # good.
+        """Make the next heartbeat complete: the controller may know nothing."""
+        # Without a lock, though ``trim`` runs in another thread: the next complete heartbeat makes up for a lost call.
         self._beats = 0
 
     def trim(self, beat: Heartbeat) -> Heartbeat:
-        """The heartbeat with what is to be told; it is taken for told."""
+        """The heartbeat with the changed values, which count as sent."""
         if self._beats % FULL_BEATS == 0:
-            for told in (self._figures, self._histograms, self._resources):
-                told.forget()
+            for sent in (self._figures, self._histograms, self._resources):
+                sent.forget()
         self._beats += 1
         figures = self._figures.news(beat.counters)
         histograms = self._histograms.news(beat.histograms)
@@ -107,21 +106,21 @@ class Telling:
 
 
 def _stay(resource: ResourceRecord) -> tuple[Any, ...]:
-    """Values that are the same for as long as a resource stays where it is."""
+    """Values that stay the same while a resource stays in its state."""
     before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
     # Both grow alike while it stays; their difference does not, but for the rounding of floats.
     earlier = round(resource.seconds.get(resource.state, 0.0) - resource.state_s, 3)
     return resource.state, resource.awaiting, before, earlier
 
 
-class _Told(Generic[T]):
-    """Values by name as they were told."""
+class _Sent(Generic[T]):
+    """The values that were sent, by name."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._values: dict[str, T] = {}
-        self._told: dict[str, int] = {}
-        """Number of the call in which each was told last."""
+        self._sent: dict[str, int] = {}
+        """Number of the call that sent each value last."""
         self._calls = 0
         self.left = 0
         """Values that had to wait at the last call."""
@@ -130,13 +129,13 @@ class _Told(Generic[T]):
         self._values = {}
 
     def news(self, values: Mapping[str, T]) -> set[str]:
-        """The names of the values that are to be told now; they are taken for told from here on."""
+        """The names of the values to send now, which count as sent."""
         self._calls += 1
         unknown = object()
         changed = [name for name, value in values.items() if self._values.get(name, unknown) != value]
         if len(changed) > self._most:
-            changed.sort(key=lambda name: self._told.get(name, 0))
+            changed.sort(key=lambda name: self._sent.get(name, 0))
         self.left = max(0, len(changed) - self._most)
         for name in changed[: self._most]:
-            self._values[name], self._told[name] = values[name], self._calls
+            self._values[name], self._sent[name] = values[name], self._calls
         return set(changed[: self._most])

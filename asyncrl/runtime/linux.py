@@ -1,10 +1,9 @@
 """Linux's means for processes, with the standard library alone: their descendants, their age and their limits.
 
-A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process
-group that it has moved to and with any environment that it has set. So the rule is simple: kill your
-children, reap them, and look again, until there are none. Only children of this very process are ever
-signalled, or members of a session whose leader is such a child and not reaped, so that its pid is its own: no signal
-can hit a process that is not ours.
+A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process group and with any
+environment. So the rule is simple: kill all children, reap them, and repeat while children are left.
+Signals go only to children of this process, and to members of a session whose leader is a child that is not reaped, so
+that its pid is still its own. No signal can hit a process of another program.
 """
 
 from __future__ import annotations

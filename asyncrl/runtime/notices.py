@@ -1,8 +1,8 @@
-"""Notices of an actor to the user: what the user must know while the run lives, one notice for each key.
+"""Notices of an actor to the user during the run, one for each key.
 
-Invariant: a notice that changes before it is sent is sent once, in its newest form. There are never more than MOST_KEYS
-notices; further keys are counted in the last one. A notice belongs to the incarnation of its actor: what the run waits
-for by a notice ends with that incarnation (controller/observation/open_waits.py). Pure.
+Invariant: a notice that changes before it is sent is sent once, in its newest form. There are at most MOST_KEYS
+notices; further keys are counted in the last one. A notice belongs to an incarnation of its actor, and the wait that it
+reports ends with that incarnation (controller/observation/open_waits.py). Pure.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from asyncrl.wire.codec import encodable
 MOST_KEYS = 64
 MORE = "more"
 MOST_OVERFLOWING = 1024
-"""Further keys that are told apart."""
+"""Further keys that are counted."""
 
 
 class Notify(Protocol):
-    """Tells the user, as Actor.notify does."""
+    """Notifies the user, as Actor.notify does."""
 
     def __call__(
         self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
     ) -> None: ...
 
 
-class UntoldNotices:
-    """The notices of one actor, and which of them the controller has not heard."""
+class NoticeQueue:
+    """The notices of one actor, and which of them are still to be sent."""
 
     def __init__(self) -> None:
         self._known: dict[str, Notice] = {}
-        self._untold: dict[str, None] = {}
-        """Keys, the one that has waited longest first."""
+        self._unsent: dict[str, None] = {}
+        """Keys of notices to send, the oldest first."""
         self._more: set[str] = set()
 
     def add(self, key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "", of: str = "") -> bool:
@@ -55,24 +55,24 @@ class UntoldNotices:
     def _put(self, notice: Notice) -> None:
         if notice != self._known.get(notice.key):
             self._known[notice.key] = notice
-            self._untold.setdefault(notice.key)
+            self._unsent.setdefault(notice.key)
 
     def take(self) -> list[Notice]:
-        """Notices that the controller is to hear of; they are taken for told."""
-        taken = [self._known[key] for key in self._untold]
-        self._untold.clear()
+        """The notices to send, which count as sent."""
+        taken = [self._known[key] for key in self._unsent]
+        self._unsent.clear()
         return taken
 
     def repeat_waits(self) -> None:
-        """Send the notices that say what the run waits for once more: another controller knows none of them."""
+        """Send the notices that report a wait once more: another controller knows none of them."""
         for notice in self._known.values():
             if notice.waits_for:
-                self._untold.setdefault(notice.key)
+                self._unsent.setdefault(notice.key)
 
     def put_back(self, notices: list[Notice]) -> None:
-        """Take back notices that were not heard."""
+        """Take back notices that could not be sent."""
         for notice in notices:
-            self._untold.setdefault(notice.key)
+            self._unsent.setdefault(notice.key)
 
 
 def sendable(key: str, text: str, count: int, meanwhile: str = "", waits_for: str = "", of: str = "") -> Notice:

@@ -1,7 +1,7 @@
-"""Parked calls: wait until a question has an answer, asked again at each event instead of being polled.
+"""Parked calls: each waits until a question has an answer, and asks again at each event instead of polling.
 
-Invariant: each call that is parked when something happens asks again after that, and between AT_ONCE of them the event
-loop comes round, so that a thousand parked calls hold nobody else up. Never fails by itself.
+Invariant: each call that is parked at an event asks again after it. At most AT_ONCE calls ask in one turn of the event
+loop, so that a thousand parked calls delay nothing else. Never fails by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ParkingLot:
         return len(self._waiting) + len(self._due)
 
     def wake(self) -> None:
-        """Something has happened: every parked call asks again."""
+        """Let every parked call ask again."""
         was_due = bool(self._due)
         self._due.update(self._waiting)
         self._waiting.clear()

@@ -23,13 +23,13 @@ COLLECT_AFTER = 100_000
 """Objects made, beyond those freed, before the collector looks for cycles. Python's own 700 are less than a hundred
 calls in flight, which are in no cycle, and it would look at all of them each time."""
 OWN_MAPPING_BYTES = 32 << 20
-"""Size from which on memory comes from the system and goes back to it by itself; below, what a burst has freed is kept
-for the next. glibc arrives here too once it has freed such a block; until then each burst faults its pages anew."""
+"""Blocks of this size and more are mapped and unmapped one by one; smaller ones stay with the process for the next
+burst. glibc moves its limit here by itself once it has freed such a block; until then each burst faults its pages."""
 SWITCH_S = 0.0001
-"""Time that a thread that computes keeps the interpreter from the event loop. Each message that is sent or received
-lets go of it for a moment, so that with Python's own 5 ms a learner that packs a batch could handle 200 in a second."""
+"""Time for which a computing thread keeps the interpreter from the event loop. Each message releases the interpreter
+once, so with Python's default of 5 ms a learner that packs a batch would handle 200 messages a second."""
 LAST_BEAT_S = 0.5
-"""Longest that an actor's end waits for its last beat to leave."""
+"""Longest time that the end of an actor waits for its last heartbeat."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from malloc.h."""
 
@@ -47,7 +47,7 @@ def run_actor(
     private: str = "private",
     address: str = "",
 ) -> int:
-    """Live as this actor; returns the exit code of the process.
+    """Run this actor; returns the exit code of the process.
 
     ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials;
     ``address`` that of its predecessor, if it is to be there again.

@@ -60,7 +60,7 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> tuple[str, ...]:
-    """Lines that tell where a task waits, outermost first; the last line is what it waits for."""
+    """Lines on where a task waits, outermost first; the last line is what it waits for."""
     lines: list[str] = []
     at: Any = task.get_coro()
     while at is not None and len(lines) < DEEPEST:
@@ -77,7 +77,7 @@ def _stack_of(task: asyncio.Task[Any]) -> tuple[str, ...]:
 
 
 def _describe(awaited: Any) -> str:
-    """Words for an awaited object; a call says whom it asks."""
+    """Words for an awaited object; a call names its peer."""
     if isinstance(awaited, asyncio.Task):
         return f"task {awaited.get_name()}"
     peer, kind = getattr(awaited, "peer", None), getattr(awaited, "kind", None)

@@ -12,26 +12,21 @@ import asyncio
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
-from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
-from asyncrl.runtime.address_file import ADDRESS_FILE
-from asyncrl.runtime.calls.endpoint import Endpoint
-from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CROWDED
+from asyncrl.runtime.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
 from asyncrl.snapshot import OVER, Snapshot
 from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 from asyncrl.text.json_text import read_json_object
 from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
-from asyncrl.wire.zeromq import ZmqTransport
 
 PRIVATE = "private"
 ANSWER_S = 8.0
@@ -142,35 +137,19 @@ def _credentials(folder: Path) -> Credentials:
     raise UsageError(f"{folder}: no viewer's keys there ({why}); copy RUN/{PRIVATE} from the head")
 
 
-class Viewer:
-    """One connection to a controller. Made and used within one event loop; use as a context manager."""
+class Viewer(ControllerClient):
+    """The connection of a viewer."""
 
     def __init__(self, target: WatchedRun) -> None:
-        self.target = target
-        self._transport = ZmqTransport(target.credentials, max_message_bytes=LARGEST_BYTES)
-        endpoint = Endpoint(
-            name=VIEWER,
-            incarnation=VIEWER_INCARNATION,
-            credentials=target.credentials,
-            transport=self._transport,
+        super().__init__(
+            target.address,
+            target.credentials,
+            VIEWER,
+            VIEWER_INCARNATION,
             call_timeout_s=ANSWER_S,
             max_message_bytes=LARGEST_BYTES,
-            resolve=_nobody,
-            spawn=_no_task,
         )
-        self.controller = Peer(
-            endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=target.address)
-        )
-
-    def __enter__(self) -> Viewer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.controller.close()
-        self._transport.close()
+        self.target = target
 
     async def snapshots(self) -> AsyncIterator[Snapshot | Away]:
         """The newest snapshot, again and again; an Away about every ANSWER_S while the controller does not answer.
@@ -180,7 +159,7 @@ class Viewer:
         seen, heard = -1, time.monotonic()
         while True:
             try:
-                taken: SnapshotTaken = await self.controller.call(WatchSnapshot(seen=seen))
+                taken: SnapshotTaken = await self.peer.call(WatchSnapshot(seen=seen))
                 snapshot = decode_snapshot(taken.snapshot) if taken.snapshot else None
             except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
                 if await asyncio.to_thread(lambda: self.target.is_over):
@@ -215,14 +194,6 @@ async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
             f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
             f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
         ) from error
-
-
-async def _nobody(_name: str, _above: int) -> None:
-    raise AssertionError("a viewer has one address")
-
-
-def _no_task(work: Awaitable[Any]) -> Any:
-    raise AssertionError("a viewer needs no task")
 
 
 # --- addresses ---

@@ -6,12 +6,19 @@ in its place. Sending hands over the array's memory, receiving gives a view of t
 array that was sent must not be written to afterwards. numpy is imported with the first array: processes that never
 see one, as launcher and agent, start sooner.
 
-Fails with ProtocolError when a body does not fit its type or an array its frame.
+ZeroMQ has one limit for the frames of a connection, which holds before a peer has proved who it is. So under CURVE a
+server takes frames of PIECE_BYTES at most, and a client sends a message with a larger one in pieces: a table (MARK,
+then the number of pieces of each frame, 4 bytes each, little-endian), then the pieces of all frames in order.
+Invariant: ``join`` restores what ``cut`` was given.
+
+Fails with ProtocolError when a body does not fit its type or an array its frame; ``join`` with ValueError if a table
+does not fit what follows it.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -29,6 +36,11 @@ DTYPES = frozenset(
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 bfloat16".split()  # noqa: SIM905
 )
 MAX_DIMENSIONS = 8
+PIECE_BYTES = 1 << 18
+MARK = b"\0"
+"""No header begins like this: a header is a MessagePack array."""
+CURVE_BYTES = 256
+"""More than CURVE adds to a frame."""
 
 
 class Codec:
@@ -71,7 +83,7 @@ class Codec:
         import numpy as np
 
         if isinstance(value, np.ndarray):
-            # The name does not tell the order of bytes.
+            # The name does not contain the order of bytes.
             array, dtype = value, value.dtype.name if value.dtype.isnative else value.dtype.str
         elif type(value).__module__.partition(".")[0] == "torch":
             dtype = str(value.dtype).removeprefix("torch.")
@@ -136,3 +148,37 @@ def _torch() -> Any:
     import torch
 
     return torch
+
+
+def cut(frames: Sequence[Any]) -> Sequence[Any]:
+    """The frames, in pieces where one of them is too large."""
+    views = [memoryview(frame) for frame in frames]
+    if all(view.nbytes <= PIECE_BYTES for view in views):
+        return frames
+    pieces: list[Any] = []
+    counts = []
+    for view in views:
+        # One without a byte cannot be cast.
+        data = view.cast("B") if view.nbytes else b""
+        # A frame without a byte is one piece: no count is 0.
+        starts = range(0, max(1, len(data)), PIECE_BYTES)
+        pieces += [data[at : at + PIECE_BYTES] for at in starts]
+        counts.append(len(starts))
+    return [MARK + struct.pack(f"<{len(counts)}I", *counts), *pieces]
+
+
+def join(frames: Sequence[Any], most_bytes: int) -> list[Any]:
+    """The frames that were cut, up to ``most_bytes`` in all; the first two as bytes."""
+    table, *pieces = frames
+    counts = struct.unpack(f"<{(len(table) - 1) // 4}I", table[1:])
+    if not counts or sum(counts) != len(pieces) or 0 in counts:
+        raise ValueError(f"a table of {sum(counts)} pieces before {len(pieces)}")
+    if sum(len(piece) for piece in pieces) > most_bytes:
+        raise ValueError(f"more than {most_bytes} bytes in pieces")
+    found: list[Any] = []
+    at = 0
+    for count in counts:
+        of = pieces[at : at + count]
+        at += count
+        found.append(of[0] if count == 1 and len(found) > 1 else b"".join(of))
+    return found

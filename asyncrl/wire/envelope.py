@@ -1,8 +1,7 @@
-"""The envelope: what every message says of itself before its body is looked at.
+"""The envelope: the header of every message, and the bodies of the messages that open a connection.
 
-Frames on the wire: ``[header] [body] [buffer]*``, behind the routing id on a ROUTER. The header is a MessagePack
-array that is only ever appended to, so an older reader ignores what a newer writer adds. docs/protocol.md is the
-authority.
+Frames on the wire: ``[header] [body] [buffer]*``, behind the routing id on a ROUTER. The header is a MessagePack array.
+New fields are only added at its end, so an older reader ignores them. docs/protocol.md describes all of it.
 
 Fails with ProtocolError; when the sender speaks another version of the protocol, the error says which.
 """
@@ -17,7 +16,7 @@ from msgspec import Meta, Struct
 
 from asyncrl.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_NAME_LENGTH = 200
 NIL = b"\xc0"
@@ -54,8 +53,8 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     id: Count
     """Counts up from 1 on each connection for HELLO, CALL and ASK; the ASK's for HELD and NOT_HELD; 0 otherwise."""
     in_reply_to: Count
-    """The id that a WELCOME, REFUSE, REPLY or ERROR answers, that a CANCEL cancels, or of the CALL that an ASK, HELD or
-    NOT_HELD speaks of; 0 otherwise."""
+    """Id of the message that WELCOME, REFUSE, REPLY and ERROR answer and CANCEL cancels, or of the CALL for ASK, HELD
+    and NOT_HELD; 0 otherwise."""
     sender: str
     """Name of the sender, ROLE/INDEX."""
     incarnation: Count
@@ -63,7 +62,7 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     param_version: Annotated[int, Meta(ge=-1)]
     """The newest weights that the sender knows of; -1 before any."""
     deadline_ms: Count
-    """Time that the caller will still wait (ms); 0 where nobody waits."""
+    """Time that the caller still waits (ms); 0 if it does not wait."""
     type: str
     """Name of the message in the body; empty for CANCEL, ASK, HELD and NOT_HELD."""
     answered_below: Count = 0

@@ -1,11 +1,11 @@
-"""Admission of actors to one another: the run's secret, CURVE key pairs, and the handler that admits them.
+"""Keys of the actors of a run: the run's secret, CURVE key pairs, and the handler that admits them.
 
-With CURVE on, every socket has a key pair of its own actor and attempt, and the handler (ZAP) admits listed keys
-only and names their owner, which must match the sender in the envelope. It is up before the first bind: CURVE
-without it would admit anyone. With CURVE off, HELLO carries the run's secret instead.
+Under CURVE every socket has a key pair of its actor and attempt. The handler (ZAP) admits listed keys only and names
+the owner of a key, which must match the sender in the envelope. It starts before the first bind, since CURVE without it
+would admit any key. Without CURVE, HELLO carries the run's secret.
 
-Files are 0600 in a 0700 folder; their content never appears in argv, the environment or a log. A host is given the
-secrets of its own actors alone, and the public keys of all.
+Files are 0600 in a 0700 folder; their content never appears in argv, the environment or a log. A host gets the secrets
+of its own actors only, and the public keys of all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 ZAP_DOMAIN = "asyncrl"
 VIEWER = "viewer/0"
-"""Name of all who watch a run. There may be several at once: all are one incarnation, since none keeps anything."""
+"""Name of all viewers of a run. They share one incarnation, so that none fences another."""
 VIEWER_INCARNATION = 1
 
 
@@ -41,7 +41,7 @@ class Credentials:
     peers: dict[str, list[str]] = field(default_factory=dict)
     """Public keys (z85) by actor name, one for each attempt."""
     seal_key: bytes = field(default=b"", repr=False)
-    """Shared by the few actors that know each other's words again when a third one brings them; empty for all else."""
+    """Key of seals, for the actors that seal messages which other actors pass on; empty for all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def _read(path: Path, content: type[_T]) -> _T:
 
 
 class Doorkeeper(ThreadAuthenticator):
-    """Admits the listed keys and tells each connection's owner by name."""
+    """Admits the listed keys and names the owner of each connection."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peers: Mapping[str, list[str]]) -> None:
         super().__init__(context)
@@ -171,7 +171,7 @@ class Doorkeeper(ThreadAuthenticator):
         self.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
 
     def admit(self, peers: Mapping[str, list[str]]) -> None:
-        """Let these in from here on, and nobody else; connections that stand are left alone."""
+        """Admit exactly these from now on; open connections stay."""
         # Replaced as a whole: the thread looks things up meanwhile.
         self._owners = {key: name for name, keys in peers.items() for key in keys}
 
@@ -180,11 +180,11 @@ class Doorkeeper(ThreadAuthenticator):
         return key.decode() in self._owners
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """The actor that owns an admitted key; nobody, if it was taken off the list just now."""
+        """The actor that owns an admitted key; empty if it was removed from the list just now."""
         return self._owners.get(zmq.utils.z85.encode(client_public_key).decode(), "")
 
     def stop(self) -> None:
-        """Admit nobody any more. Does not wait for a thread that is gone."""
+        """Stop the thread, unless it has ended."""
         if self.pipe and not self.is_alive():
             self.pipe.close(0)
             self.pipe = None  # type: ignore[assignment]

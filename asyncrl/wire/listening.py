@@ -1,7 +1,7 @@
-"""The listening socket of a ZeroMQ server, which can be kept from letting connections begin.
+"""The listening socket of a ZeroMQ server, and a limit on the rate of new connections.
 
-ZeroMQ accepts all that comes. The kernel drops what comes to a shut socket, the first packet of a connection: its
-sender repeats it, after a second at first, and gets in once the door is open. Connections that stand are not touched.
+ZeroMQ accepts every connection. The kernel drops the first packet of a connection to a shut socket. Its sender repeats
+it, after a second at first, and connects once the socket is open again. Open connections are not touched.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Door:
     """The rate at which connections to a server may begin, open from ``now`` (s) on. Pure.
 
     Each takes one from a bucket that fills up again. A handshake costs its server a thread's time and a descriptor
-    before anybody has proved who he is. So BURST connections may begin at once, as when a thousand actors start, and
-    PER_S of them a second in the long run. Invariant: in any time of t seconds no more than BURST + t PER_S begin, but
-    for those that were already on their way when the door was shut.
+    before the client has proved its identity. So BURST connections may begin at once, as when a thousand actors start,
+    and PER_S of them a second in the long run. Invariant: in any t seconds at most BURST + t PER_S connections begin.
+    Connections that were already on their way when the door was shut come on top.
     """
 
     def __init__(self, now: float) -> None:

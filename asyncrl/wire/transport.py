@@ -46,8 +46,8 @@ class Transport(Protocol):
     def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> Server:
         """Bind; a port of 0 is replaced in ``Server.address`` by the real one.
 
-        ``turned_away`` is called for each connection that ended before it was let in: its key is not listed, it has
-        none, or it does not speak the transport's language.
+        ``turned_away`` is called for each connection that fails before it is admitted: its key is missing or unknown,
+        or it does not follow the transport's protocol.
         """
 
     def connect(
@@ -62,4 +62,4 @@ class Transport(Protocol):
         """Let exactly these connect and be connected to from here on: public keys by actor name."""
 
     def close(self) -> None:
-        """Close all that is still open."""
+        """Close everything that is open."""

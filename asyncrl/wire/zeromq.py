@@ -4,7 +4,7 @@ Sockets are driven by the event loop's reader callback: no task and no future pe
 and takes over the routing id of a peer that comes back; heartbeats of clients end half-open pipes; LINGER is 0 and
 high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
 drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
-is larger than it takes of strangers (pieces.py). Peers that do not get through the handshake, which has a deadline, are
+is larger than it takes of strangers (codec.py). Peers that do not get through the handshake, which has a deadline, are
 counted and never seen by the receiver. Where connections begin faster than a server has time for, no more begin for a
 moment (listening.py), which is counted too.
 """
@@ -21,10 +21,10 @@ from typing import Any
 import zmq
 import zmq.utils.z85
 
+from asyncrl.wire.codec import CURVE_BYTES, MARK, PIECE_BYTES, cut, join
 from asyncrl.wire.envelope import MAX_HEADER_BYTES
 from asyncrl.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
 from asyncrl.wire.listening import Door, ListeningSocket
-from asyncrl.wire.pieces import CURVE_BYTES, MARK, PIECE_BYTES, cut, joined
 from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
 
 HIGH_WATER_MARK = 16384
@@ -40,7 +40,7 @@ HEARTBEAT_MS = 10_000
 """Interval at which a client makes sure of its server. That costs a message there and one back on every connection,
 which is most of what an idle actor sends."""
 HANDSHAKE_MS = 30_000
-"""Time for the handshake: a peer that has not got through it by then is dropped, however slowly it goes on sending."""
+"""Time for the handshake: a peer that has not completed it by then is dropped, even if it still sends."""
 TURNED_AWAY = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
@@ -65,15 +65,16 @@ class ZmqTransport:
         self._max_message_bytes = max_message_bytes
         self._open: set[_ZmqSocket] = set()
         self._doorkeeper: Doorkeeper | None = None
-        if credentials.curve:
-            self._doorkeeper = Doorkeeper(self._context, credentials.peers)
-            self._doorkeeper.start()
+        """Authenticates the clients of the servers; a transport without one has none."""
 
     def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> ZmqServer:
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = 1
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if self._credentials.curve:
+            if self._doorkeeper is None:
+                self._doorkeeper = Doorkeeper(self._context, self._peers)
+                self._doorkeeper.start()
             # A peer that has not proved who it is brings no larger frame; friends send larger ones in pieces.
             socket.maxmsgsize = min(self._max_message_bytes, PIECE_BYTES) + CURVE_BYTES
             socket.zap_domain = ZAP_DOMAIN.encode()
@@ -128,9 +129,10 @@ class ZmqTransport:
         if self._doorkeeper is not None:
             self._doorkeeper.admit(self._peers)
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close all sockets. Blocks for ``linger_s`` at most, until what was sent has left."""
         for item in list(self._open):
-            item.close()
+            item.close(linger_s)
         if self._doorkeeper is not None:
             self._doorkeeper.stop()
         self._context.destroy(linger=0)
@@ -164,7 +166,7 @@ class _ZmqSocket:
     it is empty, and looked at once more after sends.
 
     The first message of a turn of the loop goes out at once; more of the same turn follow together, because waking
-    ZeroMQ's thread for each costs more than all else that is done for it.
+    ZeroMQ's thread for each would be most of its cost.
     """
 
     _plain: int
@@ -224,7 +226,7 @@ class _ZmqSocket:
         if not self._look_scheduled:
             self._look_again()
             return self._put(frames)
-        # Told as sent from here on: one that then cannot go is lost as on its way, and is asked after.
+        # It counts as sent: a message that cannot go later is lost as on its way, and its caller asks again.
         self._outgoing.append(frames)
         if len(self._outgoing) >= SEND_BATCH:
             self._flush()
@@ -245,17 +247,17 @@ class _ZmqSocket:
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            # A caller that is gone took its question along: nobody waits for the answer.
+            # The caller is gone and does not wait for the answer.
             if error.errno != zmq.EHOSTUNREACH:
                 raise
         return True
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         if not self._closed:
             self._flush()
             self._closed = True
             self._loop.remove_reader(self._fd)
-            self._socket.close(0)
+            self._socket.close(int(1000 * linger_s))
             self._on_closed(self)
 
 
@@ -324,26 +326,26 @@ class ZmqServer(_ZmqSocket):
         if self._pieces is None:
             frames = self._rest([self._take_frame(NOW)], 2)
         else:
-            # Not copied: bytes do not tell the connection's User-Id, which the doorkeeper has set.
+            # Not copied: only a frame has the connection's User-Id, which the doorkeeper has set.
             header = self._take_frame(NOW, copy=False)
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)
             if frames[0][:1] == MARK:
                 # One that cannot be joined has no header that can be read.
                 with contextlib.suppress(ValueError, struct.error):
-                    frames = joined(frames, self._pieces)
+                    frames = join(frames, self._pieces)
         self._on_message(routing_id, frames, owner)
 
     def send(self, routing_id: bytes, frames: Frames) -> bool:
         return self._send([routing_id, *frames])
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         self._monitor.close()
         if self._opening is not None:
             self._opening.cancel()
         if self._listening is not None:
             self._listening.close()
-        super().close()
+        super().close(linger_s)
 
 
 class ZmqClient(_ZmqSocket):
@@ -376,9 +378,9 @@ class ZmqClient(_ZmqSocket):
     def send(self, frames: Frames) -> bool:
         return self._send(cut(frames) if self._in_pieces else frames)
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         self._monitor.close()
-        super().close()
+        super().close(linger_s)
 
 
 class _Monitor:

@@ -48,7 +48,7 @@ OTHERS = [name for name in CONFIG.actors if name != CONTROLLER]
 
 
 class Cluster:
-    """A controller and whoever calls it."""
+    """A controller and its callers."""
 
     def __init__(self, run_dir, config):
         (run_dir / "private").mkdir()
@@ -81,7 +81,7 @@ class Cluster:
     async def die(self):
         self.main.cancel()
         await asyncio.gather(self.main, return_exceptions=True)
-        # A thread that writes the address file goes on, and would meet that of a successor.
+        # A thread that writes the address file continues, and would meet that of a successor.
         await asyncio.sleep(0.02)
         await until(lambda: not (self.run_dir / "private" / "controller.json.new").exists())
 
@@ -91,7 +91,7 @@ class Cluster:
         await self.die()
 
     def caller(self, name="agent/0", incarnation=1, *, whom=None):
-        """A caller of the controller, or of ``whom``."""
+        """A caller of the controller, or of ``peer``."""
         endpoint = Endpoint(
             name=name,
             incarnation=incarnation,
@@ -143,7 +143,7 @@ async def resolved(cluster, name):
 @pytest.mark.parametrize(
     ("left", "is_told"), [(b'{"address": "memo', True), (b'{"address": 5}', False), (b"\xff\xfe", True), (None, True)]
 )
-def test_a_successor_comes_up_whatever_is_left_of_the_address_file(tmp_path, capsys, left, is_told):
+def test_a_successor_starts_with_any_address_file(tmp_path, capsys, left, is_told):
     """And where the first one was, if its agent remembers."""
     path = tmp_path / "private" / "controller.json"
 
@@ -189,7 +189,7 @@ async def test_a_parked_call_is_answered_before_half_of_its_deadline(cluster):
 
 
 @on_cluster()
-async def test_metrics_reach_those_who_ask_for_them_once(cluster):
+async def test_metrics_reach_callers_that_ask_for_them_once(cluster):
     learner, watcher = cluster.caller("learner/0"), cluster.caller()
     state = await learner.call(WatchRun(seen_line=0))
     without = watcher.call(WatchRun(seen=state.number))
@@ -225,7 +225,7 @@ async def test_a_reported_failure_ends_the_run(cluster):
 
 
 @on_cluster()
-async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_tells_why_it_ends(cluster):
+async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_reports_the_reason(cluster):
     class Failing(Actor):
         role = "dataloader"
 
@@ -240,7 +240,7 @@ async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_tells_why_it_
     assert r"caf\udce9.jsonl" in state.reason
 
 
-def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
+def test_lost_lines_of_logs_and_snapshots_are_reported(tmp_path):
     async def scenario(cluster):
         fill(cluster.run_dir)
         for name, lost in (("learner/0", 3), ("rollouter/0", 4)):
@@ -264,7 +264,7 @@ def test_lines_of_logs_and_snapshots_that_find_no_room_are_told(tmp_path):
 
 
 @on_cluster()
-async def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end_and_metrics_cannot_pass_for_them(cluster):
+async def test_an_actor_sends_its_notices_during_its_life_and_at_its_end_and_metrics_cannot_pass_for_them(cluster):
     class Speaker(Actor):
         role = "reward"
 
@@ -295,7 +295,7 @@ async def test_an_actor_tells_its_notices_while_it_lives_and_at_its_end_and_metr
 @pytest.mark.parametrize("is_successor", [False, True])
 @on_cluster()
 async def test_a_run_that_has_never_run_does_not_make_way(cluster, is_successor):
-    """There is nothing to write; but a successor's run has run, even if it waits for everybody again."""
+    """There is nothing to write. But a successor's run was running before, even if it waits for all actors again."""
 
     caller = cluster.caller()
     if is_successor:
@@ -321,7 +321,7 @@ def test_a_checkpoint_of_an_earlier_attempt_counts(tmp_path):
 
 
 class Working(Actor):
-    """Knows where it can be called, and is told to make way."""
+    """Knows the address of the controller, and is preempted."""
 
     role = "rollouter"
     times = 0
@@ -360,8 +360,8 @@ async def test_an_actor_asks_a_successor_again_that_cannot_register_it_so_far_an
 
 
 @on_cluster()
-async def test_a_successor_is_told_everything_by_those_who_come_back(cluster):
-    """I5: the actor goes on with its own incarnation, and nobody has to be asked for its address."""
+async def test_a_successor_learns_everything_from_actors_that_register_again(cluster):
+    """I5: the actor continues with its own incarnation and address."""
 
     address = cluster.controller.address
     actor = Working(cluster.context("rollouter/0", 9, controller=address))
@@ -397,7 +397,7 @@ async def test_a_successor_is_told_everything_by_those_who_come_back(cluster):
         await until(lambda: "successor" in states and states[-1] != "successor")
         after = states[states.index("successor") + 1 :]
         assert all(number > last for number, _ in after)
-        # It is not yet asked to make way, and is not told twice when it is.
+        # It is not preempted yet, and is preempted once.
         assert (await learner.call(WatchRun())).phase == "starting"
         await launcher.call(StopRun(reason="preempted", preempt=True))
         await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
@@ -476,7 +476,7 @@ async def test_a_successor_of_the_controller_hears_what_the_run_waits_for(cluste
 
 
 @on_cluster()
-async def test_who_starts_while_the_run_makes_way_is_told_once_it_is_up(cluster):
+async def test_an_actor_that_starts_in_a_preempted_run_is_preempted_once_it_is_ready(cluster):
     class Slow(Working):
         async def setup(self):
             await until(lambda: self.run_state.phase == "preempting")

@@ -8,7 +8,7 @@ from played import played
 from virtual import run_virtual
 from work import steps_of
 
-from asyncrl.controller.health.stalls import ActorView, describe_waits
+from asyncrl.controller.health.stalls import ActorStatus, describe_waits
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
@@ -41,8 +41,8 @@ with_rollouters = played(run, given=2)
 
 
 @with_rollouters(40)
-async def test_while_a_run_starts_no_actor_is_told_of_the_others(cluster, names):
-    # Of its generation everybody is told.
+async def test_while_a_run_starts_no_actor_is_woken_for_the_others(cluster, names):
+    # All actors get its generation.
     await cluster.register("learner/0")
     names.remove("learner/0")
     first = await cluster.caller().call(WatchRun())
@@ -83,7 +83,7 @@ def a_stall(rollouters):
     waits = {"learner/0": "rollouter", "reward/0": "rollouter"}
     names = ["learner/0", "reward/0", *(f"rollouter/{i}" for i in range(rollouters))]
     actors = {
-        name: ActorView(
+        name: ActorStatus(
             name=name,
             incarnation=1,
             state="ready",

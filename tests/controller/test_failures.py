@@ -36,7 +36,7 @@ def cut(replicas):
 
 
 class Beating:
-    """Every actor of a run beats; ``cut_off`` tell that they do not reach the learner."""
+    """Every actor of a run beats; ``cut_off`` report that they cannot reach the learner."""
 
     def __init__(self, cluster, cut_off=()):
         self.cluster, self.cut_off = cluster, cut_off

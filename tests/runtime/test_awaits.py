@@ -1,4 +1,4 @@
-"""Waits that an actor tells (I5)."""
+"""Waits that an actor reports (I5)."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from harness import Net, until
 from asyncrl.messages import Done, Request
 from asyncrl.messages.monitor import AwaitRecord
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, most_telling
+from asyncrl.runtime.awaits import MOST_RECORDS, Awaits, longest_waits
 from asyncrl.runtime.calls.handlers import Caller, handler
 
 
@@ -44,7 +44,7 @@ def test_a_wait_is_known_from_its_beginning_to_its_end_and_of_many_for_the_same_
     assert awaits.records() == []
 
 
-def test_who_waits_anew_comes_after_those_that_wait_still(awaits):
+def test_a_renewed_wait_comes_after_those_that_are_still_open(awaits):
     first, second = awaits.on("a/0", "X"), awaits.on("a/0", "X")
     first.begin()
     after(1.0)
@@ -62,7 +62,7 @@ def test_the_oldest_comes_first_and_idle_ones_make_way(awaits):
     for wait in (*idle, *real):
         wait.__enter__()
         after(1.0)
-    records = most_telling(awaits.records())
+    records = longest_waits(awaits.records())
     assert len(records) == MOST_RECORDS
     assert [record.idle for record in records] == [True] * 2 + [False] * 6
     assert [record.seconds for record in records] == sorted((record.seconds for record in records), reverse=True)

@@ -1,16 +1,14 @@
-"""The thread that beats, on a real socket."""
+"""The thread that sends heartbeats, on a real socket."""
 
 import asyncio
 from types import SimpleNamespace
 
-import msgspec
-import zmq
+from harness import Net, until
 from inprocess import CREDENTIALS, sim_config
 
-from asyncrl.messages.monitor import ResourceRecord
-from asyncrl.runtime.actor import Actor, ActorContext
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.runtime.heartbeat import Heartbeats, HeartbeatThread
-from asyncrl.wire.envelope import decode_header
 from tools.memory_transport import MemoryNetwork
 
 
@@ -51,33 +49,49 @@ class Pulseless(Actor):
         return super().pulse()
 
 
+class Listening:
+    """The controller, which takes heartbeats."""
+
+    def __init__(self):
+        self.beats = []
+
+    @handler
+    def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
+        self.beats.append(request)
+
+
+def actor_of(tmp_path, kind, **supervision):
+    return kind(
+        ActorContext(
+            config=sim_config(supervision=supervision),
+            name="rollouter/0",
+            incarnation=1,
+            run_dir=tmp_path,
+            transport=MemoryNetwork().transport(),
+            credentials=CREDENTIALS,
+            controller="tcp://nowhere:1",
+        )
+    )
+
+
 def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
-    """So many heartbeats of an actor, the last of which may be that at its end."""
+    """So many heartbeats of an actor; one alone is the last one, which is sent when the thread stops."""
 
     async def main():
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
-            server.linger = 0
-            actor = kind(
-                ActorContext(
-                    config=sim_config(supervision={"heartbeat_s": heartbeat_s}),
-                    name="rollouter/0",
-                    incarnation=1,
-                    run_dir=tmp_path,
-                    transport=MemoryNetwork().transport(),
-                    credentials=CREDENTIALS,
-                    controller="tcp://nowhere:1",
-                )
-            )
-            address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+        async with Net() as net:
+            controller = Listening()
+            address = net.serve(controller, CONTROLLER, credentials=CREDENTIALS).address
+            actor = actor_of(tmp_path, kind, heartbeat_s=heartbeat_s)
             thread = HeartbeatThread(actor, address, asyncio.get_running_loop())
             thread.start()
             then(actor)
             if count == 1:
                 await asyncio.to_thread(thread.stop, 20.0)
             try:
-                return await asyncio.to_thread(receive, server, count)
+                await until(lambda: len(controller.beats) >= count)
             finally:
                 await asyncio.to_thread(thread.stop)
+            return controller.beats[:count]
 
     return asyncio.run(main())
 
@@ -93,74 +107,59 @@ def test_beats_are_left_out_and_announced_only_while_nothing_changes(tmp_path):
 
 async def ticks(tmp_path, supervision):
     """The ticks at which there was a heartbeat, and what it announced; something happens before the eighth."""
-    actor = Actor(
-        ActorContext(
-            config=sim_config(supervision=supervision | {"heartbeat_s": 1.0}),
-            name="rollouter/0",
-            incarnation=1,
-            run_dir=tmp_path,
-            transport=MemoryNetwork().transport(),
-            credentials=CREDENTIALS,
-            controller="tcp://nowhere:1",
-        )
-    )
-    beats = Heartbeats(actor, "tcp://127.0.0.1:1", asyncio.get_running_loop())
-    beats.open()
-    sent = []
-    try:
-        for tick in range(1, 11):
-            if tick == 8:
-                actor.progress()
-            before = actor.counters.get("heartbeats/sent", 0)
-            beats.beat()
-            if actor.counters.get("heartbeats/sent", 0) > before:
-                sent.append((tick, beats._announced))
-            await asyncio.sleep(0)
-    finally:
-        beats.close()
-    return sent
+    actor = actor_of(tmp_path, Actor, heartbeat_s=1.0, **supervision)
+    async with Net() as net:
+        controller = Listening()
+        address = net.serve(controller, CONTROLLER, credentials=CREDENTIALS).address
+        beats = Heartbeats(actor, address, asyncio.get_running_loop())
+        beats.open()
+        await beats.connected(20.0)
+        sent = []
+        try:
+            for tick in range(1, 11):
+                if tick == 8:
+                    actor.progress()
+                before = actor.counters.get("heartbeats/sent", 0)
+                beats.beat()
+                if actor.counters.get("heartbeats/sent", 0) > before:
+                    sent.append(tick)
+                await asyncio.sleep(0)
+            await until(lambda: len(controller.beats) == len(sent))
+        finally:
+            beats.close()
+        return [(tick, beat.left_out) for tick, beat in zip(sent, controller.beats, strict=True)]
 
 
-def receive(server, count):
-    beats = []
-    while len(beats) < count:
-        assert server.poll(20_000), f"{len(beats)} heartbeats and no more"
-        _, header, body, *_ = server.recv_multipart()
-        if decode_header(header).type == "Heartbeat":
-            beats.append(msgspec.msgpack.decode(body))
-    return beats
-
-
-def test_what_cannot_be_gathered_costs_no_beat(tmp_path):
+def test_a_value_that_cannot_be_read_costs_no_heartbeat(tmp_path):
     beats = beaten(tmp_path, 6, 0.05)
-    assert [beat["beat"] for beat in beats] == [1, 2, 3, 4, 5, 6]
-    assert [beat["counters"].get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
+    assert [beat.beat for beat in beats] == [1, 2, 3, 4, 5, 6]
+    assert [beat.counters.get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
 
 
-def test_beats_that_fail_are_left_out_and_told_once(tmp_path):
+def test_heartbeats_that_fail_are_left_out_and_logged_once(tmp_path):
     told = []
 
     def listen(actor):
         actor.log = SimpleNamespace(error=lambda text, exc_info: told.append((text, type(exc_info))))
 
     first, second, third = beaten(tmp_path, 3, 0.05, listen, Unspeakable)
-    assert [beat["beat"] for beat in (first, second, third)] == [1, 5, 6]
-    assert second["counters"].keys() >= first["counters"].keys(), "all is told anew"
+    assert [beat.beat for beat in (first, second, third)] == [1, 5, 6]
+    assert second.counters.keys() >= first.counters.keys(), "all values are sent again"
     assert told == [("a heartbeat failed", UnicodeEncodeError)]
 
 
-def test_a_last_beat_tells_what_was_counted_since_the_one_before(tmp_path):
+def test_the_last_heartbeat_has_the_final_counters(tmp_path):
     """No other beat than the last comes in the time of this test."""
     (beat,) = beaten(tmp_path, 1, 5.0, lambda actor: actor.counters.add("ledger/trained", 40))
-    assert beat["counters"]["ledger/trained"] == 40
+    assert beat.counters["ledger/trained"] == 40
 
 
-def test_an_actor_whose_pulse_cannot_be_taken_beats_on_and_leaves_no_beat_out(tmp_path):
+def test_no_heartbeat_is_left_out_if_the_pulse_cannot_be_taken(tmp_path):
     logged = []
 
     def listen(actor):
         actor.log = SimpleNamespace(error=lambda text, exc_info: logged.append((text, type(exc_info))))
 
     beats = beaten(tmp_path, 6, 0.05, listen, Pulseless)
-    assert [(beat["beat"], beat.get("left_out", 0)) for beat in beats] == [(number, 0) for number in range(1, 7)]
+    assert [(beat.beat, beat.left_out) for beat in beats] == [(number, 0) for number in range(1, 7)]
     assert logged == [("a heartbeat failed", RuntimeError)]

@@ -1,4 +1,4 @@
-"""Heartbeats hold what has changed, bounded, and all of it in the end whatever is lost."""
+"""Heartbeats hold changed values, bounded, and lose none of them in the end."""
 
 import msgspec
 from hypothesis import given
@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.runtime.heartbeat_delta import (
-    EVENT_TOLD,
+    EVENT_REPEATS,
     EVENTS_IN_BEAT,
     EVENTS_KEPT,
     FULL_BEATS,
     LONGEST_EVENT,
     MOST_FIGURES,
     MOST_RESOURCES,
-    Telling,
-    UntoldEvents,
+    EventQueue,
+    HeartbeatDelta,
 )
 from asyncrl.runtime.lifecycle.registry import Entry
 from asyncrl.snapshot import Histogram
@@ -30,53 +30,53 @@ def beat(number=1, **facts):
     return Heartbeat(beat=number, progress=0, state="ready", **facts)
 
 
-def test_what_has_changed_is_told_and_all_to_a_controller_that_may_know_nothing():
-    telling, histograms = Telling(), {"h": Histogram([1, 0], 0.5)}
-    told = [telling.trim(beat(counters={"a": 1.0, "b": 2.0}, histograms=histograms)) for _ in range(FULL_BEATS + 1)]
+def test_changed_values_are_sent_and_all_of_them_to_a_new_controller():
+    delta, histograms = HeartbeatDelta(), {"h": Histogram([1, 0], 0.5)}
+    told = [delta.trim(beat(counters={"a": 1.0, "b": 2.0}, histograms=histograms)) for _ in range(FULL_BEATS + 1)]
     full = ({"a": 1.0, "b": 2.0}, histograms)
     assert [(one.counters, one.histograms) for one in told] == [full, *[({}, {})] * (FULL_BEATS - 1), full]
-    assert telling.trim(beat(counters={"a": 1.0, "b": 3.0})).counters == {"b": 3.0}
-    telling.forget()
-    assert telling.trim(beat(counters={"a": 1.0})).counters == {"a": 1.0}
+    assert delta.trim(beat(counters={"a": 1.0, "b": 3.0})).counters == {"b": 3.0}
+    delta.forget()
+    assert delta.trim(beat(counters={"a": 1.0})).counters == {"a": 1.0}
 
 
 def test_a_resource_that_stays_where_it_is_needs_no_word():
     # At last it has worked in between and is idle again.
     stays = [(3.0, {"idle": 4.0}), (4.0, {"idle": 5.0}), (0.5, {"idle": 5.5, "scoring": 0.5})]
-    workers, telling = [ResourceRecord("worker/0", "idle", "", *stay) for stay in stays], Telling()
-    assert [bool(telling.trim(beat(resources=[worker])).resources) for worker in workers] == [True, False, True]
+    workers, delta = [ResourceRecord("worker/0", "idle", "", *stay) for stay in stays], HeartbeatDelta()
+    assert [bool(delta.trim(beat(resources=[worker])).resources) for worker in workers] == [True, False, True]
 
 
 @given(
     st.lists(st.tuples(st.dictionaries(st.integers(0, 400), st.floats(0, 9), max_size=400), st.booleans()), max_size=6)
 )
 def test_a_heartbeat_is_bounded_and_nothing_is_left_out_in_the_end(beats):
-    telling, heard, now = Telling(), entry(), {}
+    delta, heard, now = HeartbeatDelta(), entry(), {}
     for number, (changes, lost) in enumerate(beats):
         now |= {f"figure/{name}": value for name, value in changes.items()}
-        said = telling.trim(beat(number, counters=dict(now)))
+        said = delta.trim(beat(number, counters=dict(now)))
         assert len(said.counters) <= MOST_FIGURES
         if not lost:
             heard.merge(said, float(number))
     for number in range(2 * FULL_BEATS):
-        heard.merge(telling.trim(beat(number, counters=dict(now))), 0.0)
+        heard.merge(delta.trim(beat(number, counters=dict(now))), 0.0)
     assert heard.figures == now
 
 
 def test_many_resources_take_turns():
-    telling, heard = Telling(), set()
+    delta, heard = HeartbeatDelta(), set()
     resources = [ResourceRecord(f"worker/{i}", "scoring", "", 0.0, {"scoring": 0.0}) for i in range(200)]
     for number in range(4):
         moved = [msgspec.structs.replace(one, seconds={"scoring": float(number), "idle": 1.0}) for one in resources]
-        said = telling.trim(beat(number, resources=moved)).resources
+        said = delta.trim(beat(number, resources=moved)).resources
         assert len(said) == MOST_RESOURCES
         heard |= {one.name for one in said}
     assert len(heard) == 200
-    assert telling.late == 4 * (200 - MOST_RESOURCES)
+    assert delta.late == 4 * (200 - MOST_RESOURCES)
 
 
-def test_an_event_that_names_a_file_whose_name_is_no_text_can_be_told():
-    events = UntoldEvents(lambda: 7.0)
+def test_an_event_that_names_a_file_whose_name_is_no_text_can_be_sent():
+    events = EventQueue(lambda: 7.0)
     events.add("warning", "caf\udce9.jsonl:2: is not valid JSON")
     events.add("warning", "\udce9" * LONGEST_EVENT)
     frames = Codec().encode(beat(events=events.take()))
@@ -84,12 +84,12 @@ def test_an_event_that_names_a_file_whose_name_is_no_text_can_be_told():
     assert (first.text, len(second.text)) == ("caf\\udce9.jsonl:2: is not valid JSON", LONGEST_EVENT)
 
 
-def test_events_are_bounded_told_twice_and_counted_when_dropped():
-    events = UntoldEvents(lambda: 7.0)
+def test_events_are_bounded_sent_twice_and_counted_when_dropped():
+    events = EventQueue(lambda: 7.0)
     events.add("warning", "x" * 1000)
     first = events.take()
     assert [(e.number, e.wall, len(e.text)) for e in first] == [(1, 7.0, LONGEST_EVENT)]
-    assert events.take() == first and EVENT_TOLD == 2
+    assert events.take() == first and EVENT_REPEATS == 2
     assert events.take() == []
     for number in range(EVENTS_KEPT + 5):
         events.add("error", str(number))

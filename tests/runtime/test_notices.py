@@ -1,12 +1,12 @@
 """The notices of one actor."""
 
 from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice
-from asyncrl.runtime.notices import MORE, MOST_KEYS, MOST_OVERFLOWING, UntoldNotices
+from asyncrl.runtime.notices import MORE, MOST_KEYS, MOST_OVERFLOWING, NoticeQueue
 from asyncrl.wire.codec import Codec
 
 
-def test_each_is_told_once_as_it_is_by_then():
-    notices = UntoldNotices()
+def test_each_notice_is_sent_once_in_its_newest_form():
+    notices = NoticeQueue()
     assert notices.add("a", "one", 1)
     assert not notices.add("a", "one", 2)
     assert notices.add("b", "other", 1)
@@ -21,7 +21,7 @@ def test_each_is_told_once_as_it_is_by_then():
 
 
 def test_waits_are_sent_again_to_a_controller_that_knows_none():
-    notices = UntoldNotices()
+    notices = NoticeQueue()
     notices.add("past", "it has room", 1)
     notices.add("now", "the disk is full", 1, waits_for="room")
     notices.take()
@@ -30,7 +30,7 @@ def test_waits_are_sent_again_to_a_controller_that_knows_none():
 
 
 def test_keys_and_texts_are_bounded():
-    notices = UntoldNotices()
+    notices = NoticeQueue()
     for at in range(3 * MOST_KEYS):
         assert notices.add(str(at), "x" * 2 * LONGEST_NOTICE, 1), "each is logged"
     assert not notices.add("0", "x" * 2 * LONGEST_NOTICE, 2)
@@ -45,7 +45,7 @@ def test_keys_and_texts_are_bounded():
 
 
 def test_what_the_wire_does_not_take_is_cut_and_replaced():
-    notices = UntoldNotices()
+    notices = NoticeQueue()
     notices.add("k" * 2 * LONGEST_KEY, "a path of \udcff bytes", 1)
     (notice,) = notices.take()
     assert notice == Notice(key="k" * LONGEST_KEY, text="a path of \\udcff bytes", count=1)

@@ -47,7 +47,7 @@ async def test_a_thousand_that_are_woken_leave_the_event_loop_turns_for_others()
     assert most <= 100 and turns < 1000
     # In their order, and each once.
     assert asked == list(range(1000))
-    # What happens while some are still to ask is seen by all of them, and by those that have asked.
+    # An event while some are still to ask reaches these and those that have asked.
     lot.wake()
     await asyncio.sleep(0)
     open_.append(1)

@@ -100,7 +100,7 @@ def process(tmp_path):
         one.process.wait()
 
 
-def test_threads_and_tasks_are_told_also_while_the_loop_is_blocked(process, tmp_path, monkeypatch):
+def test_threads_and_tasks_are_written_also_while_the_loop_is_blocked(process, tmp_path, monkeypatch):
     monkeypatch.setattr(taking, "_find_py_spy", lambda: None)
     one = process("block")
     taken = one.take()
@@ -110,7 +110,7 @@ def test_threads_and_tasks_are_told_also_while_the_loop_is_blocked(process, tmp_
     assert "in parked_for_ever" in taken and "in block_the_loop" in taken
     assert taken.count(TASKS_END) == one.take().count(TASKS_END) == 1
     assert one.process.poll() is None, "it goes on as before"
-    # What does not answer is said to hang within the deadline.
+    # A process that does not answer is reported within the deadline.
     empty = tmp_path / "other.log"
     empty.write_text("")
     assert "not told: not within 0.3 s" in one.take(0.6, empty)
@@ -150,7 +150,7 @@ def test_py_spy_is_asked_first_under_a_deadline_and_leaves_no_process(process, t
         os.kill(hung, 0)
 
 
-async def test_a_task_that_waits_for_a_call_says_whom_it_asks():
+async def test_a_task_that_waits_for_a_call_names_its_peer():
     class Score(asyncio.Future):
         peer, kind = SimpleNamespace(name="reward/0"), SimpleNamespace(__name__="Score")
 

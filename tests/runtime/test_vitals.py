@@ -100,7 +100,7 @@ class Processes:
         return list(self.living)
 
 
-def test_who_belongs_to_a_process_is_looked_up_now_and_then_only(monkeypatch):
+def test_the_children_of_a_process_are_looked_up_now_and_then_only(monkeypatch):
     host = Processes(monkeypatch)
     times = ProcessTimes(family=True)
     host.living[8] = (5, 3.0, 100)
@@ -138,7 +138,7 @@ class Memory(ctypes.Structure):
 
 
 class Nvml:
-    """A driver with two GPUs, of which the second is a part of one."""
+    """A driver with two GPUs; the second is a part of one."""
 
     def nvmlInit_v2(self):
         return 0
@@ -181,7 +181,7 @@ def test_a_host_without_a_driver_has_none(monkeypatch):
     before = threading.enumerate()
     watch = GpuWatch(0.01, {"CUDA_VISIBLE_DEVICES": "0"})
     for thread in set(threading.enumerate()) - set(before):
-        # It goes on asking only where there is somebody to ask.
+        # It asks again only if there is a driver.
         thread.join(20)
         assert not thread.is_alive()
     assert watch.newest == []

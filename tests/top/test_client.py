@@ -86,11 +86,11 @@ async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
                 break
             for request in (StopRun(reason="no"), WatchRun()):
                 with pytest.raises(RemoteError) as caught:
-                    await viewer.controller.call(request)
+                    await viewer.peer.call(request)
                 assert caught.value.code == "forbidden"
             refused = actor.counters["wire/refused"]
-            assert viewer.controller.cast(MetricsLine(line={"kind": "train", "step": 99}))
-            await viewer.controller.call(WatchSnapshot())
+            assert viewer.peer.cast(MetricsLine(line={"kind": "train", "step": 99}))
+            await viewer.peer.call(WatchSnapshot())
             assert actor.counters["wire/refused"] == refused + 1
         state = await actor.watch_run(WatchRun(seen_line=0), caller())
         assert (state.phase, state.last_line) == ("starting", 0)
@@ -164,12 +164,12 @@ async def test_viewers_do_not_fence_one_another_and_none_can_claim_a_larger_inca
         assert isinstance(await anext(watch(target)), Snapshot)
         with Viewer(target) as one, Viewer(target) as other:
             for _ in range(2):
-                taken = await asyncio.gather(*(each.controller.call(WatchSnapshot()) for each in (one, other)))
+                taken = await asyncio.gather(*(each.peer.call(WatchSnapshot()) for each in (one, other)))
                 assert all(each.snapshot for each in taken)
             monkeypatch.setattr("asyncrl.top.client.VIEWER_INCARNATION", 2)
             with Viewer(target) as greedy, pytest.raises(Refused):
-                await greedy.controller.call(WatchSnapshot())
-            await one.controller.call(WatchSnapshot())
+                await greedy.peer.call(WatchSnapshot())
+            await one.peer.call(WatchSnapshot())
 
 
 async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path, monkeypatch):
@@ -178,17 +178,17 @@ async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path,
         target = find_target(str(tmp_path))
         with Viewer(target) as one, Viewer(target) as other, Viewer(target) as third:
             for viewer in (one, other):
-                await viewer.controller.call(WatchSnapshot())
+                await viewer.peer.call(WatchSnapshot())
             with pytest.raises(Refused, match="at most 2 at once"):
-                await third.controller.call(WatchSnapshot())
+                await third.peer.call(WatchSnapshot())
             with pytest.raises(ActorFailed, match="viewers at most 2 at once: close one"):
                 await anext(watch(target))
             # They have not lost their places.
             for viewer in (one, other):
-                await viewer.controller.call(WatchSnapshot())
+                await viewer.peer.call(WatchSnapshot())
         monkeypatch.setattr(server, "UNUSED_S", 0.0)
         with Viewer(target) as fourth:
-            await fourth.controller.call(WatchSnapshot())
+            await fourth.peer.call(WatchSnapshot())
 
 
 async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Somebody at the door: bare sockets that say to a server what no actor would, and the frames that they say."""
+"""Strangers: bare sockets that send to a server what no actor would, and their frames."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from every_message import EVERY_MESSAGE
 from asyncrl.errors import ProtocolError
 from asyncrl.messages import Request
 from asyncrl.wire.codec import Codec
-from asyncrl.wire.envelope import Header, Hello, Kind, decode_header, encode_header
+from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, decode_header, encode_header
 from asyncrl.wire.keys import load_credentials
 from tools.live_run import LiveRun, title
 
@@ -36,7 +36,8 @@ SENT = {name: kind for name, kind in EVERY_MESSAGE.items() if issubclass(kind, R
 
 @dataclass(frozen=True, kw_only=True)
 class Guise:
-    """Whom somebody pretends to be. ``keys`` are his own pair and the server's public key; None is no CURVE."""
+    """The actor that a stranger pretends to be. ``keys`` are his own pair and the server's public key; None is no
+    CURVE."""
 
     name: str
     incarnation: int
@@ -45,7 +46,7 @@ class Guise:
     keys: tuple[bytes, bytes, bytes] | None = None
 
     def header(self, kind: int, type: str, **fields: Any) -> bytes:
-        defaults = {"protocol": 1, "id": 0, "in_reply_to": 0, "param_version": -1, "deadline_ms": 0}
+        defaults = {"protocol": PROTOCOL_VERSION, "id": 0, "in_reply_to": 0, "param_version": -1, "deadline_ms": 0}
         known = {"sender": self.name, "incarnation": self.incarnation}
         return encode_header(Header(kind=kind, type=type, **(defaults | known | fields)))
 
@@ -71,7 +72,7 @@ class Knocker:
             self.socket.curve_publickey, self.socket.curve_secretkey, self.socket.curve_serverkey = guise.keys
         self.socket.connect(address)
         self.heard: list[tuple[list[Any], Any]] = []
-        """Header and body of all that was answered."""
+        """Header and body of every answer."""
 
     def send(self, frames: Sequence[bytes]) -> bool:
         try:
@@ -105,7 +106,7 @@ class Knocker:
 
 @dataclass(frozen=True, kw_only=True)
 class Stranger:
-    """Somebody who is not to be let in, and the code by which he is told; None where he hears nothing at all."""
+    """A stranger who is to be refused, and the code of the refusal; None where he hears nothing at all."""
 
     what: str
     guise: Guise
@@ -122,7 +123,7 @@ def strangers(own: Guise, known: Guise | None) -> list[Stranger]:
         Stranger(
             what="another protocol",
             guise=own,
-            says=[[own.header(1, "Hello", protocol=2, id=1), b"\x80"]],
+            says=[[own.header(1, "Hello", protocol=PROTOCOL_VERSION + 1, id=1), b"\x80"]],
             code="protocol",
         ),
         Stranger(what="two names", guise=own, says=[own.hello(name="other/0")], code="name"),
@@ -164,7 +165,7 @@ def knock(context: zmq.Context, address: str, people: Sequence[Stranger], patien
         for knocker in knockers:
             knocker.listen()
         time.sleep(0.02)
-    # Whoever is to hear nothing has had the time of the others, and this.
+    # A stranger that is to get no answer has had the time of the others, and this.
     time.sleep(0.3)
     problems = {}
     for knocker, one in zip(knockers, people, strict=True):
@@ -216,7 +217,7 @@ def guise_of(private: Path, name: str, server: str, incarnation: int = 2) -> Gui
 
 
 def actors_of(run: LiveRun) -> dict[str, int]:
-    """Pid by name, of all that have a server: the actors and the agent."""
+    """Pid by name of the actors and the agent, which have servers."""
     found = {}
     for process in run.processes():
         words = title(process).split()

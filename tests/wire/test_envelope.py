@@ -14,7 +14,7 @@ HEADER = Header(PROTOCOL_VERSION, Kind.CALL, 7, 0, "rollouter/3", 123, 42, 30_00
 def test_round_trip_and_layout():
     frame = encode_header(HEADER)
     assert decode_header(frame) == HEADER
-    assert msgpack.unpackb(frame) == [1, 4, 7, 0, "rollouter/3", 123, 42, 30_000, "RequestLeases", 5]
+    assert msgpack.unpackb(frame) == [PROTOCOL_VERSION, 4, 7, 0, "rollouter/3", 123, 42, 30_000, "RequestLeases", 5]
 
 
 def test_appended_fields_are_ignored_and_the_last_one_is_optional():
@@ -25,7 +25,7 @@ def test_appended_fields_are_ignored_and_the_last_one_is_optional():
 
 def test_another_version_is_named_even_if_its_header_looks_different():
     older = msgpack.packb([PROTOCOL_VERSION - 1, 4, 9, *msgpack.unpackb(encode_header(HEADER))[3:]])
-    for frame in (msgpack.packb([2, "?", 9]), msgpack.packb([99, 1, 9, *[0] * 20]), older):
+    for frame in (msgpack.packb([PROTOCOL_VERSION + 1, "?", 9]), msgpack.packb([99, 1, 9, *[0] * 20]), older):
         with pytest.raises(OtherProtocol) as caught:
             decode_header(frame)
         assert caught.value.id == 9

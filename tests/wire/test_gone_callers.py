@@ -1,4 +1,4 @@
-"""Answers to a caller whose connection has ended: nobody misses them, for the question went with its caller."""
+"""Answers to a caller whose connection has ended are dropped."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from tools.memory_transport import MemoryNetwork
 
 
 @pytest.mark.parametrize("memory", [True, False])
-async def test_a_caller_that_is_gone_is_sent_nothing_and_missed_by_nobody(memory):
+async def test_answers_to_a_caller_that_is_gone_are_dropped(memory):
     credentials = Credentials("run-1", "s3cret")
     transport = MemoryNetwork().transport() if memory else ZmqTransport(credentials, max_message_bytes=1 << 20)
     heard = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Credentials on disk: whoever cannot write them says where."""
+"""Credentials on disk: a failed write names the file."""
 
 import pytest
 from disks import room_for

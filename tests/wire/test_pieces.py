@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.wire import pieces
-from asyncrl.wire.pieces import MARK, PIECE_BYTES, cut, joined
+from asyncrl.wire import codec
+from asyncrl.wire.codec import MARK, PIECE_BYTES, cut, join
 
 
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=5))
 def test_what_is_joined_is_what_was_cut(sizes: list[int]) -> None:
     frames = [bytes([at + 1]) * size for at, size in enumerate(sizes)]
-    with mock.patch.object(pieces, "PIECE_BYTES", 6):
+    with mock.patch.object(codec, "PIECE_BYTES", 6):
         sent = cut(frames)
     assert max(memoryview(frame).nbytes for frame in sent[1:]) <= 6
     if max(sizes) <= 6:
         assert sent is frames
     else:
         assert bytes(sent[0][:1]) == MARK
-        assert [bytes(frame) for frame in joined(sent, sum(sizes))] == frames
+        assert [bytes(frame) for frame in join(sent, sum(sizes))] == frames
         with pytest.raises(ValueError, match="more than"):
-            joined(sent, sum(sizes) - 1)
+            join(sent, sum(sizes) - 1)
 
 
 def test_arrays_are_cut_without_a_copy_and_the_first_two_come_back_as_bytes() -> None:
@@ -32,19 +32,19 @@ def test_arrays_are_cut_without_a_copy_and_the_first_two_come_back_as_bytes() ->
     sent = cut([b"header", b"body", memoryview(array), memoryview(empty)])
     assert len(sent) == 1 + 2 + 4 + 1
     assert np.shares_memory(np.frombuffer(sent[3], np.uint8), array)
-    header, body, data, nothing = joined([bytes(sent[0]), *sent[1:]], 1 << 30)
+    header, body, data, nothing = join([bytes(sent[0]), *sent[1:]], 1 << 30)
     assert (type(header), type(body)) == (bytes, bytes)
     assert (header, body, bytes(data), bytes(nothing)) == (b"header", b"body", array.tobytes(), b"")
 
 
 @pytest.mark.parametrize("counts", [(), (1,), (1, 1, 1), (0, 2), (1 << 31, 1)], ids=str)
-def test_a_table_that_does_not_fit_is_told(counts: tuple[int, ...]) -> None:
+def test_a_table_that_does_not_fit_is_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="a table of"):
-        joined([MARK + struct.pack(f"<{len(counts)}I", *counts), b"a", b"b"], 100)
+        join([MARK + struct.pack(f"<{len(counts)}I", *counts), b"a", b"b"], 100)
     with pytest.raises(struct.error):
-        joined([MARK + b"abc", b"a"], 100)
+        join([MARK + b"abc", b"a"], 100)
 
 
-def test_a_table_of_no_frames_is_told() -> None:
+def test_a_table_of_no_frames_is_refused() -> None:
     with pytest.raises(ValueError, match="a table of"):
-        joined([MARK], 100)
+        join([MARK], 100)

@@ -75,7 +75,7 @@ class Alien:
         self.socket.connect(address)
         self.name, self.incarnation = name, incarnation
 
-    async def send(self, kind, type, body, *buffers, id=0, in_reply_to=0, deadline_ms=0, protocol=1):
+    async def send(self, kind, type, body, *buffers, id=0, in_reply_to=0, deadline_ms=0, protocol=2):
         header = [protocol, kind, id, in_reply_to, self.name, self.incarnation, -1, deadline_ms, type]
         await self.socket.send_multipart([msgpack.packb(header), msgpack.packb(body), *buffers])
 
@@ -118,15 +118,15 @@ async def conversation():
 
 async def test_hello_is_refused_with_both_sides_values_or_welcomed_and_a_call_with_a_buffer_answered():
     async with conversation() as (alien, _):
-        await alien.send(HELLO, "Hello", {}, id=9, protocol=2)
+        await alien.send(HELLO, "Hello", {}, id=9, protocol=3)
         header, body, _ = await alien.receive()
-        assert (header[1:4], body) == ([REFUSE, 0, 9], {"code": "protocol", "ours": "1", "theirs": "2"})
+        assert (header[1:4], body) == ([REFUSE, 0, 9], {"code": "protocol", "ours": "2", "theirs": "3"})
         header, body, _ = await alien.hello(run_id="run-8")
         assert (header[1], body) == (REFUSE, {"code": "run_id", "ours": "run-7", "theirs": "run-8"})
         header, body, _ = await alien.hello(secret="guess")
         assert (header[1], body["code"]) == (REFUSE, "secret") and "hush" not in str(body)
         header, body, _ = await alien.hello()
-        assert header[:6] == [1, WELCOME, 0, 1, "speaker/0", 1234]
+        assert header[:6] == [2, WELCOME, 0, 1, "speaker/0", 1234]
         assert body.pop("credit") > 0
         named = {"run_id": "run-7", "name": "speaker/0", "incarnation": 1234}
         assert body == named | {"max_message_bytes": 1 << 30, "answers_ask": True}
@@ -150,7 +150,7 @@ async def test_errors_are_values():
         assert [(await alien.receive())[1]["code"] for _ in range(2)] == ["unknown_type", "invalid"]
 
 
-async def test_it_is_told_whether_a_call_is_being_handled_and_a_cancel_reaches_the_handler():
+async def test_an_ask_is_answered_and_a_cancel_reaches_the_handler():
     async with conversation() as (alien, speaker):
         await alien.hello()
         await alien.send(ASK, "", None, id=2, in_reply_to=3)
@@ -164,7 +164,7 @@ async def test_it_is_told_whether_a_call_is_being_handled_and_a_cancel_reaches_t
             assert (header[1:4], header[8], body) == ([HELD, ask, 3], "", None)
         await alien.send(CALL, "Double", {"data": ["float32", [1], 0]}, struct.pack("<f", 1.0), id=6, deadline_ms=5000)
         await alien.send(ASK, "", None, id=7, in_reply_to=6)
-        # What was sent before comes before.
+        # Earlier messages come first.
         assert (await alien.receive())[0][1:4] == [REPLY, 0, 6]
         assert (await alien.receive())[0][1:4] == [NOT_HELD, 7, 6]
         await alien.send(CANCEL, "", None, in_reply_to=3)

@@ -23,8 +23,8 @@ from asyncrl.runtime.calls import server as serving
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire import keys, zeromq
+from asyncrl.wire.codec import CURVE_BYTES, PIECE_BYTES
 from asyncrl.wire.keys import Credentials, create_credentials, load_credentials
-from asyncrl.wire.pieces import CURVE_BYTES, PIECE_BYTES
 
 FRAMES = 1500
 
@@ -44,14 +44,14 @@ class Slow(Request, frozen=True, kw_only=True):
 
 @pytest.fixture(autouse=True)
 def any_role_may_send_all(monkeypatch):
-    """A message that is refused to a role does not get as far as the checks that are tested here."""
+    """A forbidden message would not reach the checks that are tested here."""
     for kind in EVERY_MESSAGE.values():
         if kind.senders:
             monkeypatch.setattr(kind, "senders", ANYBODY)
 
 
 class Everything:
-    """Handles every message there is, and two more; ``taken`` is what got as far as that."""
+    """Handles every message there is, and two more; ``taken`` are the messages that did."""
 
     def __init__(self):
         self.taken, self.running, self.deadlines = [], 0, []
@@ -85,7 +85,7 @@ for _name, _kind in SENT.items():
 
 
 def RUN(main):
-    """To its end, with nothing raised where nobody would see it."""
+    """To its end, without an exception that is lost."""
     unseen = []
 
     async def watched():
@@ -140,8 +140,8 @@ async def test_i6_strangers_are_refused_and_counted_while_friends_are_served(doo
         assert await friend.call(Once()) == Done()
 
 
-async def test_i6_whoever_takes_over_a_connection_is_not_taken_for_its_owner(tmp_path, context):
-    """A routing id is the peer's own choice: under CURVE only the key says who somebody is."""
+async def test_i6_a_peer_that_takes_over_a_connection_is_not_taken_for_its_owner(tmp_path, context):
+    """A peer chooses its routing id: under CURVE only the key proves its identity."""
     private = tmp_path / "private"
     create_credentials(private, RUN_ID, ["server/0", "client/0", "victim/0"], attempts=1, curve=True)
     himself, victim = (guise_of(private, name, "server/0", 1) for name in ("client/0", "victim/0"))
@@ -185,7 +185,7 @@ async def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server_and_wi
                 await asyncio.sleep(0)
 
         def told():
-            # What it sends, and what it is answered, is dropped while a queue is full of the noise before.
+            # Its messages and their answers are dropped while a queue is full of earlier noise.
             knocker.send(own.hello(run_id="another"))
             knocker.listen()
             return "run_id" in knocker.codes
@@ -226,7 +226,7 @@ async def test_i6_nothing_malformed_gets_through_the_memory_transport():
         )
         mutator = Mutator(own, seed=2)
         client.send(own.hello())
-        # What is not excluded from being valid is either read whole or not at all.
+        # A message that may be valid is read whole or not at all.
         for frames in (mutator.malformed, mutator.mutated):
             assert (owner.taken, net.errors) == ([], [])
             for _ in range(FRAMES):
@@ -293,7 +293,7 @@ async def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confi
             return [body.get("code") for _, body in await heard(knocker, len(ids))]
 
         assert await codes_of(range(2, 102)) == [None] * 20 + ["over_credit"] * 80
-        # Once it confirms, it goes on: of all its replies none is kept but the next.
+        # Once it confirms, only the next of its replies is kept.
         assert await codes_of([200], answered_below=102) == [None]
         assert await codes_of(range(201, 221)) == [None] * 19 + ["over_credit"]
 
@@ -323,7 +323,7 @@ async def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(a
             one.close()
 
 
-async def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(alone, context, monkeypatch):
+async def test_a_command_too_many_is_refused_and_no_used_connection_is_dropped(alone, context, monkeypatch):
     """I6: all of them have one name. One that has ended, which nobody is told, leaves its place."""
     monkeypatch.setitem(serving.SHARED, LAUNCHER, 6)
     async with alone() as (server, owner, _knocker):
@@ -346,7 +346,7 @@ async def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(a
         await until(lambda: owner.running == 5, "calls of the first five")
         await knock(crowd[6])
         assert crowd[6].codes == {serving.CROWDED}
-        # Who is there already may say HELLO again.
+        # A known peer may say HELLO again.
         await knock(crowd[0])
         monkeypatch.setattr(serving, "UNUSED_S", 0.0)
         await knock(crowd[7])
@@ -358,7 +358,7 @@ async def test_a_command_too_many_is_told_so_and_none_that_is_in_use_makes_way(a
             knocker.close()
 
 
-async def test_what_is_wrong_is_told_in_few_words(alone):
+async def test_an_error_message_is_bounded(alone):
     async with alone() as (_server, _owner, knocker):
         own, long = knocker.guise, "x" * 3_000_000
         completion = {"text": "", "finish_reason": long, "tokens": 1}
@@ -397,7 +397,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
 
 @pytest.mark.parametrize(("curve", "says"), [(False, b""), (True, GREETING)], ids=["silent", "slow"])
-async def test_i6_whoever_never_gets_through_the_handshake_is_hung_up_on(tmp_path, monkeypatch, curve, says):
+async def test_i6_a_connection_that_never_completes_the_handshake_is_dropped(tmp_path, monkeypatch, curve, says):
     monkeypatch.setattr(zeromq, "HANDSHAKE_MS", 300)
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=curve)
     async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
@@ -422,7 +422,7 @@ async def test_i6_whoever_never_gets_through_the_handshake_is_hung_up_on(tmp_pat
 
 
 @pytest.mark.parametrize(("size", "stays"), [(PIECE_BYTES, True), (PIECE_BYTES + 2 * CURVE_BYTES, False)])
-async def test_i6_a_stranger_brings_no_more_than_kilobytes_before_it_has_proved_who_it_is(tmp_path, size, stays):
+async def test_i6_a_stranger_sends_no_more_than_kilobytes_before_it_is_authenticated(tmp_path, size, stays):
     """Friends send what is larger in pieces."""
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     greeting = GREETING.replace(b"NULL" + bytes(1), b"CURVE")
@@ -431,7 +431,7 @@ async def test_i6_a_stranger_brings_no_more_than_kilobytes_before_it_has_proved_
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
         writer.write(greeting)
         assert len(await reader.readexactly(64)) == 64
-        # The first frame of the handshake: a long command, of which only the size is sent.
+        # The first frame of the handshake: the size of a long command, without its body.
         writer.write(b"\x06" + size.to_bytes(8, "big"))
         client = net.client("server/0")
         assert await client.call(Once()) == Done()
@@ -461,7 +461,7 @@ asyncio.run(main())
 """
 
 
-def test_i6_who_fills_the_queue_of_a_server_and_leaves_does_not_bring_it_down(context):
+def test_i6_a_peer_that_fills_the_queue_of_a_server_and_leaves_does_not_bring_it_down(context):
     """In a process of its own, because ZeroMQ would abort it."""
     process = subprocess.Popen([sys.executable, "-c", SLOW_SERVER], stdout=subprocess.PIPE, text=True)
     try:
@@ -475,7 +475,7 @@ def test_i6_who_fills_the_queue_of_a_server_and_leaves_does_not_bring_it_down(co
             time.sleep(0.2)
             for one in crowd:
                 one.close()
-            # For two heartbeats to each: to the first nobody answers any more.
+            # For two heartbeats to each; the first is not answered.
             time.sleep(0.8)
         assert process.poll() is None, f"ended with {process.returncode}"
     finally:
@@ -485,7 +485,7 @@ def test_i6_who_fills_the_queue_of_a_server_and_leaves_does_not_bring_it_down(co
 
 
 async def test_a_transport_closes_though_its_doorkeeper_has_died(tmp_path, monkeypatch):
-    """And until then nobody is let in: without its handler CURVE would admit anyone."""
+    """And until then no client is admitted: without its handler CURVE would admit any."""
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     died = threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda _args: died.set())

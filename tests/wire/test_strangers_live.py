@@ -1,4 +1,4 @@
-"""I6 on a whole run: its secrets stay where they are, and nobody unknown gets in at any of its ports."""
+"""I6 on a whole run: its secrets stay in their folder, and no stranger is served at any port."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tools.live_run import LiveRun, LogTail
 
 
 class Shown:
-    """All that the processes of a run have ever shown of themselves, from their first moment on."""
+    """Everything that the processes of a run have shown since their start."""
 
     def __init__(self, run):
         self._run, self.texts = run, {}
@@ -39,7 +39,7 @@ def where_found(secrets, run, shown):
     # Unlike Path.rglob it bears folders that are renamed meanwhile.
     files = [Path(folder, name) for folder, _, names in os.walk(run.folder) for name in names]
     for path in (path for path in files if "private" not in path.parts):
-        # What is written aside and renamed may be gone.
+        # A temporary file may be gone.
         with contextlib.suppress(FileNotFoundError):
             texts.append((str(path), path.read_bytes()))
     return [place for place, text in texts if any(needle in text for needle in needles)]
@@ -69,7 +69,7 @@ def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
             assert f"/proc/{pid}/cmdline" in where_found({"": str(run.run_dir)}, run, shown)
 
         open_ports = listening([process.pid for process in run.processes()] + [run.launcher.pid])
-        assert set(open_ports) == set(actors.values()), "nobody else listens"
+        assert set(open_ports) == set(actors.values()), "no other process listens"
         people, problems = {}, {}
 
         def visit(name):
@@ -83,7 +83,7 @@ def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
         with ThreadPoolExecutor(len(actors)) as pool:
             list(pool.map(visit, actors))
         assert problems == {}
-        assert actors_of(run) == actors, "somebody had to be started again"
+        assert actors_of(run) == actors, "an actor was restarted"
         assert run.stop() == 75, run.output[-2000:]
         assert where_found(secrets, run, shown) == []
     finally:

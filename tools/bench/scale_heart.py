@@ -4,6 +4,7 @@ their event loop most of the time. Each actor has its own socket, as in a proces
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
@@ -42,6 +43,9 @@ class Heart:
         self._thread.join()
 
     def _run(self) -> None:
+        asyncio.run(self._beat())
+
+    async def _beat(self) -> None:
         beating: set[Heartbeats] = set()
         try:
             while not self._stop.is_set():
@@ -58,9 +62,9 @@ class Heart:
                     beats.beat()
                     ahead_s = began + at * self._interval / len(wanted) - time.monotonic()
                     if ahead_s >= SLICE_S or at == len(wanted):
-                        self._stop.wait(max(0.0, ahead_s))
+                        await asyncio.sleep(max(0.0, ahead_s))
                 if not wanted:
-                    self._stop.wait(IDLE_S)
+                    await asyncio.sleep(IDLE_S)
         finally:
             for each in beating:
                 each.close()

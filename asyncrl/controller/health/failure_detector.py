@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from asyncrl.controller.health.stalls import (
-    ActorView,
+    ActorStatus,
     StallDetector,
     StallReport,
     deadlines_of,
@@ -36,12 +36,12 @@ REPORT_SHARE = 0.5
 STACKS_BEATS = 3
 """Heartbeat intervals that agents have to take stacks before a stall ends the run."""
 PROGRESS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
-"""Counters of a heartbeat that show that the run moves, beside the version."""
+"""Counters of a heartbeat that, with the version, show that the run moves."""
 FRESH_S = 3.0
 """Age of a heartbeat below which its waits are taken as they are."""
 
 
-def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorView]:
+def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorStatus]:
     """Each of ``names`` that has sent a heartbeat in this incarnation, with its times up to now."""
     found = {}
     for name in names:
@@ -62,11 +62,11 @@ def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s:
             yield ReadyActor(name=name, incarnation=entry.record.incarnation, unreached=unreached)
 
 
-def _view(registry: Registry, entry: Entry, now: float) -> ActorView:
+def _view(registry: Registry, entry: Entry, now: float) -> ActorStatus:
     beat = entry.heartbeat
     assert beat is not None
     age = now - entry.heard
-    return ActorView(
+    return ActorStatus(
         name=entry.record.name,
         incarnation=entry.record.incarnation,
         state=beat.state,
@@ -94,13 +94,13 @@ class FailureDetector:
         run: RunStateMachine,
         hosts: Hosts,
         members: HostChanges,
-        watching: Observation,
+        observation: Observation,
         *,
         tell: Callable[[], None],
         changed: Callable[[], None],
     ) -> None:
         self._actor, self._registry, self._run = actor, registry, run
-        self._hosts, self._members, self._watching = hosts, members, watching
+        self._hosts, self._members, self._observation = hosts, members, observation
         self._tell, self._changed = tell, changed
         self._supervision = actor.config.supervision
         interval_s = self._supervision.heartbeat_s
@@ -128,7 +128,7 @@ class FailureDetector:
             aside = {actor.name for actor in self._run.aside}
             seen = view_of(self._registry, self._run.expected - aside, now)
             self._check_hosts(now)
-            # The silence of a node agent means something only beside its host's actors: Hosts judges it.
+            # ``Hosts`` judges the silence of a node agent, which means something only if its actors are heard.
             judged = self._run.expected - self._hosts.in_doubt(self._registry, now)
             silent = [
                 actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in judged
@@ -170,14 +170,14 @@ class FailureDetector:
         for agent in found.keys() - self._silent_agents:
             host = self._hosts.known[agent]
             what = f"{agent} on {host.name} was silent for {found[agent]:.0f} s while its actors beat"
-            self._watching.happened("error", agent, f"{what}: none of them is restarted or ended there")
+            self._observation.happened("error", agent, f"{what}: none of them is restarted or ended there")
             self._actor.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
         for agent in self._silent_agents & silent.keys() - found.keys():
-            self._watching.happened("info", agent, "is heard again")
+            self._observation.happened("info", agent, "is heard again")
         unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
         self._silent_agents = found.keys() | unknown
 
-    def _report_silent(self, silent: Sequence[Condemned], seen: Mapping[str, ActorView]) -> None:
+    def _report_silent(self, silent: Sequence[Condemned], seen: Mapping[str, ActorStatus]) -> None:
         """Report the silent actors, whose agents take their stacks."""
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
@@ -200,7 +200,7 @@ class FailureDetector:
         if report is None:
             if before is not None and self._run.phase == "running":
                 self._actor.log.info("run moves again")
-                self._watching.happened("info", "", "the run moves again")
+                self._observation.happened("info", "", "the run moves again")
                 text = f"the run moves again, after {now - before.since:.0f} s in which nothing moved"
                 self._actor.notify("stall", text, count=self._stall_count)
             return
@@ -225,5 +225,5 @@ class FailureDetector:
             # Numbered above the reports of an earlier controller.
             number = self._first_number + report.number
             stuck += [Stuck(actor.name, actor.incarnation, "", number) for actor in report.stacks]
-        if self._run.name_stuck(stuck):
+        if self._run.set_stuck(stuck):
             self._tell()

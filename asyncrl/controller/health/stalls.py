@@ -1,13 +1,13 @@
-"""Detects that a run has stalled although its actors are alive, and describes who waits for whom.
+"""Detects that a run has stalled although its actors are alive, and describes which actor waits for which.
 
 A run moves when a group is trained, a warm step is taken, a version is published or loaded, or a token is sampled. If
 none of this happens for ``watchdog.stall_s``, there is a report. An actor in a state with a budget of its own
 (``watchdog.budgets_s``) delays the report while it is within the budget. The clock starts again when such a state ends
 in time, and when an actor is restarted.
 
-A report names the waits of all actors and chooses no culprit: a stall restarts nobody. It ends the run at once with
-``watchdog.policy = "stop"``, never with ``"report"``, and by default once it has outlasted ``deadlines_s``: the
-deadlines of all kinds of work together, after which no actor can be at work on something that still succeeds.
+A report names the waits of all actors and chooses no culprit: a stall restarts no actor. With ``watchdog.policy =
+"stop"`` the first report ends the run, with ``"report"`` none does. By default the run ends when the stall has
+outlasted ``deadlines_s``, the deadlines of all kinds of work together. No work that takes longer can still succeed.
 
 Invariant: a stall has one report, repeated after twice the time before for as long as it lasts. There is no report
 while the run starts, drains, or has nothing to do. Time in which this process itself did not look does not count.
@@ -47,7 +47,7 @@ MOST_STACKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorView:
+class ActorStatus:
     """An actor as the controller sees it now. Times are seconds up to now."""
 
     name: str
@@ -71,19 +71,19 @@ class StallReport:
     since: float
     """Time at which the run last moved."""
     text: str
-    stacks: Sequence[ActorView]
+    stacks: Sequence[ActorStatus]
     """Actors that are silent or wait for no other actor: their stacks show what they do instead."""
     ends_run: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Clause:
-    """What some actors of one role have in common."""
+    """A clause of a report, on actors of one role in the same situation."""
 
     rank: int
     seconds: float
     text: str
-    actors: list[ActorView]
+    actors: list[ActorStatus]
 
 
 def deadlines_of(config: Config) -> float:
@@ -119,7 +119,7 @@ class StallDetector:
     _within_budget: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Incarnation and state of each actor that was within a budget at the last look."""
 
-    def look(self, actors: Mapping[str, ActorView], phase: RunPhase, now: float) -> bool:
+    def look(self, actors: Mapping[str, ActorStatus], phase: RunPhase, now: float) -> bool:
         """Look at all actors, every few seconds. Returns whether ``report`` has changed."""
         before = self.report
         gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
@@ -133,7 +133,7 @@ class StallDetector:
             self._judge(actors, now - self._moved, now)
         return self.report is not before
 
-    def _judge(self, actors: Mapping[str, ActorView], lasted: float, now: float) -> None:
+    def _judge(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
         if self.report is None:
             self._pause, self._next_report = self.config.stall_s, now - lasted + self.config.stall_s
         elif self.report.ends_run:
@@ -161,7 +161,7 @@ class StallDetector:
             return math.inf
         return self.config.stall_s + (0.0 if self.config.policy == "stop" else self.deadlines_s)
 
-    def _update(self, actors: Mapping[str, ActorView]) -> bool:
+    def _update(self, actors: Mapping[str, ActorStatus]) -> bool:
         """Take in the counters and states. Returns whether the run has moved."""
         moved = False
         within_budget = {}
@@ -182,10 +182,10 @@ class StallDetector:
         self._within_budget = within_budget
         return moved
 
-    def _budget_left_s(self, actor: ActorView) -> float:
+    def _budget_left_s(self, actor: ActorStatus) -> float:
         return self.config.budgets_s.get(cast(ActorState, actor.state), 0.0) - actor.state_s
 
-    def _has_budget(self, actors: Mapping[str, ActorView]) -> bool:
+    def _has_budget(self, actors: Mapping[str, ActorStatus]) -> bool:
         living = [actor for actor in actors.values() if not actor.ended and actor.silent_s < self._silent_after_s]
         return any(self._budget_left_s(actor) > 0.0 for actor in living)
 
@@ -194,13 +194,13 @@ class StallDetector:
         return max(SILENT_SHARE * self.config.stall_s, 3 * self.interval_s)
 
 
-def describe_waits(actors: Mapping[str, ActorView], silent_after_s: float) -> tuple[str, list[ActorView]]:
+def describe_waits(actors: Mapping[str, ActorStatus], silent_after_s: float) -> tuple[str, list[ActorStatus]]:
     """Describe what each actor waits for or does, the learner first; and the actors for ``StallReport.stacks``.
 
     Actors of one role in the same situation share a clause. Silent and dead actors come before those that wait, these
     before the busy ones, and idle ones last. Both lists are bounded.
     """
-    groups: dict[tuple[str, int, str], list[tuple[float, ActorView]]] = {}
+    groups: dict[tuple[str, int, str], list[tuple[float, ActorStatus]]] = {}
     for name in sorted(actors):
         actor = actors[name]
         rank, words, seconds = _situation(actor, silent_after_s)
@@ -222,7 +222,7 @@ def describe_waits(actors: Mapping[str, ActorView], silent_after_s: float) -> tu
     return "; ".join(clause.text for clause in clauses[:MOST_CLAUSES]) + more, stacks[:MOST_STACKS]
 
 
-def describe_silence(actor: ActorView) -> str:
+def describe_silence(actor: ActorStatus) -> str:
     """Describe an actor that is killed for its silence."""
     activity = f"it was {actor.state}"
     if real := [wait for wait in actor.waits if not wait.idle]:
@@ -231,7 +231,7 @@ def describe_silence(actor: ActorView) -> str:
     return f"{actor.name} has not been heard of for {actor.silent_s:.0f} s ({activity})"
 
 
-def _situation(actor: ActorView, silent_after_s: float) -> tuple[int, str, float]:
+def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, float]:
     """Rank of an actor's situation, a clause with SECONDS in it, and the seconds."""
     if actor.ended:
         return 0, "has ended or is to be killed, and is not back", actor.silent_s
@@ -251,7 +251,7 @@ def _situation(actor: ActorView, silent_after_s: float) -> tuple[int, str, float
 def _wait_clause(wait: AwaitRecord) -> str:
     if "/" in wait.whom:
         return f"waits {SECONDS} on {wait.whom} for {wait.what}"
-    # A role stands for any of its actors; all else is a part of the actor itself.
+    # A role stands for any of its actors; another word is a part of the actor itself.
     return (
         f"waits {SECONDS} for {wait.what}"
         if wait.whom in ROLES
@@ -259,11 +259,11 @@ def _wait_clause(wait: AwaitRecord) -> str:
     )
 
 
-def _waits_for_others(actor: ActorView, actors: Mapping[str, ActorView]) -> bool:
+def _waits_for_others(actor: ActorStatus, actors: Mapping[str, ActorStatus]) -> bool:
     return any(not wait.idle and (wait.whom in actors or wait.whom in ROLES) for wait in actor.waits)
 
 
-def _is_idle(actors: Mapping[str, ActorView]) -> bool:
+def _is_idle(actors: Mapping[str, ActorStatus]) -> bool:
     """Whether the learner has nothing to train, and no actor works or has a wait that is not idleness."""
     return actors[LEARNER].state in FINISHED_STATES and all(
         actor.state in IDLE_STATES and all(wait.idle for wait in actor.waits) for actor in actors.values()

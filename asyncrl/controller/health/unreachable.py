@@ -1,9 +1,9 @@
 """Finds actors that send heartbeats but cannot be reached by the actors that they work with, or cannot reach them.
 
-Each heartbeat names the actors that its sender cannot reach, and for how long. A path is broken if both of its ends
-are alive and ready and this was reported without a break for ``unreachable_s``. Of the two ends the one that is cut off
-from the larger share of the other's role is restarted. If the shares are equal, it is the one with more broken paths,
-then the one whose restart costs less.
+Each heartbeat names the actors that its sender cannot reach, and for how long. A path is broken if both of its ends are
+alive and ready and this was reported without a break for ``unreachable_s``. The end that is cut off from the larger
+share of the other's role is restarted. If the shares are equal, it is the end with more broken paths, then the one
+whose restart costs less.
 
 Invariant: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
 Times of different hosts are not compared, and time in which this process did not look does not count. Pure: the caller
@@ -25,7 +25,7 @@ RESTART_COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server"
 """Roles whose paths are watched, in the order of what a restart costs the run. Paths between rollouters are not
 watched: a rollouter that cannot fetch weights from another asks the parameter server."""
 LONGEST_GAP = 0.25
-"""Share of ``unreachable_s``: after a longer gap between two looks, all paths are measured anew."""
+"""Share of ``unreachable_s``: after a longer gap between two looks, all paths start again from zero."""
 COUNTED_SHARE = 0.5
 """Share of ``unreachable_s`` after which a path counts in the share of broken ones: others find out a little later."""
 NAMES_SHOWN = 4
@@ -87,7 +87,7 @@ class UnreachableActors:
 
 
 class _CutOff:
-    """From whom each actor is cut off by the ``broken`` paths."""
+    """The actors that each actor is cut off from by the ``broken`` paths."""
 
     def __init__(self, actors: Iterable[str], broken: Iterable[Path]) -> None:
         # The ranks of a gang are one.

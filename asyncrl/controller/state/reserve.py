@@ -1,10 +1,9 @@
-"""Replicas that are set aside: who could not be kept alive, why, and when each is tried again.
+"""Replicas that are set aside: which ones could not be kept alive, why, and when each is started again.
 
-The first rest is ``window_s``, after which an agent has forgotten the deaths that it counts; each further one is twice
-as long, up to LONGEST_REST times the first, and the first again for one that was back for longer than it had rested.
-A rollouter and the episode host beside it come back together, and the former goes with the latter. Invariant: the end
-of one incarnation sets nobody aside twice, however often it is told. Pure: the caller brings the
-time (monotonic, s).
+The first rest is ``window_s``, after which an agent has forgotten the deaths that it counts. Each further rest is twice
+as long, up to LONGEST_REST times the first. It is the first again for a replica that was back for longer than it had
+rested. An episode host takes its rollouter along, and both come back together. Invariant: the end of an incarnation
+sets a replica aside once, however often it is reported. Pure: the caller passes the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from asyncrl.roles import role_of
 LONGEST_REST = 8
 ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"
 PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
-"""Roles of which a run needs some."""
+"""Roles that a run needs actors of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +30,7 @@ class Rest:
 
 @dataclass(slots=True)
 class _Before:
-    """The memory of one that was set aside: by which end, for how long, and since when it is back."""
+    """A replica that was set aside: its incarnation, its rest, and since when it is back."""
 
     incarnation: int
     rest_s: float
@@ -40,14 +39,14 @@ class _Before:
 
 @dataclass(slots=True)
 class Reserve:
-    """The replicas that rest, and the memory of those that did."""
+    """The replicas that rest, and those that did."""
 
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)
     _before: dict[str, _Before] = field(default_factory=dict)
 
     def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
-        """Set one of the ``expected`` aside, and with an episode host the rollouter that it is beside; see ``put``."""
+        """Set a replica aside, and with an episode host its rollouter, if ``expected``; see ``put``."""
         if not self.put(name, incarnation, reason, now):
             return False
         beside = _pair(name)[0]
@@ -56,14 +55,14 @@ class Reserve:
         return True
 
     def bring_back(self, name: str, now: float) -> None:
-        """Try a replica again, and the other of its pair, without which it is of no use."""
+        """Bring a replica back, and the other of its pair, which it needs."""
         for each in self.resting.keys() & set(_pair(name)):
             self.take(each, now)
 
     def lacking(self, expected: Collection[str], least: int, without: Collection[str]) -> str | None:
-        """The role that the run needs more of than are left ``without`` these: rollouters below ``least``, no pool.
+        """A role of ``without`` that has too few actors left: fewer than ``least`` rollouters, or no reward pool.
 
-        Others may be too few as well, for want of hosts that have left; none of these is to blame for that.
+        Other roles may have too few because hosts have left, which is not the fault of these replicas.
         """
         without = frozenset(without)
         counts = {role: 0 for role in map(role_of, without) if role in PLURALS}
@@ -73,7 +72,7 @@ class Reserve:
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
     def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
-        """Words behind the reason of the last one if too few are left since ``before``, else None; see ``lacking``."""
+        """Words to add to the reason of the last one if too few are left since ``before``, else None."""
         role = self.lacking(expected, least, without=self.resting.keys() - before.keys())
         if role is None:
             return None
@@ -86,11 +85,11 @@ class Reserve:
         return words + _described("set aside before", before)
 
     def described(self, role: str) -> str:
-        """Words on those of a role that are set aside; empty without any."""
+        """Words on the replicas of a role that are set aside; empty for none."""
         return _described("set aside", {name: rest for name, rest in self.resting.items() if role_of(name) == role})
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
-        """Set one aside by the end of this incarnation, or of any with 0; False if it is or was already."""
+        """Set one replica aside for the end of this incarnation, or of any with 0. False if it is or was already."""
         before = self._before.get(name)
         if name in self.resting:
             self._before[name].incarnation = max(incarnation, self._before[name].incarnation)
@@ -103,17 +102,17 @@ class Reserve:
             if now - before.back < before.rest_s:
                 rest_s = min(2 * before.rest_s, LONGEST_REST * self.window_s)
         self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
-        # It is back once it has rested, unless it is brought back sooner (``take``).
+        # Unless it is brought back sooner (``take``).
         self._before[name] = _Before(incarnation, rest_s, now + rest_s)
         return True
 
     def take(self, name: str, now: float) -> None:
-        """A replica is brought back."""
+        """Bring one replica back."""
         del self.resting[name]
         self._before[name].back = now
 
     def forget(self, names: Iterable[str]) -> None:
-        """These have left for good."""
+        """Forget replicas that have left the run."""
         for name in names:
             self.resting.pop(name, None)
             self._before.pop(name, None)

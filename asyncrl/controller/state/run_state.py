@@ -3,16 +3,19 @@
     starting ──all ready──► running ──finished, stopped or failed──► draining ──all ended──► done | failed
         └────────────────────┴──► preempting ──finished, or past preempt.grace_s──► draining
 
-``starting`` may also go to ``draining`` at once. Invariants: the outcome is decided when draining begins
-and never changes afterwards, so the first failure is the one that is reported; the drain rank only grows; a
-rank of roles is told to end when every actor of the lower ranks has ended or their share of ``drain_s`` is
-over, so draining takes at most ``drain_s``. The controller has the last rank: the state is final once it is
-reached. A run that makes way ends with the exit code that says so only if there is a complete checkpoint. The actors
-of a lost host are not awaited: the run goes on without replicas as long as ``min_replicas`` rollouters are left, and
-waits ``host_grace_s`` for anything else, and for replicas that it needs; then it fails. A replica that its agent has
-given up, or that is not ready in time, is set aside, and tried again after a rest; the run fails when fewer than
-``min_replicas`` rollouters, or no reward pool, are not set aside, and never for the sinks. Replicas may be added and
-taken away at any time.
+``starting`` may also go to ``draining`` at once. Invariants:
+
+* The outcome is decided when draining begins and never changes afterwards: the first failure is reported.
+* The drain rank only grows. A rank of roles ends when every actor of the lower ranks has ended, or when their share of
+  ``drain_s`` is over. So draining takes ``drain_s`` at most. The controller has the last rank, at which the state is
+  final.
+* A preempted run has the exit code for that only if there is a complete checkpoint.
+* Actors of a lost host are not awaited. The run continues without replicas if ``min_replicas`` rollouters are left. It
+  waits ``host_grace_s`` for any other actor, and then fails.
+* A replica is set aside if its agent has given it up or it is not ready in time, and is started again after a rest. The
+  run fails if fewer than ``min_replicas`` rollouters or no reward pool are left, and never for the sinks.
+
+Replicas may join and leave at any time.
 
 Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
 (monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
@@ -33,7 +36,7 @@ from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exi
 from asyncrl.snapshot import OVER
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
-"""The share of ``drain_s`` that each rank has at most, as far as those before have left any."""
+"""Largest share of ``drain_s`` for each rank, of the time that the lower ranks have left."""
 OWN_SHARE = 0.05
 """The share of ``drain_s`` that is the controller's own."""
 
@@ -59,34 +62,34 @@ class RunStateMachine:
     start_timeout_s: float
     drain_s: float
     grace_s: float
-    """Time that a run has to make way."""
+    """Time that a preempted run has for its checkpoint."""
     host_grace_s: float
     """Time that a lost host has to come back."""
     min_replicas: int = 1
-    """Rollouters without which the run does not go on."""
+    """Number of rollouters that the run needs."""
     rest_s: float = 600.0
     """The first rest of a replica that is set aside."""
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
     matters: int = 0
-    """Number of the newest change that is more than another one that is ready while the run starts: that one is
-    followed by those who show the start, and by none of the actors, or each would be told of each."""
+    """Number of the newest change that matters to actors. That another actor is ready during the start does not: only
+    the launcher shows it."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""
-    """Words for the one that asked that the run make way."""
+    """The requester of the preemption, in words."""
     outcome: RunOutcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
-    """Actors that hold up the run, as far as that is known."""
+    """Actors whose stacks are to be taken."""
     trace: int = 0
     """Number of the trace that is wanted just now; 0 for none."""
     lost_hosts: dict[str, list[str]] = field(default_factory=dict)
     """Lost hosts, with the actors of each."""
     members: int = 0
-    """Number of the Members that everybody is to know of."""
+    """Number of the newest Members."""
     leaving: list[Leaving] = field(default_factory=list)
-    """Agents and actors that are to leave while the run goes on."""
+    """Agents and actors that are to leave the run."""
     generations: dict[str, int] = field(default_factory=dict)
     """Oldest generation of each gang that is not over, by its role."""
     _dead: list[Dead] = field(default_factory=list)
@@ -120,7 +123,7 @@ class RunStateMachine:
 
     @property
     def aside(self) -> list[Aside]:
-        """Replicas that are set aside. While the run drains nobody is started or ended for it."""
+        """Replicas that are set aside; none while the run drains."""
         resting = sorted(self._reserve.resting.items()) if not self.drain else []
         return [Aside(name, rest.reason, rest.rest_s) for name, rest in resting]
 
@@ -136,7 +139,7 @@ class RunStateMachine:
 
     @property
     def dead(self) -> list[Dead]:
-        """Actors dead without a successor. While the run drains an end is none that anybody has to act upon."""
+        """Actors that are dead without a successor; none while the run drains."""
         return [] if self.drain else list(self._dead)
 
     @property
@@ -145,7 +148,7 @@ class RunStateMachine:
         return self.phase in OVER
 
     def ready(self, names: Iterable[str], now: float) -> bool:
-        """``names`` are all the actors that are ready now."""
+        """Set the actors that are ready now."""
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
         self._await_others(now)
@@ -155,13 +158,13 @@ class RunStateMachine:
         return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)
 
     def started(self, name: str) -> None:
-        """A process of ``name`` has been heard of."""
+        """Note that a process of ``name`` was heard of."""
         self._ended.discard(name)
 
     def ended(
         self, name: str, exit_code: int, fatal: bool, reason: str, log: str, now: float, *, incarnation: int = 0
     ) -> bool:
-        """The process of ``name`` has ended; ``fatal`` if its agent will not start it again by itself."""
+        """Note the end of a process; ``fatal`` if its agent does not restart it."""
         if name not in self.expected:
             return False
         before = self.waiting_for
@@ -180,26 +183,26 @@ class RunStateMachine:
         return self.waiting_for != before and self._changed(matters=False)
 
     def condemn(self, actors: Iterable[Condemned]) -> bool:
-        """These are all that are to be killed and whose end is not known."""
+        """Set the actors that are to be killed and have not ended."""
         before = self.condemned
         self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
         return self.condemned != before and self._changed()
 
-    def bury(self, actors: Iterable[Dead]) -> bool:
-        """These are all that are dead and have no successor."""
+    def set_dead(self, actors: Iterable[Dead]) -> bool:
+        """Set the actors that are dead and have no successor."""
         before = self.dead
         self._dead = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
         return self.dead != before and self._changed()
 
-    def tell_generations(self, generations: Mapping[str, int]) -> bool:
-        """An actor of a gang that is started from here on is of no older generation."""
+    def set_generations(self, generations: Mapping[str, int]) -> bool:
+        """Set the oldest generation of each gang that is not over."""
         if generations == self.generations:
             return False
         self.generations = dict(generations)
         return self._changed()
 
     def host_lost(self, host: str, names: Iterable[str], now: float) -> bool:
-        """``host`` is lost, and these with it."""
+        """Note that ``host`` is lost, and these actors with it."""
         lost = self.expected.intersection(names)
         self._lost.update(dict.fromkeys(lost, (now, host)))
         # A drain does not wait for them.
@@ -211,14 +214,14 @@ class RunStateMachine:
         return True
 
     def host_back(self, host: str, now: float) -> bool:
-        """``host`` is heard of again: its actors are awaited as if they were started now."""
+        """Note that ``host`` is heard of again: its actors are awaited as if they were started now."""
         self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
         self.lost_hosts.pop(host, None)
         self._await_others(now)
         return self._changed()
 
     def bring_back(self, name: str, now: float) -> bool:
-        """A replica that is set aside is tried again, and the one that was set aside with it."""
+        """Start a replica that is set aside, and the one that was set aside with it."""
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
         self._reserve.bring_back(name, now)
@@ -226,12 +229,12 @@ class RunStateMachine:
         return self._changed()
 
     def joined(self, name: str) -> bool:
-        """An actor that the run did not begin with is one of it from here on."""
+        """Add an actor to the run."""
         self.expected |= {name}
         return self._changed()
 
     def left(self, names: Collection[str], now: float) -> bool:
-        """The run goes on without these."""
+        """Remove these actors from the run."""
         self.expected -= frozenset(names)
         for name in names:
             self._lost.pop(name, None)
@@ -244,17 +247,17 @@ class RunStateMachine:
         return True
 
     def lost_host_left(self, host: str) -> bool:
-        """``host`` is lost and not waited for any more: the run goes on without it for good."""
+        """Remove a lost host from the run for good."""
         return self.lost_hosts.pop(host, None) is not None and self._changed()
 
     def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
-        """Others have come, or leave or have left."""
+        """Set the number of the Members and the actors that leave."""
         if (number, leaving) == (self.members, self.leaving):
             return False
         self.members, self.leaving = number, leaving
         return self._changed()
 
-    def name_stuck(self, actors: list[Stuck]) -> bool:
+    def set_stuck(self, actors: list[Stuck]) -> bool:
         """Set the actors whose stacks are to be taken. Once the run drains they stay: a stall may be its reason."""
         if self.drain or actors == self.stuck:
             return False
@@ -262,29 +265,29 @@ class RunStateMachine:
         return self._changed()
 
     def want_trace(self, number: int) -> bool:
-        """Every actor is to hand in its timeline under this number; with 0 nobody any more."""
+        """Ask every actor for its spans under this number; 0 for no more."""
         if number == self.trace:
             return False
         self.trace = number
         return self._changed()
 
     def checkpoint_written(self, version: int) -> bool:
-        """The checkpoint of ``version`` is complete."""
+        """Note that the checkpoint of ``version`` is complete."""
         if version == self.checkpoint:
             return False
         self.checkpoint = version
         return self._changed()
 
     def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
-        """The run cannot go on because of ``actor``."""
+        """End the run as failed because of ``actor``."""
         return self._begin_drain(RunOutcome(actor=actor, reason=reason, log=log, exit_code=exit_code or 1), now)
 
     def stop(self, reason: str, now: float) -> bool:
-        """Somebody wants the run to end."""
+        """End the run as asked."""
         return self._begin_drain(RunOutcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
 
     def preempt(self, by: str, now: float) -> bool:
-        """The run is to make way: nothing new is generated, and a checkpoint is written, until ``grace_s`` is over."""
+        """Preempt the run: no new group is generated, and the learner has ``grace_s`` for a checkpoint."""
         if self.drain or self.phase == "preempting":
             return False
         self.phase, self.preempted_by = "preempting", by
@@ -292,16 +295,16 @@ class RunStateMachine:
         return self._changed()
 
     def finish(self, now: float, *, preempted: bool = False, by: str = "", failure: str = "") -> bool:
-        """The last step is trained and everything is written; with ``preempted``, a checkpoint of what is trained.
+        """End the run after its last step, or with ``preempted`` after its checkpoint.
 
-        With ``failure`` not everything could be written, and the run ends as failed, whatever was trained.
+        With ``failure`` not everything could be written, and the run ends as failed.
         """
         if failure:
             return self.fail(by, failure, "", 1, now)
         return self._begin_drain(self._preempted() if preempted else RunOutcome(), now)
 
     def tick(self, now: float) -> bool:
-        """Let time pass: a late start fails the run, a rank whose time is over makes way for the next."""
+        """Let time pass: a late start fails the run, and a drain rank ends when its time is over."""
         if self.final:
             return False
         if self.phase == "preempting":
@@ -314,11 +317,11 @@ class RunStateMachine:
             if missed is not None and now >= missed[0]:
                 _, name, host = missed
                 aside = self._reserve.described(role_of(name))
-                # It may have been spared for long, until they were set aside.
+                # The run may have needed it only since the others were set aside.
                 lost_s = now - self._lost[name][0] if aside else self.host_grace_s
                 reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){aside}"
                 return self.fail(name, reason, "", 1, now)
-            # A list, for any() alone would stop at the first.
+            # A list, since any() alone would stop at the first.
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]
             return any(back)
         before = self.drain
@@ -349,7 +352,7 @@ class RunStateMachine:
 
     @property
     def _spared(self) -> set[str]:
-        """The actors of lost hosts without which the run goes on."""
+        """The actors of lost hosts that the run does not need."""
         if not self._lost:
             return set()
         # On no lost host, and not set aside.
@@ -367,28 +370,28 @@ class RunStateMachine:
         return set(self._reserve.resting)
 
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """The run goes on without a replica, which its agent ends if it lives; and fails if too few are left."""
+        """Set a replica aside, so that its agent ends it. The run fails if too few are left."""
         before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
         return self._go_on_without(name, reason, log, before, now)
 
     def _go_on_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
-        """Some are newly set aside, among them ``name``: the run fails if too few are left."""
+        """Continue after some replicas, such as ``name``, were set aside. The run fails if too few are left."""
         shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
-        # A run that makes way is ending: it is to come to its checkpoint with those that are left.
+        # A preempted run reaches its checkpoint with the replicas that are left.
         if shortage is not None and self.phase != "preempting":
             return self.fail(name, reason + shortage, log, 1, now)
         self.ready(self._ready - self._resting, now)
         return self._changed()
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
-        """Replicas are set aside; without anybody else, or with too few of them, the run fails."""
+        """Set late replicas aside. The run fails if too few are left, or if another actor is late."""
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
         few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
         if few is None and all(map(is_replicated, late)):
             before = dict(self._reserve.resting)
-            # sum(), for any() would stop at the first, and each is to be set aside.
+            # sum(), since any() would stop at the first.
             if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
             return self._go_on_without(late[0], reason, "", before, now)
@@ -397,7 +400,7 @@ class RunStateMachine:
         return self.fail(late[0], reason, "", 1, now)
 
     def _missed(self) -> tuple[float, str, str] | None:
-        """Time at which a lost host must be back for the run to go on, an actor that is there, and the host."""
+        """Time by which a lost host must be back, an actor there that the run needs, and the host."""
         needed = self._lost.keys() - self._spared
         last: dict[str, float] = {}
         for name in needed:
@@ -412,7 +415,7 @@ class RunStateMachine:
         return min(found, default=None)
 
     def _is_excused(self, name: str) -> bool:
-        """Whether it cannot be ready: its host is lost, or that of one of its gang."""
+        """Whether it cannot be ready because its host, or that of an actor of its gang, is lost."""
         if name in self._lost:
             return True
         return bool(gang_of(name)) and any(gang_of(lost) == gang_of(name) for lost in self._lost)
@@ -446,7 +449,7 @@ class RunStateMachine:
         self._rank_until = now + self.drain_s * DRAIN_SHARES[1]
         self._drain_until = now + self.drain_s * (1.0 - OWN_SHARE)
         self._changed()
-        # A rank of which nobody lives is over at once.
+        # A rank without living actors is over at once.
         self.tick(now)
         return True
 

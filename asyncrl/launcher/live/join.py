@@ -88,7 +88,7 @@ class _Joining:
         if self.dry_run:
             self._show_plan()
             return 0
-        async with LiveController(self.run) as controller:
+        with LiveController(self.run) as controller:
             members = await self._begin(controller)
             return await JoinedHosts(self.run, members, controller, self.progress).main()
 

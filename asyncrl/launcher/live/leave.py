@@ -26,7 +26,7 @@ def bring_back(run: LivingRun, name: str) -> int:
 
 
 async def _bring_back(run: LivingRun, name: str) -> int:
-    async with LiveController(run) as controller:
+    with LiveController(run) as controller:
         await controller.ask(BringBack(name=name))
     Progress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
     return 0
@@ -40,7 +40,7 @@ def leave_run(run: LivingRun, host: str, within_s: float | None = None) -> int:
 async def _leave(run: LivingRun, host: str, within_s: float) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     supervision = run.config.supervision
-    async with LiveController(run) as controller:
+    with LiveController(run) as controller:
         leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
         begun: LeaveBegun = await controller.ask(leave, timeout=ASK_S)
         actors = ", ".join(begun.actors)

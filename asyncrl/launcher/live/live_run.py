@@ -20,16 +20,11 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused
 from asyncrl.launcher.run_folder.folders import RunFolder, last_attempt
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_living
 from asyncrl.messages import Request
-from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.hosts import Members, WatchMembers
-from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.runtime.address_file import ADDRESS_FILE
-from asyncrl.runtime.calls.endpoint import Endpoint
-from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import CROWDED
+from asyncrl.runtime.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.keys import Credentials, load_credentials
-from asyncrl.wire.zeromq import ZmqTransport
 
 INCARNATION = 1
 """Incarnation of every command that speaks as the launcher: with its own the newest would shut the others out."""
@@ -89,31 +84,20 @@ def find_living(place: str) -> LivingRun:
     return LivingRun(folder=folder, config=config, address=json.loads(address)["address"], credentials=credentials)
 
 
-class LiveController:
-    """The controller of a living run. Use as an async context manager."""
+class LiveController(ControllerClient):
+    """The connection of a command to the controller of a live run."""
 
     def __init__(self, run: LivingRun) -> None:
-        self._run = run
-
-    async def __aenter__(self) -> LiveController:
-        run, network = self._run, self._run.config.network
-        self._transport = ZmqTransport(run.credentials, max_message_bytes=network.max_message_bytes)
-        endpoint = Endpoint(
-            name=LAUNCHER,
-            incarnation=INCARNATION,
-            credentials=run.credentials,
-            transport=self._transport,
+        network = run.config.network
+        super().__init__(
+            run.address,
+            run.credentials,
+            LAUNCHER,
+            INCARNATION,
             call_timeout_s=network.call_timeout_s,
             max_message_bytes=network.max_message_bytes,
-            resolve=_nobody,
-            spawn=_no_task,
         )
-        self._peer = Peer(endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=run.address))
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._peer.close()
-        self._transport.close()
+        self._run = run
 
     async def ask(self, request: Request, timeout: float | None = None) -> Any:
         """The reply. Raises UsageError for what is refused, DeadlineExceeded."""
@@ -136,7 +120,7 @@ class LiveController:
 
     async def _call(self, request: Request, timeout: float) -> Any:
         try:
-            return await self._peer.call(request, timeout=timeout)
+            return await self.peer.call(request, timeout=timeout)
         except Refused as error:
             if error.code != CROWDED:
                 raise
@@ -169,11 +153,3 @@ def _read(path: Path) -> str | None:
         return path.read_text()
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-async def _nobody(_name: str, _above: int) -> None:
-    raise AssertionError("the controller's address is known")
-
-
-def _no_task(_work: Any) -> Any:
-    raise AssertionError("nobody is looked for")

@@ -40,7 +40,7 @@ async def _stop(run: LivingRun) -> int:
     progress.say(f"{path} is asked to make way: a checkpoint within {grace_s:g} s, then its processes end")
     # The guard sees to the end of those whom its agent has killed.
     patience = grace_s + drain_s + END_S
-    async with LiveController(run) as controller:
+    with LiveController(run) as controller:
         asking = asyncio.create_task(controller.ask(StopRun(reason=COMMAND, preempt=True), timeout=patience))
         try:
             await _until(lambda: asking.done() or not run.lives, patience)

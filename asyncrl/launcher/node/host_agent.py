@@ -63,7 +63,7 @@ from asyncrl.launcher.terms.spec import (
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState
 from asyncrl.roles import ROLES, gang_of, role_of
 from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.runtime.address_file import ADDRESS_FILE, read_address_file
+from asyncrl.runtime.controller_client import ADDRESS_FILE, read_address_file
 from asyncrl.runtime.heartbeat import HeartbeatThread
 from asyncrl.runtime.lifecycle.incarnations import Incarnations
 from asyncrl.telemetry.logging import get_logger, listen

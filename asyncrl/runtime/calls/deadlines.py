@@ -1,10 +1,12 @@
 """Many deadlines on one timer.
 
-A timer of the event loop for each call costs more than all else that is done for its deadline, and nearly every call
-is over long before. Here deadlines fall into ticks; what is over is removed from its tick, and one timer waits for the
-earliest tick that is not empty. Invariant: each item that is not removed is handed to ``expire`` once, late by no more
-than TICK_S, early by no more than a loop's own timers are. So it is too if ``expire`` raises for another item: the
-error reaches the loop's exception handler when everything that is due has expired and the timer is set again.
+A timer of the event loop for each call would be most of the cost of its deadline, and nearly every call is over long
+before. Here deadlines fall into ticks. An item that is over is removed from its tick, and one timer waits for the
+earliest tick that is not empty.
+
+Invariant: each item that is not removed is passed to ``expire`` once, at most TICK_S late, and no earlier than a timer
+of the loop may be. This also holds if ``expire`` raises for another item: the error reaches the loop's exception
+handler after all due items have expired and the timer is set again.
 """
 
 from __future__ import annotations

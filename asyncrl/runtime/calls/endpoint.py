@@ -37,7 +37,7 @@ class Endpoint:
     codec: Codec = field(default_factory=Codec)
     param_version: int = -1
     ending: bool = False
-    """The actor's tasks are over or being cancelled: nothing is served and nobody is looked for any more."""
+    """Whether the actor's tasks are over or being cancelled: no call is served and no peer is looked up."""
     counters: Figures = field(default_factory=Figures)
     histograms: Histograms = field(default_factory=Histograms)
 

@@ -69,7 +69,7 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handlers_of(owner: object) -> dict[str, Handler]:
-    """The handlers of an object, by the name of what they serve. Raises LookupError for what nobody may send."""
+    """The handlers of an object, by the name of what they serve. Raises LookupError for a message without senders."""
     found: dict[str, Handler] = {}
     for name in dir(type(owner)):
         function = getattr(type(owner), name, None)

@@ -1,17 +1,18 @@
 """The calling side: one connection to one peer, with its calls in flight.
 
-Delivery is at least once: until it is answered or its deadline is over, a call is asked after (ASK), with exponential
-backoff and full jitter, and sent again, under the same message id, only when the peer says that it does not have it;
-where it says so of what was sent just now, as of a call that it cannot read, not before the next pause is over.
-So what a call costs again does not depend on its size, and a large payload or answer that is queued is never there
-twice. No more than a budget of large payloads is on its way to one peer (turns.py): the others wait, within their
-deadlines. When the peer is replaced by a new incarnation, idempotent calls go to the new one at once, and the others
-fail with PeerRestarted if they had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused,
-OSError where no connection can be opened (as without a free descriptor), or DeadlineExceeded, which says who waited, on
-whom, for what, and what the connection was doing. Cancelling the awaited future cancels the handler on the other side.
+Delivery is at least once. Until a call is answered or its deadline is over, the peer is asked whether it has the call
+(ASK), with exponential backoff and full jitter. Only if it does not, the call is sent again under the same id; if that
+answer follows a repetition at once, as for a call that it cannot read, the next one waits for the pause. So repeating
+costs the same for any size, and a large payload or answer is never queued twice. A budget limits the large payloads on
+their way to one peer (call.py); the others wait within their deadlines.
 
-An actor that learns otherwise that a peer has been replaced says so with ``adopt``: nothing that older incarnations say
-is believed from then on. A reply may have been taken in just before; ``answered_by`` of its call tells whose it was.
+When a new incarnation replaces the peer, idempotent calls go to it at once. The others fail with PeerRestarted if they
+had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused, OSError if no connection can be
+opened, or DeadlineExceeded. The latter names the waiting actor, the peer, the call, and the state of the connection.
+Cancelling the awaited future cancels the handler on the other side.
+
+An actor that learns elsewhere that a peer was replaced calls ``adopt``: messages of older incarnations are ignored from
+then on. A reply may have arrived just before; ``answered_by`` of its call is the incarnation that sent it.
 """
 
 from __future__ import annotations
@@ -27,20 +28,18 @@ from asyncrl.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, Pro
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import AwaitRecord
-from asyncrl.runtime.calls.absence import Absence
-from asyncrl.runtime.calls.call import CallFuture
+from asyncrl.runtime.calls.call import LARGE_BYTES, Absence, CallFuture, SendQueue
 from asyncrl.runtime.calls.deadlines import Deadlines
 from asyncrl.runtime.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.runtime.calls.retry import DOUBLINGS, pause
-from asyncrl.runtime.calls.turns import LARGE_BYTES, Turns
 from asyncrl.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
 from asyncrl.wire.transport import ClientConnection, Frames
 
 REPEAT_S = 5.0
 """Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
 PARKED_S = 15.0
-"""Longest time before a call that is parked until there is news counts as late. Its peer answers it before half of its
-deadline, news or not (handlers.py), so until then nothing is asked: a thousand idle actors would ask all the time."""
+"""Longest time before a parked call counts as late. Its peer answers it before half of its deadline in any case
+(handlers.py). Until then nothing is asked, or a thousand idle actors would ask all the time."""
 SET_UP_REPEAT_S = 0.5
 """Longest first pause before a call to a peer that is not set up so far is asked after."""
 ASKED_WITHIN_SILENCE = 3
@@ -58,6 +57,8 @@ class Peer:
     def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
         self.name = name
         self.ready = False
+        self.welcomes = 0
+        """Number of HELLOs that were answered: after another one the peer may know nothing of what was sent before."""
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._fixed = record is not None
@@ -79,8 +80,8 @@ class Peer:
         self._resolving: asyncio.Task[None] | None = None
         self._pending: dict[int, CallFuture] = {}
         self._deadlines = Deadlines(self._loop, self._on_timer)
-        self._turns = Turns()
-        """Turns of the calls on the present connection; calls that wait for a connection are pending alone."""
+        self._queue = SendQueue()
+        """Calls on the present connection; calls that wait for a connection are only pending."""
         self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
@@ -118,24 +119,26 @@ class Peer:
         self._pending[future.id] = future
         future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if self.ready:
-            self._turns.add(future.id, future.size)
+            self._queue.add(future.id, future.size)
             self._let_go()
         else:
             self._connect_for(future)
         return future
 
-    def cast(self, message: Message) -> bool:
-        """Send a one-way message; False if it could not go, which is final."""
+    def cast(self, message: Message) -> int:
+        """Send a one-way message. Returns its size in bytes, or 0 if it was not sent, which is final."""
         if not self.ready:
-            # Where no connection can be opened either, those that have calls for this peer are told.
+            # If no connection can be opened, the calls to this peer fail with the reason.
             with contextlib.suppress(OSError):
                 self.connect()
-            return False
+            return 0
         assert self._client is not None
         frames = self._endpoint.codec.encode(message)
-        if size_of(frames) > self._limit:
+        size = size_of(frames)
+        if size > self._limit:
             raise self._too_large(type(message).__name__, frames)
-        return self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
+        is_sent = self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
+        return size if is_sent else 0
 
     def adopt(self, incarnation: int) -> None:
         """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
@@ -176,25 +179,25 @@ class Peer:
         now = self._loop.time()
         return [AwaitRecord(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
 
-    def forget(self, future: CallFuture, *, tell: bool) -> None:
-        """Stop waiting for a call; ``tell`` sends CANCEL."""
+    def forget(self, future: CallFuture, *, cancel: bool) -> None:
+        """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer."""
         if self._pending.get(future.id) is future:
             # Before it is finished: a payload under way keeps its share of the budget until it is known to be there.
             if self._answers_ask:
-                self._turns.abandon(future.id)
+                self._queue.abandon(future.id)
             self._finish(future)
-            if tell and future.sent and self.ready and self._client is not None:
+            if cancel and future.sent and self.ready and self._client is not None:
                 self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
             self._let_go()
 
     @property
     def known(self) -> bool:
-        """Whether the registry has told of a living actor of this name."""
+        """Whether the registry knows a living actor of this name."""
         return self._record is not None
 
     @property
     def incarnation(self) -> int:
-        """Incarnation that has answered HELLO last; 0 before the first. What was sent to an older one has ended."""
+        """Incarnation that has answered HELLO last; 0 before the first. Calls to an older one have ended."""
         return self._incarnation
 
     @property
@@ -332,7 +335,7 @@ class Peer:
         if future.placed and self._answers_ask:
             self._ask(future.id)
             return
-        # 0 would say that nobody waits.
+        # 0 would mean that the caller does not wait.
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
         header = self._endpoint.header(
             Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._floor
@@ -358,12 +361,12 @@ class Peer:
     def _on_timer(self, future: CallFuture) -> None:
         now = self._loop.time()
         if now >= future.deadline or now >= future.heard + future.silence:
-            # Before the call is forgotten: the words tell whether its turn has come.
+            # Before the call is forgotten: the error says whether its turn has come.
             error = self._expired(future)
-            self.forget(future, tell=True)
+            self.forget(future, cancel=True)
             future.set_exception(error)
             return
-        is_out = future.id in self._turns
+        is_out = future.id in self._queue
         # Pauses lengthen with the asking alone, and a call whose turn has not come is not asked after.
         future.times += is_out
         future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
@@ -375,8 +378,8 @@ class Peer:
             future.lacked = False
             self._transmit(future)
         else:
-            # Payloads of calls that are over may hold its turn up, and nobody else asks whether they have arrived.
-            for id in self._turns.abandoned:
+            # Payloads of calls that are over may delay its turn, so this asks whether they have arrived.
+            for id in self._queue.abandoned:
                 self._ask(id)
 
     def _next_look(self, future: CallFuture, first_s: float) -> float:
@@ -438,18 +441,18 @@ class Peer:
         """The answer to an ASK."""
         self._unready = False
         future = self._pending.get(header.in_reply_to)
-        if future is None or future.id not in self._turns:
+        if future is None or future.id not in self._queue:
             self._came_too_late(header)
             return
         if header.kind == Kind.HELD:
             future.heard = self._loop.time()
-            self._turns.arrived(future.id)
+            self._queue.arrived(future.id)
         elif header.id >= future.placed:
             # The answer to an ASK from before the call went out last says nothing of that.
             future.placed = 0
             if future.lacked:
                 # Sent at once again, it would fare as it did just now: its timer sends it.
-                self._turns.arrived(future.id)
+                self._queue.arrived(future.id)
             else:
                 future.lacked = True
                 self._send_again(future)
@@ -457,13 +460,13 @@ class Peer:
 
     def _send_again(self, future: CallFuture) -> None:
         """Send a call that the peer lacks, when its turn comes."""
-        self._turns.remove(future.id)
-        self._turns.add(future.id, future.size)
+        self._queue.remove(future.id)
+        self._queue.add(future.id, future.size)
         self._let_go()
 
     def _came_too_late(self, header: Header) -> None:
-        """Nobody waits for the message; but the call that it speaks of has arrived."""
-        self._turns.arrived(header.in_reply_to)
+        """Handle an answer to a call that is over: it shows that the call has arrived."""
+        self._queue.arrived(header.in_reply_to)
         self._let_go()
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
@@ -479,7 +482,7 @@ class Peer:
             return
         if body.code in ("over_credit", NOT_READY):
             # It is asked after by its timer.
-            self._turns.arrived(future.id)
+            self._queue.arrived(future.id)
             if body.code == NOT_READY:
                 self._unready = True
                 future.heard = self._loop.time()
@@ -503,8 +506,9 @@ class Peer:
         self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
         self.ready = True
+        self.welcomes += 1
         self._reached.set()
-        self._turns.begin(body.credit)
+        self._queue.begin(body.credit)
         for future in list(self._pending.values()):
             future.lacked = False
             if restarted:
@@ -513,7 +517,7 @@ class Peer:
                     continue
                 future.placed = future.times = 0
             # Where the peer may have the call only an ASK goes, which takes none of the budget.
-            self._turns.add(future.id, 0 if future.placed and self._answers_ask else future.size)
+            self._queue.add(future.id, 0 if future.placed and self._answers_ask else future.size)
         self._let_go()
 
     def _on_refuse(self, body: Refuse) -> None:
@@ -526,14 +530,14 @@ class Peer:
 
     def _let_go(self) -> None:
         """Send the calls that may go."""
-        while self.ready and (id := self._turns.next()) is not None:
+        while self.ready and (id := self._queue.next()) is not None:
             self._transmit(self._pending[id])
 
     # --- the end of a call ---
 
     def _finish(self, future: CallFuture) -> CallFuture:
         del self._pending[future.id]
-        self._turns.remove(future.id)
+        self._queue.remove(future.id)
         self._deadlines.remove(future, future.tick)
         return future
 
@@ -546,10 +550,10 @@ class Peer:
             hint = f"HELLO to {self._record.address} is not answered"
         elif self._unready:
             hint = f"connected to {self._record.address}, which is not set up so far"
-        elif future.id not in self._turns:
+        elif future.id not in self._queue:
             hint = (
                 f"connected to {self._record.address}, but its turn has not come: of {len(self._pending)} calls in "
-                f"flight {self._turns.under_way} bytes have not arrived so far"
+                f"flight {self._queue.under_way} bytes have not arrived so far"
             )
         elif future.heard > future.started:
             ago = self._loop.time() - future.heard

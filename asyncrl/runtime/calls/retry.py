@@ -1,4 +1,4 @@
-"""Repeating a call whose peer is away: the pauses, and how it is told.
+"""Repeats calls whose peer is away: the pauses, and the log lines.
 
 Invariant of ``pause``: that after the n-th time is above 0 and at most ``first_s`` doubled n times, DOUBLINGS times
 at most, and spread evenly below that, so that those who wait on the same peer do not ask at the same moment. The draw
@@ -30,7 +30,7 @@ def pause(first_s: float, times: int, draw: float) -> float:
 
 
 def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
-    """Log a warning; but a peer that is ending says so to everybody who waits for it, and that is no trouble."""
+    """Log a warning, or less if the peer is ending, which is no trouble."""
     ending = isinstance(error, RemoteError) and error.code == CANCELLED
     (log.info if ending else log.warning)(f"{whom} is away", error=str(error), **facts)
 

@@ -1,21 +1,21 @@
 """The serving side: HELLO, then calls and casts to typed handlers.
 
-Nothing but a HELLO is served on a connection before its WELCOME; a peer that is not of this run, is not who its key
-says, or has been replaced by a newer incarnation is refused, and so is all that its role may not send
-(messages/senders.py). A call that arrives again while its handler runs, or after it was answered, is not run again:
-replies to calls that may not be repeated are kept until the caller has them. A caller that has no answer asks (ASK)
-whether its call is here, which costs a header however large the call is: it is told HELD while the handler runs, else
-NOT_HELD, upon which it sends the call again. That answer follows everything that was sent to this caller before, so
-while a reply is queued nothing is done or sent twice. No handler is run before its actor is set up: calls are answered
-with ERROR ``not_ready``, upon which the caller asks again until their deadline, and casts are dropped. Every failure of
-a handler becomes an ERROR for its caller; malformed frames are counted and change nothing.
+Only HELLO is served on a connection before its WELCOME. A peer is refused if it belongs to another run, if its key is
+another actor's, or if a newer incarnation has replaced it. A message that the role of its sender may not send is
+refused as well (messages/senders.py).
 
-The state kept here is bounded, for messages of any kind and number: names, connections of a name, calls and stored
-replies of a connection, and the time for which a call may be parked. Counters, which every heartbeat carries, tell
-what did not enter: ``wire/early`` counts calls, questions after them and casts before the actor was set up;
-``wire/strangers`` connections that were turned away before they could say anything, and messages on connections
-without WELCOME; ``wire/refused`` HELLOs and messages of somebody who is not who he says he is, not one of this run, or
-dead, and what a role may not send; ``wire/malformed`` what cannot be read.
+A repeated call is not run again. While its handler runs it is ignored, and the replies to calls that may not be
+repeated are kept until the caller has them. A caller without an answer asks whether its call is here (ASK): the answer
+is HELD while the handler runs, else NOT_HELD, after which the caller sends the call again. These answers follow
+everything that was sent to this caller before, so nothing is done or sent twice while a reply is queued.
+
+No handler runs before its actor is set up: calls are answered with ERROR ``not_ready``, and casts are dropped. A
+failure of a handler becomes an ERROR for its caller. Malformed frames are counted and change nothing.
+
+The state is bounded for any messages: names, connections of a name, calls and stored replies of a connection, and the
+time for which a call may be parked. Counters show what was not served: ``wire/early`` messages before the setup;
+``wire/strangers`` rejected connections, and messages without WELCOME; ``wire/refused`` HELLOs and messages of wrong,
+foreign or dead senders, and forbidden ones; ``wire/malformed`` messages that cannot be read.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ EARLY = "wire/early"
 MAX_SESSIONS_PER_NAME = 4
 """Connections of an actor: one for its calls, one for its heartbeats, a few that it left behind as it reconnected."""
 SHARED = {LAUNCHER: 64, VIEWER: 32}
-"""Connections of the names that any number of commands, and of those who watch, share. None makes way while in use."""
+"""Connections of the names that commands and viewers share. None is dropped while it is in use."""
 UNUSED_S = 30.0
-"""Silence after which such a connection without a call in flight is not in use: commands end without a word."""
+"""Silence after which such a connection without a call in flight is not in use: commands end without a message."""
 VIEWER_CREDIT = 16
-"""CREDIT of one who watches: it has one question at a time, and each that is parked costs something at every event."""
+"""CREDIT of a viewer: it has one request at a time, and each parked one costs something at every event."""
 CROWDED = "connections"
-"""Code of the refusal of one connection more."""
+"""Code of the refusal of a connection above the limit."""
 MAX_NAMES = 16384
-"""Most names of callers, where no keys say who there can be."""
+"""Largest number of names of callers without CURVE."""
 MAX_STORED = 4 * CREDIT
 """Replies kept for one connection."""
 LONGEST_CALL_S = 7 * 86400.0
 """Longest time to a deadline; a caller that wants to wait longer is answered as if this were its own."""
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
-"""Times in so many seconds that a caller may try again what failed in a way that nobody expected; not without end."""
+"""Unexpected failures of a connection within so many seconds that are retryable; later ones are final."""
 UNEXPECTED_MOMENT_S = 0.2
 """Failures that are no further apart count once: all calls of a connection may meet the same."""
 LONGEST_ERROR = 16384
-"""Characters of an error's words, which may be as long as the message that they are about."""
+"""Characters of an error's message, which may quote a long message."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ class _Session:
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies to calls that may not be repeated, until the caller has them."""
     unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
-    """Times at which calls failed in a way that nobody expected (s)."""
+    """Times of unexpected failures (s)."""
 
     @property
     def credit(self) -> int:
@@ -143,7 +143,7 @@ class CallServer:
         return sum(len(session.running) for session in list(self._sessions.values()))
 
     def fence(self, name: str, incarnation: int) -> None:
-        """This incarnation and all older ones are dead: nothing more is heard of them."""
+        """Ignore this incarnation and all older ones, which are dead."""
         self._fenced[name] = max(incarnation, self._fenced.get(name, 0))
         for session in [s for s in self._by_name.get(name, {}).values() if s.incarnation <= incarnation]:
             self._drop(session)
@@ -176,7 +176,7 @@ class CallServer:
                 self._error(routing_id, header.id, "hello_required", "say HELLO first", retryable=True)
                 return
             if owner is not None and owner != session.name:
-                # Routing ids are chosen by the peer: somebody has taken over another's connection.
+                # The peer chooses its routing id: it has taken over the connection of another actor.
                 self._refuse(routing_id, header.id, "key", f"the key of {owner}", session.name)
                 return
             if header.sender != session.name or header.incarnation != session.incarnation:
@@ -253,7 +253,7 @@ class CallServer:
             self._drop(session)
 
     def _has_room(self, name: str, routing_id: bytes) -> bool:
-        """Whether one more of a shared name is served. Those that are not in use make way."""
+        """Whether one more connection of a shared name is served. Drops unused ones."""
         own = self._others_of(name, routing_id)
         if len(own) < SHARED[name]:
             return True
@@ -297,8 +297,8 @@ class CallServer:
             return
         if not may_send(session.name, found.senders):
             self._endpoint.counters.add(REFUSED)
-            told = f"{session.name} may not send {header.type}: {listed(found.senders)} may"
-            self._error(session.routing_id, header.id, "forbidden", told)
+            reason = f"{session.name} may not send {header.type}: {listed(found.senders)} may"
+            self._error(session.routing_id, header.id, "forbidden", reason)
             return
         # Before the body is decoded, which may be large.
         if self._is_early(session, header.id):
@@ -351,14 +351,14 @@ class CallServer:
         self._transmit(session.routing_id, [header, NIL])
 
     def _is_full(self, session: _Session, id: int) -> bool:
-        """Whether no call is taken from this connection now, which its caller is told."""
+        """Whether no call is taken from this connection now; if so, answers with the error."""
         if len(session.running) < session.credit and len(session.stored) < MAX_STORED:
             return False
         self._error(session.routing_id, id, "over_credit", "too many calls unanswered", retryable=True)
         return True
 
     def _is_early(self, session: _Session, id: int) -> bool:
-        """Whether no call is taken from anybody so far, which the caller is told."""
+        """Whether the actor is not set up; if so, answers with the error."""
         if self._is_set_up():
             return False
         self._endpoint.counters.add(EARLY)
@@ -374,7 +374,7 @@ class CallServer:
             self._failed(session, header, error)
 
     def _expire(self, running: asyncio.Future[Any]) -> None:
-        # Remembered, because a task that is cancelled does not tell why.
+        # Remembered, because a cancelled task does not know the reason.
         self._expired.add(running)
         running.cancel()
 
@@ -450,7 +450,7 @@ class CallServer:
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
     def _may_try_again(self, session: _Session) -> bool:
-        """Whether a caller may try again after a failure that nobody expected: it may pass; but not for ever."""
+        """Whether an unexpected failure is retryable: it may pass, but not without end."""
         now, failed = self._loop.time(), session.unexpected
         often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
         if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:

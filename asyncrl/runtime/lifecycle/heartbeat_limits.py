@@ -1,8 +1,8 @@
-"""The facts of a heartbeat that are taken in, from any sender: finite numbers, and no more than an actor needs.
+"""Bounds what the registry takes in from a heartbeat: finite numbers, and no more names than an actor needs.
 
-Invariant: each number that is taken in is finite, and of one actor no more names are kept than there are limits for
-here, however many heartbeats it sends; a name that was taken in once stays. A fact left out is counted, and the rest
-of its heartbeat counts: nothing fails. Pure.
+Invariant: each number is finite, and the number of names of an actor stays within the limits here, however many
+heartbeats it sends. A name that was taken in once stays. A value that is left out is counted; the others of its
+heartbeat count. Nothing fails. Pure.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 def take_in(
     beat: Heartbeat, figures: Collection[str], histograms: Collection[str], resources: Collection[str]
 ) -> tuple[Heartbeat, int]:
-    """The heartbeat as it is taken in, and the number of its facts that are not. The names are those known so far."""
-    told = {resource.name: resource for resource in beat.resources}
+    """The bounded heartbeat, and the number of values that are left out. The arguments are the names known so far."""
+    reported = {resource.name: resource for resource in beat.resources}
     taken = msgspec.structs.replace(
         beat,
         counters=_named(beat.counters, figures, MOST_FIGURES, _is_number),
         histograms=_named(beat.histograms, histograms, MOST_HISTOGRAMS, _is_histogram),
-        resources=list(_named(told, resources, MOST_RESOURCES, _is_resource).values()),
+        resources=list(_named(reported, resources, MOST_RESOURCES, _is_resource).values()),
         awaits=[wait for wait in beat.awaits if _is_wait(wait)],
         unreached=[record for record in beat.unreached if _is_unreached(record)],
         gpus=[gpu for gpu in beat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
@@ -61,10 +61,10 @@ def _facts(beat: Heartbeat) -> int:
     return named + len(beat.awaits) + len(beat.unreached) + len(beat.gpus) + len(beat.events)
 
 
-def _named(told: Mapping[str, T], known: Collection[str], most: int, is_sound: Callable[[T], bool]) -> dict[str, T]:
+def _named(values: Mapping[str, T], known: Collection[str], most: int, is_sound: Callable[[T], bool]) -> dict[str, T]:
     room = most - len(known)
     taken = {}
-    for name, value in told.items():
+    for name, value in values.items():
         if is_sound(value):
             if name not in known:
                 if room <= 0 or len(name) > LONGEST_NAME:

@@ -1,13 +1,12 @@
 """The numbers that a node agent gives to the lives of its actors.
 
 An incarnation is ATTEMPT * SPAN + N: N counts the lives of one name within one attempt of the run, the first is 1. The
-ranks of a gang share theirs, the *generation* of the gang: that of a new rank is above its predecessor's, and the
-newest that is known of its gang. So ranks that may meet have one number, whichever agents have started them, and nobody
-has to be asked for it while the controller is away. No clock has a part in it: those of two hosts differ, and any may
-step back.
+ranks of a gang share theirs, the *generation* of the gang. A new rank has a number above its predecessor's, and at
+least the newest known generation. So ranks that may meet have one number, even if different agents have started them
+while the controller was away. Clocks are not used: those of two hosts differ, and any may step back.
 
 Invariant: the numbers of one name only grow, also over attempts, and no two of its lives have the same. An agent knows
-the lives that it has started itself; those that another has started, the controller tells of (``hear``). Pure.
+the lives that it has started. The controller reports those that another agent has started (``hear``). Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def attempt_begins_above(attempt: int, written: int) -> int:
 
 
 def numbers_begin_above(incarnation: int) -> int:
-    """A number that is below all that a process of this incarnation gives, and above those of its predecessors."""
+    """A number below all that a process of this incarnation assigns, and above those of its predecessors."""
     return incarnation % SPAN * STRIDE
 
 
@@ -64,7 +63,7 @@ class Incarnations:
         """Take in the dead and the generations that the controller knows of."""
         for actor in dead:
             if actor.incarnation > self._newest.get(actor.name, 0):
-                # Another agent's, which may be cut off and go on meanwhile.
+                # Started by another agent, which may be cut off and count on.
                 self._newest[actor.name] = actor.incarnation + LEAP
         for gang, number in generations.items():
             self._generations[gang] = max(number, self._generations.get(gang, 0))

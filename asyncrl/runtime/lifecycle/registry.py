@@ -1,14 +1,17 @@
 """The records of all actors by name, and the living incarnation of each.
 
-Invariants: for each name only the largest incarnation ever seen is heard, be it by an earlier registry (``recall``);
-the words of an older one are refused (fencing), and a name whose actor has ended, or is condemned to be killed,
-resolves to nothing until a larger incarnation registers. A missed heartbeat changes no record: silence is a stall
-(``silent``), and only the end of a process or the loss of its host is a death. An actor lost with its host is dead for
-good, even if it lives on there: it is to be killed as soon as the host is back. The incarnation of a gang's actor is
-its generation. The death of one ends its generation: all that live of it are condemned, and so is each that registers
-later of that one or an older one; and a generation that is heard of ends all before. So a gang comes together in one
-generation, in whatever order this registry hears of deaths and starts, and even if it is itself younger than they are.
-Pure: the caller brings the time.
+Invariants:
+
+* Of each name only the largest incarnation ever seen counts, also by an earlier registry (``recall``). Older ones are
+  refused (fencing). A name whose actor has ended or is condemned resolves to nothing until a larger incarnation
+  registers.
+* Silence is no death: a missed heartbeat changes no record (``silent``). Only the end of a process or the loss of its
+  host is a death. An actor that was lost with its host is dead for good and is killed when the host is back.
+* The incarnation of an actor of a gang is its generation. The death of one actor ends its generation: its living actors
+  are condemned, and so are actors of this or an older generation that register later. A new generation ends all older
+  ones. So a gang comes together in one generation, in any order of reported deaths and starts.
+
+Pure: the caller passes the time.
 
 Fails with Refused (code ``incarnation``), which names both incarnations.
 """
@@ -29,24 +32,24 @@ from asyncrl.runtime.lifecycle.heartbeat_limits import take_in
 from asyncrl.snapshot import Histogram
 
 FIRST_WORD_S = 30.0
-"""Silence of an actor that has never said a word is none before this: it loads its code."""
+"""Seconds after its start before an actor can count as silent: it loads its code."""
 LONGEST_GAP = 0.5
-"""Share of the time after which silence is a stall: one that looks less often than this may not have listened itself.
-The shortest such time is that of three looks."""
+"""Share of the shortest limit on silence: after a longer gap between two looks this process may not have listened. The
+shortest limit is three looks."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeardResource:
-    """A resource of an actor as it was told of last."""
+    """A resource of an actor, as last reported."""
 
     record: ResourceRecord
     heard: float
-    """Time at which it was told of (s)."""
+    """Time of the report (s)."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """The facts that are known of the newest incarnation of a name."""
+    """The newest incarnation of a name."""
 
     record: ActorRecord
     since: float
@@ -62,7 +65,7 @@ class Entry:
     lost: bool = False
     """Whether it was lost with its host."""
     spoken: bool = True
-    """Whether it has said anything itself."""
+    """Whether any message from it has come."""
     beaten: float = 0.0
     """Time at which its last heartbeat came (s)."""
     figures: dict[str, float] = field(default_factory=dict)
@@ -70,12 +73,12 @@ class Entry:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
     stayed: float = 0.0
-    """Time of the last heartbeat that said of its resources that those that it left out are where they were (s)."""
+    """Time of the last heartbeat whose left-out resources had not changed (s)."""
     event: int = 0
     """Number of the newest of its events that was heard."""
 
     def merge(self, beat: Heartbeat, now: float) -> int:
-        """Take in what a heartbeat says anew; the number of its facts that are left out."""
+        """Take in a heartbeat. Returns the number of its values that are left out."""
         beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
         self.heartbeat, self.beaten = beat, now
         self.figures.update(beat.counters)
@@ -87,28 +90,28 @@ class Entry:
         return left_out
 
     def since_s(self, resource: HeardResource) -> float:
-        """Seconds for which a resource is known to have stayed where it told that it was."""
+        """Seconds since its report for which a resource is known to have stayed in its state."""
         return max(0.0, self.stayed - resource.heard)
 
     @property
     def heard_of(self) -> bool:
-        """Whether anything it says counts."""
+        """Whether its messages count."""
         return not self.ended and not self.condemned
 
     @property
     def ready(self) -> bool:
-        """Whether it lives and has said where it can be called, which it does once its start-up is over."""
+        """Whether it is alive and has registered its address, which it does at the end of its setup."""
         return self.heard_of and bool(self.record.address)
 
 
 @dataclass(slots=True)
 class Registry:
-    """Entries by actor name. ``gang_of`` names the gang of an actor; empty for one of none."""
+    """Entries by actor name. ``gang_of`` names the gang of an actor; empty for an actor without a gang."""
 
     gang_of: Callable[[str], str] = lambda _: ""
     entries: dict[str, Entry] = field(default_factory=dict)
     left_out: int = 0
-    """Facts of heartbeats that were not taken in."""
+    """Values of heartbeats that were left out."""
     newest: dict[str, int] = field(default_factory=dict)
     """The largest incarnation of each name."""
     generations: dict[str, int] = field(default_factory=dict)
@@ -119,11 +122,11 @@ class Registry:
     """Reason that the generation before was over, by gang."""
     _looked: float = 0.0
     _shortest_s: float = math.inf
-    """Shortest silence that anybody has asked about."""
+    """Shortest limit on silence of all callers."""
     _listening_since: float = 0.0
 
     def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
-        """Take over the numbers that an earlier registry knew. They say nothing of who lives."""
+        """Take over the numbers of an earlier registry. They do not say which actors are alive."""
         for name, incarnation in newest.items():
             self._note(name, incarnation)
         for gang, generation in generations.items():
@@ -140,13 +143,13 @@ class Registry:
         entry.heard, entry.spoken = now, True
 
     def started(self, name: str, incarnation: int, now: float) -> None:
-        """An actor's process lives, says its agent; it may never say a word itself."""
+        """Note that an agent has started a process, which may die before it registers."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
             # Refused: it belongs to a generation that is over, or is older than one that was known.
             with contextlib.suppress(Refused):
                 self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
-            # Entered just now: it has FIRST_WORD_S to load its code.
+            # A new entry has FIRST_WORD_S to load its code.
             if (entered := self.entries.get(name)) is not entry and entered is not None:
                 entered.spoken = False
 
@@ -165,11 +168,11 @@ class Registry:
     def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
         """Note the end of an incarnation and of every older one; False if a larger one is known, unless that has ended.
 
-        ``asked`` if it was told to end, as when the run does.
+        ``asked`` if the controller had asked it to end.
         """
         entry = self.entries.get(name)
         if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
-            # It ended before it was ever heard of; its late words are refused all the same.
+            # It ended before any message came; late ones are refused.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
             entry = self._enter(Entry(record, since=now, heard=now))
         if entry is not None and incarnation == entry.record.incarnation:
@@ -179,7 +182,7 @@ class Registry:
         return entry is not None and entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
-        """Have these killed, and with one of a gang all that live of it; one that does not live is passed over."""
+        """Have these killed, each with the living actors of its gang. Dead ones are passed over."""
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
@@ -187,12 +190,12 @@ class Registry:
                 self._end_generation_of(actor.name, actor.incarnation, "is killed")
 
     def lose(self, names: Iterable[str], reason: str, now: float) -> None:
-        """All of these that live are dead, with the gangs that they belong to: their host is lost."""
+        """Take these actors and their gangs for dead: their host is lost."""
         lost = []
         for name in names:
             entry = self.entries.get(name)
             if entry is None and name in self.newest:
-                # An earlier registry knew it, and it may live out there.
+                # An earlier registry knew it, and it may be alive on the host.
                 record = ActorRecord(name=name, incarnation=self.newest[name], address="")
                 entry = self._enter(Entry(record, since=now, heard=now, spoken=False))
             if entry is not None and not entry.ended:
@@ -204,7 +207,7 @@ class Registry:
             self._end_generation_of(record.name, record.incarnation, "was lost with its host")
 
     def hears(self, name: str, incarnation: int) -> bool:
-        """Whether this incarnation still counts: it is the newest, and has neither ended nor is to be killed."""
+        """Whether this incarnation counts: it is the newest, has not ended and is not condemned."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
             return incarnation >= self.newest.get(name, 0)
@@ -212,14 +215,14 @@ class Registry:
 
     @property
     def dead(self) -> list[Dead]:
-        """The newest incarnation of each name of which nothing can come any more."""
+        """The newest incarnation of each dead name."""
         return [
             Dead(name, entry.record.incarnation) for name, entry in self.entries.items() if entry.ended or entry.lost
         ]
 
     @property
     def condemned(self) -> list[Condemned]:
-        """All that are to be killed and whose end is not known yet."""
+        """The condemned actors whose end is not known."""
         return [
             Condemned(name, entry.record.incarnation, entry.condemned)
             for name, entry in self.entries.items()
@@ -227,27 +230,27 @@ class Registry:
         ]
 
     def silence_of(self, entry: Entry, now: float) -> float:
-        """Seconds for which an actor could have been heard of and was not."""
+        """Seconds of silence of an actor while this process listened."""
         return self.silence_since(entry.heard, now)
 
     def silence_since(self, heard: float, now: float) -> float:
-        """Seconds since then in which something could have been heard."""
+        """Seconds since ``heard`` in which this process listened."""
         return now - max(heard, self._listening_since)
 
     def listen(self, now: float, silence_s: float) -> None:
-        """Note that this process runs; to be called regularly, with a silence that means something.
+        """Note that this process runs. To be called regularly, with the caller's limit on silence.
 
-        After a gap between two calls silence counts from the second one on: this process was stopped itself, or its
-        host was, and what was said meanwhile is still to be read.
+        After a gap between two calls silence counts from the second one: this process or its host was stopped, and
+        messages from that time are still unread.
         """
-        # All callers share one time of the last look, so a gap that any of them would mind is one for all.
+        # All callers share the time of the last look, so the shortest limit decides for all.
         self._shortest_s = min(self._shortest_s, silence_s)
         if now - self._looked > LONGEST_GAP * self._shortest_s:
             self._listening_since = now
         self._looked = now
 
     def silent(self, now: float, silence_s: float) -> list[Condemned]:
-        """The living actors that were not heard of for ``silence_s``; as regularly as ``listen``."""
+        """The living actors that were silent for ``silence_s``. To be called as regularly as ``listen``."""
         self.listen(now, silence_s)
         return [
             Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
@@ -274,10 +277,10 @@ class Registry:
         name, incarnation = record.name, record.incarnation
         entry = self.entries.get(name)
         known = self.newest.get(name, 0)
-        # Equal where an earlier registry has told the number (``recall``), but no entry.
+        # Equal if an earlier registry knew the number (``recall``), and there is no entry.
         if incarnation >= known and (entry is None or incarnation > entry.record.incarnation):
             if entry is not None and entry.heard_of:
-                # Nobody has said so yet, but it must have died before this one was started.
+                # Its death is not reported yet, but this one was started after it.
                 entry.ended = True
             entry = self._enter(Entry(record, since=now, heard=now))
             if gang := self.gang_of(name):
@@ -306,12 +309,12 @@ class Registry:
             self.changes += 1
 
     def _end_generation_of(self, name: str, generation: int, what: str) -> None:
-        """The generation that an actor belongs to is over, and with it all before, if the actor is one of a gang."""
+        """End the generation of an actor of a gang, and all older ones."""
         if gang := self.gang_of(name):
             self._end_generations(gang, generation + 1, f"{name} {what}, and all of {gang} start again together")
 
     def _end_generations(self, gang: str, before: int, reason: str) -> None:
-        """All that belong to an older generation are to be killed."""
+        """Condemn the living actors of older generations."""
         if before <= self.generations.get(gang, -1):
             return
         self.generations[gang], self._reasons[gang] = before, reason

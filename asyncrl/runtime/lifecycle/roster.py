@@ -1,7 +1,7 @@
-"""The members of the run: the actors that it began with, those that have joined since, and none that has left.
+"""The members of the run: the actors of its start and those that have joined, without those that have left.
 
-The controller's word (``Members``) is laid over the names and public keys of the start, so that the actors admitted
-depend on nothing but its number: an older word than the one taken in changes nothing.
+The controller's ``Members`` are applied to the names and public keys of the start. So the admitted actors depend only
+on the number of the Members; older ones change nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Roster:
         self._first = tuple(names)
         self._credentials, self._transport = credentials, transport
         self.actors = self._first
-        """All that the run has, in the order of their coming."""
+        """All actors of the run, in the order in which they came."""
         self.number = 0
         """Number of the Members taken in."""
         self.peers: dict[str, list[str]] = dict(credentials.peers)
         """Public keys by name, of agents too; none without CURVE."""
 
     def take_in(self, members: Members) -> list[Dead]:
-        """Admit the actors that have joined and none that has left; those that have left."""
+        """Admit exactly the members. Returns the actors that have left."""
         if members.number <= self.number:
             return []
         self.number = members.number

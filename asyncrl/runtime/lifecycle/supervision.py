@@ -1,9 +1,8 @@
-"""The meaning of an actor's end: how soon and how often it is started again.
+"""Decides how soon and how often a node agent restarts an actor that has ended.
 
-``Supervisor`` decides over the deaths that a node agent sees.
-Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time
-after a pause twice as long as the one before, but for deaths that are not its own fault; after any other it is given
-up, with a reason that can be printed. Pure: the caller brings the time.
+Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time after a
+pause twice as long as the one before. After that it is given up, with a reason that can be printed. Deaths that are not
+its own fault do not count. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do not start the actor again by itself, for this reason: a replica rests, and without any other the run ends."""
+    """Do not restart the actor, for this reason: a replica is set aside, and without any other actor the run ends."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts that one thing may have, and the pauses before them."""
+    """The restarts that one actor may have, and the pauses before them."""
 
     max_restarts: int
     window_s: float
@@ -65,7 +64,7 @@ class RestartBudget:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Decides over the deaths of the actors of one host."""
+    """Decides about the deaths of the actors of one host."""
 
     max_restarts: int
     window_s: float
@@ -74,9 +73,9 @@ class Supervisor:
     _counts: dict[str, int] = field(default_factory=dict)
 
     def ended(self, name: str, exit_code: int, now: float, *, blameless: bool = False) -> Restart | GiveUp:
-        """Decide over a process that ended at ``now`` (monotonic, s) though nobody asked it to.
+        """Decide about a process that ended at ``now`` (monotonic, s) without being asked to.
 
-        An end for which it is ``blameless`` is followed by a restart however many there were, and counts as none.
+        An end that is not its fault (``blameless``) is always followed by a restart and does not count.
         """
         what = describe_exit(exit_code)
         if exit_code in UNHEALABLE_EXITS:

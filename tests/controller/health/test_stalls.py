@@ -1,4 +1,4 @@
-"""When a run counts as stalled, who waits for whom then, and when a stall ends the run (I5)."""
+"""When a run counts as stalled, what a report says, and when a stall ends the run (I5)."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.operation import WatchdogConfig
-from asyncrl.controller.health.stalls import MOST_STACKS, ActorView, StallDetector, describe_waits
+from asyncrl.controller.health.stalls import MOST_STACKS, ActorStatus, StallDetector, describe_waits
 from asyncrl.messages.monitor import AwaitRecord
 
 STALL_S, LOOK_S, DEADLINES_S = 100.0, 5.0, 250.0
@@ -32,7 +32,7 @@ class Watched:
         known = self.actors.get(name)
         if known is None or (known.state, known.incarnation) != (state, incarnation):
             self.entered[name] = self.now
-        self.actors[name] = ActorView(
+        self.actors[name] = ActorStatus(
             name=name, incarnation=incarnation, state=state, waits=waits, progress=progress, **facts
         )
 
@@ -138,7 +138,7 @@ def test_only_a_running_run_is_watched(phase):
     assert len(run.reports) == 1
 
 
-def test_everybody_idle_after_the_last_step_is_no_stall_nor_a_learner_that_never_beat():
+def test_an_idle_run_after_the_last_step_is_no_stall_nor_a_learner_without_heartbeat():
     run = Watched()
     learner = run.actors.pop("learner/0")
     run.passes(5 * STALL_S)
@@ -147,7 +147,7 @@ def test_everybody_idle_after_the_last_step_is_no_stall_nor_a_learner_that_never
     run.has("rollouter/0", "waiting", AwaitRecord("dataloader/0", "Lease", 500.0, True))
     run.passes(10 * STALL_S)
     assert run.reports == []
-    # But somebody who still works for nobody is one.
+    # An actor that still works makes it a stall.
     run.has("rollouter/0", "generating")
     run.passes(2 * STALL_S)
     assert run.reports
@@ -179,11 +179,11 @@ def test_never_early_and_never_late(history):
             assert (run.detector.report is not None) == (run.now - moved >= STALL_S)
 
 
-# --- who waits for whom ---
+# --- the text of a report ---
 
 
 def actor(name, state="ready", *waits, **facts):
-    return ActorView(name=name, incarnation=1, state=state, waits=[AwaitRecord(*wait) for wait in waits], **facts)
+    return ActorStatus(name=name, incarnation=1, state=state, waits=[AwaitRecord(*wait) for wait in waits], **facts)
 
 
 GROUPS_WAIT = ("rollouter", "groups", 312.0)
@@ -235,7 +235,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("situation", TABLE)
-def test_a_report_says_who_waits_for_whom(situation):
+def test_a_report_has_the_situation_of_each_actor(situation):
     changed, text, stacks = TABLE[situation]
     found = describe_waits({each.name: each for each in (*IDLE, *changed)}, 150.0)
     assert (found[0], [each.name for each in found[1]]) == (text, stacks)
@@ -255,7 +255,7 @@ def test_a_report_says_who_waits_for_whom(situation):
 )
 def test_a_report_is_bounded_and_has_an_actor(world):
     actors = {
-        name: ActorView(name=name, incarnation=1, state=state, waits=waits, silent_s=silent_s, ended=ended)
+        name: ActorStatus(name=name, incarnation=1, state=state, waits=waits, silent_s=silent_s, ended=ended)
         for name, (state, waits, silent_s, ended) in world.items()
     }
     text, stacks = describe_waits(actors, 150.0)

@@ -12,7 +12,8 @@ SINGLE = ("dataloader/0", "learner/0", "learner/1", "parameter_server/0", "rewar
 
 
 class Paths:
-    """A run in which paths are broken, looked at every second. ``broken`` are pairs of who tells and whom."""
+    """A run in which paths are broken, looked at every second. ``broken`` are pairs: the reporting actor and the
+    unreachable one."""
 
     def __init__(self, rollouters=4, alone=SINGLE):
         self.unreachable = UnreachableActors(UNREACHABLE_S, interval_s=LOOK_S)
@@ -45,7 +46,7 @@ class Paths:
         return self.unreachable.look(self.ready(), self.now)
 
     def passes(self, seconds):
-        """Who is found meanwhile, and starts again."""
+        """The actors that are condemned meanwhile, and restarted."""
         found, until = [], self.now + seconds
         while self.now + LOOK_S <= until:
             self.now += LOOK_S
@@ -95,7 +96,7 @@ def between(rollouters, other):
         # One rollouter reaches the learner, so it is the others that are cut off.
         (4, between(range(3), "learner/0"), ["rollouter/0", "rollouter/1", "rollouter/2"]),
         (4, between(range(4), "learner/0"), ["learner/0"]),
-        # Of two without others of their role, the cheaper one.
+        # If both ends have no others of their role, the cheaper one.
         (1, between(range(1), "learner/0"), ["rollouter/0"]),
         (4, [("learner/0", "dataloader/0")], ["dataloader/0"]),
         (4, [("learner/0", "parameter_server/0")], ["parameter_server/0"]),
@@ -116,13 +117,13 @@ def test_the_end_that_is_cut_off_from_more_is_restarted(rollouters, broken, name
         assert sorted(names(paths.passes(UNREACHABLE_S + 2 * LOOK_S))) == named
 
 
-def test_a_path_to_who_is_not_ready_is_nobodys_fault():
+def test_a_path_to_an_actor_that_is_not_ready_does_not_count():
     paths = Paths()
     paths.away.add("learner/0")
     paths.breaks(*((f"rollouter/{i}", "learner/0") for i in range(4)))
     assert paths.passes(5 * UNREACHABLE_S) == []
     paths.away.clear()
-    # It is just there: whoever tells has not met this one.
+    # It is just back, and the paths to it count from now on.
     assert paths.passes(UNREACHABLE_S) == []
     paths.heals(*((f"rollouter/{i}", "learner/0") for i in range(4)))
     assert paths.passes(5 * UNREACHABLE_S) == []
@@ -147,7 +148,7 @@ def nobody_looks(paths):
 @pytest.mark.parametrize(
     "event", [starts_again("learner/0"), starts_again("rollouter/2"), is_not_heard_of, nobody_looks]
 )
-def test_a_path_counts_anew_between_new_processes_and_after_a_time_without_word_or_look(event):
+def test_a_path_starts_from_zero_between_new_processes_and_after_silence_or_a_gap(event):
     paths = Paths()
     paths.breaks(("rollouter/2", "learner/0"))
     paths.passes(UNREACHABLE_S - 5.0)

@@ -64,7 +64,7 @@ def aside(run):
 # --- its end ---
 
 
-def test_a_rank_whose_time_is_over_makes_way():
+def test_a_drain_rank_ends_when_its_time_is_over():
     run = machine()
     run.stop("Ctrl-C", 10.0)
     seen = []
@@ -78,7 +78,7 @@ def test_a_rank_whose_time_is_over_makes_way():
 
 
 @given(st.permutations(ACTORS))
-def test_in_whatever_order_actors_end_a_rank_waits_for_the_lower_ones(order):
+def test_a_drain_rank_waits_for_the_lower_ones_in_any_order_of_ends(order):
     run = machine()
     run.finish(5.0)
     gone = set()
@@ -104,7 +104,7 @@ def test_sinks_end_after_the_learner_in_the_time_that_others_have_left():
         assert run.tick(until) and run.phase == "done"
 
 
-def test_no_end_of_the_sinks_ends_the_run_which_starts_and_goes_on_without():
+def test_no_end_of_the_sinks_ends_the_run_or_prevents_its_start():
     for exit_code in (2, 78, 1, -9):
         run = machine(SINKS)
         assert end(run, SINKS, code=exit_code, fatal=True)
@@ -119,7 +119,7 @@ def test_no_end_of_the_sinks_ends_the_run_which_starts_and_goes_on_without():
     assert (run.phase, run.next_deadline()) == ("running", None)
 
 
-def test_a_drain_waits_for_nobody_who_is_dead_or_on_a_lost_host():
+def test_a_drain_does_not_wait_for_dead_actors_or_lost_hosts():
     run = machine()
     for name in ("rollouter/0", "rollouter/1", "reward/0"):
         end(run, name, code=-9)
@@ -147,7 +147,7 @@ def test_the_first_failure_is_kept(name, exit_code, expected):
     assert run.outcome is outcome
 
 
-def test_who_is_not_ready_in_time_fails_the_run_at_the_start_and_after_a_restart():
+def test_a_late_actor_fails_the_run_at_the_start_and_after_a_restart():
     run = machine(running=False)
     run.ready(ACTORS[4:], 5.0)
     assert (run.next_deadline(), run.tick(START_S - 0.1)) == (START_S, False)
@@ -164,31 +164,31 @@ def test_who_is_not_ready_in_time_fails_the_run_at_the_start_and_after_a_restart
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_the_condemned_and_the_dead_are_told_once_for_each_change_and_not_in_a_drain(running):
+def test_the_condemned_and_the_dead_change_the_state_once_and_not_in_a_drain(running):
     run = machine(running=running)
     frozen, other = Condemned("rollouter/0", 7, "it did not beat for 61 s"), Condemned("learner/0", 3, "learner/1 died")
     phase, number = run.phase, run.number
     assert run.condemn([frozen]) and not run.condemn([frozen])
     assert (run.condemned, run.number, run.phase, run.drain) == ([frozen], number + 1, phase, 0)
     assert run.condemn([frozen, other]) and run.condemned == [other, frozen]
-    assert run.bury([Dead("rollouter/1", 1), Dead("agent/1", 1)]) and not run.bury([Dead("rollouter/1", 1)])
+    assert run.set_dead([Dead("rollouter/1", 1), Dead("agent/1", 1)]) and not run.set_dead([Dead("rollouter/1", 1)])
     assert run.dead == [Dead("rollouter/1", 1)]
     run.finish(101.0)
     number = run.number
-    assert not run.condemn([frozen]) and not run.bury([])
+    assert not run.condemn([frozen]) and not run.set_dead([])
     assert (run.condemned, run.dead, run.number) == ([], [], number)
 
 
 # --- making way ---
 
 
-def test_a_run_makes_way_until_a_checkpoint_is_written():
+def test_a_preempted_run_lasts_until_a_checkpoint_is_written():
     run = machine()
     end(run, "rollouter/0", code=-9)
     number = run.number
     assert run.preempt("SIGTERM", 10.0) and not run.preempt("Ctrl-C", 11.0)
     assert (run.phase, run.number, run.draining, run.next_deadline()) == ("preempting", number + 1, [], 40.0)
-    # Nobody is too late, and no replica is missed, in a run that is about to end.
+    # No actor is late and no replica is missing in a run that is about to end.
     for name in ROLLOUTERS:
         gives_up(run, name, 12.0)
     run.ready(ACTORS[:2], 13.0)
@@ -220,7 +220,7 @@ def test_past_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code)
         (lambda run: end(run, "learner/0", code=78, fatal=True), 78),
     ],
 )
-def test_who_makes_way_may_just_finish_fail_or_be_stopped(event, exit_code):
+def test_a_preempted_run_may_finish_fail_or_be_stopped(event, exit_code):
     run = machine()
     run.checkpoint_written(3)
     run.preempt("SIGTERM", 10.0)
@@ -253,7 +253,7 @@ def test_a_replica_that_is_given_up_is_set_aside_and_tried_again_after_its_rest_
 
 
 @pytest.mark.parametrize(("least", "deaths"), [(1, 3), (2, 2), (3, 1)])
-def test_with_too_few_left_the_run_fails_and_says_who_was_set_aside(least, deaths):
+def test_with_too_few_left_the_run_fails_and_names_the_replicas_set_aside(least, deaths):
     run = machine(min_replicas=least)
     for at, name in enumerate(ROLLOUTERS[:deaths]):
         assert run.phase == "running"
@@ -304,7 +304,7 @@ def test_a_rollouter_goes_and_comes_with_the_episode_host_beside_it_and_no_other
     assert (run.phase, run.outcome.actor) == ("draining", "episodes/2")
 
 
-def test_rests_double_up_to_a_bound_and_begin_anew_after_a_good_time():
+def test_rests_double_up_to_a_bound_and_are_short_again_after_a_good_time():
     reserve, now, rests = Reserve(REST_S), 0.0, []
     for life in range(1, 8):
         assert reserve.put("r", life, "why", now)
@@ -321,7 +321,7 @@ def test_rests_double_up_to_a_bound_and_begin_anew_after_a_good_time():
 # --- lost hosts ---
 
 
-def test_a_run_starts_and_goes_on_without_a_replica_whose_host_is_lost():
+def test_a_run_starts_and_continues_without_a_replica_of_a_lost_host():
     run = machine(running=False)
     run.ready(ACTORS[:-1], 1.0)
     assert run.phase == "starting"
@@ -372,7 +372,7 @@ def test_a_run_without_any_replica_waits_from_the_loss_of_the_last_one_of_its_ro
     lose(run, ["rollouter/0"], 50.0, "c (agent/2)")
     assert run.next_deadline() is None
     lose(run, ["rollouter/1"], 100.0, "d (agent/3)")
-    # What else is lost later is another matter.
+    # A later loss is judged anew.
     lose(run, ["reward/1"], 110.0, "e (agent/4)")
     assert run.next_deadline() == 120.0
     run.host_back("c (agent/2)", 115.0)
@@ -401,7 +401,7 @@ def test_a_host_that_was_spared_for_long_is_not_named_without_those_that_were_se
     assert (run.outcome.actor, run.outcome.reason) == ("rollouter/0", words)
 
 
-def test_who_is_set_aside_on_a_lost_host_is_not_waited_for_nor_who_has_left():
+def test_the_run_does_not_wait_for_replicas_set_aside_on_a_lost_host_or_gone():
     run = machine()
     gives_up(run, "rollouter/0")
     lose(run, ["rollouter/0"])
@@ -470,7 +470,7 @@ def test_invariants(least, history):
         assert run.drain >= before[1]
         assert (run.phase in ("starting", "running", "preempting")) == (run.drain == 0) == (run.outcome is None)
         assert outcome is None or run.outcome is outcome
-        # A run that makes way has something to go on from.
+        # A preempted run has a checkpoint to resume from.
         assert outcome is not None or run.outcome is None or run.outcome.exit_code != 75 or run.checkpoint >= 0
         assert run.final == (run.drain == LAST_RANK)
         assert not run.final or run.phase == ("failed" if run.outcome.actor else "done")

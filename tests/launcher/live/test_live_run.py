@@ -17,6 +17,7 @@ from asyncrl.launcher.live.live_run import find_living
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.terms.spec import HostOffer, Routes
 from asyncrl.messages.hosts import Join, Joined, MemberHost, WatchMembers
+from asyncrl.runtime import controller_client
 from asyncrl.runtime.calls.server import CROWDED
 
 
@@ -72,7 +73,7 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
         found = find_living(str(lived.path))
         assert (found.folder, found.address, found.lives) == (lived, "tcp://127.0.0.1:7000", True)
         assert found.credentials.run_id == lived.run_id
-        async with live_run.LiveController(found) as controller:
+        with live_run.LiveController(found) as controller:
             assert 1.0 < await controller.ask(WatchMembers(), timeout=5.0) < 5.0
             for said in ("^c cannot leave$", "at most 64 at once, .*wait until one has ended$"):
                 with pytest.raises(UsageError, match=said):
@@ -80,7 +81,7 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
             with pytest.raises(UsageError, match="wait until one has ended$"):
                 await anext(controller.members())
 
-    monkeypatch.setattr(live_run, "Peer", Scripted)
+    monkeypatch.setattr(controller_client, "Peer", Scripted)
     asyncio.run(main())
 
 
@@ -117,10 +118,10 @@ class Told:
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []
 
-    async def __aenter__(self):
+    def __enter__(self):
         return self
 
-    async def __aexit__(self, *_):
+    def __exit__(self, *_):
         pass
 
     async def ask(self, request, timeout=None):

@@ -172,10 +172,10 @@ def test_a_replica_that_keeps_dying_is_set_aside_until_somebody_brings_it_back_a
     run.wait_to_show("rollouter/1 died (exit code 3: these are my last words) and is started again")
     why = "exit code 3, after 1 restarts within 600 s: these are my last words"
     run.wait_to_show(f"controller/0: rollouter/1 is set aside: {why}")
-    assert "The run goes on without it; it is tried again after 600 s" in run.shown
+    assert "The run continues without it; it is tried again after 600 s" in run.shown
     refused = bring_back("rollouter/0")
     assert refused.returncode == 2, refused
-    assert "rollouter/0 cannot be brought back: set aside is rollouter/1" in refused.stderr
+    assert "rollouter/0 cannot be brought back: rollouter/1 is set aside" in refused.stderr
     done = bring_back("rollouter/1")
     assert (done.returncode, done.stdout) == (0, "rollouter/1 is started again\n"), done
     run.actor("rollouter/1")

@@ -13,7 +13,7 @@ from asyncrl.errors import DeadlineExceeded, Refused
 from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
-from asyncrl.runtime.calls import absence
+from asyncrl.runtime.calls import call as call_module
 from asyncrl.runtime.calls import peer as peer_module
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire.keys import Credentials
@@ -45,7 +45,7 @@ async def learner_behind_a_way(most=None):
             yield net, way, net.client("learner/0", call_timeout_s=30.0)
 
 
-async def test_who_is_reached_is_not_missed_and_who_is_cut_off_is_until_the_way_is_open_again():
+async def test_a_peer_is_unreached_while_the_path_is_broken():
     async with learner_behind_a_way() as (_, way, peer):
         assert peer.unreached_s == 0.0, "nobody has asked for it"
         await peer.call(SMALL)
@@ -65,7 +65,7 @@ async def test_who_is_reached_is_not_missed_and_who_is_cut_off_is_until_the_way_
         assert peer.unreached_s < before
 
 
-async def test_who_has_never_been_reached_is_missed_from_when_it_was_first_asked_for():
+async def test_a_peer_that_was_never_reached_is_unreached_since_the_first_call():
     async with asyncio.timeout(60), Net() as net:
         net.register(ActorRecord(name="reward/0", incarnation=1, address="tcp://127.0.0.1:9"))
         peer = net.client("reward/0")
@@ -74,7 +74,7 @@ async def test_who_has_never_been_reached_is_missed_from_when_it_was_first_asked
         assert peer.unreached_s >= 0.3 and not peer.ready
 
 
-async def test_who_is_not_tried_any_more_is_not_missed_until_it_is_tried_again(monkeypatch):
+async def test_a_peer_that_is_not_tried_is_not_unreached(monkeypatch):
     async with learner_behind_a_way() as (net, way, peer):
 
         def no_descriptor(*_):
@@ -99,7 +99,7 @@ async def test_who_is_not_tried_any_more_is_not_missed_until_it_is_tried_again(m
         assert stranger.unreached_s == 0.0
 
 
-async def test_who_is_known_to_be_dead_is_not_missed_until_its_successor_is():
+async def test_a_dead_peer_is_not_unreached():
     async with learner_behind_a_way() as (net, way, peer):
         await peer.call(SMALL)
         way.cut()
@@ -136,7 +136,7 @@ async def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch
 
 
 async def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeypatch):
-    monkeypatch.setattr(absence, "PROVEN_S", 0.5)
+    monkeypatch.setattr(call_module, "PROVEN_S", 0.5)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)
         await until(lambda: peer.ready)

@@ -89,7 +89,7 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
             await life
         with pytest.raises(RemoteError, match="cancelled"):
             await call
-        # By the old connection, for nobody knows of another address.
+        # Over the old connection: no other address is known.
         call, second = peer.call(Take(), timeout=60.0), taker(20)
         second.may_answer.set()
         life = asyncio.create_task(second.main())

@@ -17,8 +17,8 @@ from asyncrl.runtime.calls import server as server_module
 from asyncrl.runtime.calls.endpoint import size_of
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.wire import zeromq
+from asyncrl.wire.codec import PIECE_BYTES
 from asyncrl.wire.keys import create_credentials, load_credentials
-from asyncrl.wire.pieces import PIECE_BYTES
 from asyncrl.wire.zeromq import ZmqTransport
 
 
@@ -165,7 +165,7 @@ async def test_calls_casts_buffers_and_errors(memory):
         assert [kind for kind, _ in net.errors] == ["Fail"]
 
 
-async def test_a_failure_whose_words_are_no_text_is_told(memory):
+async def test_a_failure_whose_message_is_no_text_is_reported(memory):
     class Failing(Server):
         @handler
         async def fail(self, request: Fail, caller: Caller) -> Done:
@@ -183,7 +183,7 @@ async def test_a_failure_whose_words_are_no_text_is_told(memory):
                 await peer.call(request)
 
 
-async def test_a_failure_that_nobody_expected_may_be_tried_again_but_not_for_ever(monkeypatch):
+async def test_an_unexpected_failure_is_retryable_but_not_without_end(monkeypatch):
     monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 60.0)
     async with Net(memory=True) as net:
         net.serve(Server(), "server/0")
@@ -215,7 +215,7 @@ async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(mem
             await reward.call(Echo(n=1))
         assert (caught.value.code, caught.value.retryable) == ("forbidden", False)
         assert reward.cast(Note(text="mine"))
-        # What it may send, so that the cast has been there.
+        # A message that it may send, so that the cast has arrived.
         await reward.call(Count())
         assert net.counters("server/0")["wire/refused"] == 2
         await learner.call(Echo(n=2))
@@ -247,7 +247,7 @@ async def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypat
         assert not peer.cast(Note(text="it could not go"))
 
 
-async def test_a_handler_ends_with_its_call_and_the_error_names_everybody(memory):
+async def test_a_handler_ends_with_its_call_and_the_error_names_both_actors(memory):
     async with Net(memory=memory) as net:
         server = Server()
         net.serve(server, "server/0")
@@ -304,7 +304,7 @@ async def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory,
         assert (server.counted, tap.taken["HELLO"]) == (72, hellos + 1)
 
 
-async def test_calls_that_wait_behind_a_long_one_go_on_when_it_has_ended(memory, monkeypatch):
+async def test_calls_that_wait_behind_a_long_one_continue_when_it_has_ended(memory, monkeypatch):
     """It keeps all replies since its beginning stored, until there is no room for another."""
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 20)
@@ -410,7 +410,7 @@ async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one
         # When this one has its answer, the other's would have come.
         await witness.call(Echo())
         assert not parked.done()
-        # It was sent, so nobody knows whether it was done.
+        # It was sent, so it may have been done.
         net.serve(new, "server/0", 2)
         await new.parked.wait()
         with pytest.raises(PeerRestarted):
@@ -424,7 +424,7 @@ async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one
             assert peer.ready, "it is there already"
 
 
-async def test_what_an_older_incarnation_still_says_after_an_adoption_is_dropped(memory):
+async def test_messages_of_an_older_incarnation_are_dropped_after_an_adoption(memory):
     """Also where its reply, or its WELCOME, is on its way already."""
     async with Net(memory=memory) as net:
         old, theirs, ours, late = Server(), Tap(), Tap(), []
@@ -439,7 +439,7 @@ async def test_what_an_older_incarnation_still_says_after_an_adoption_is_dropped
         assert not echo.done()
         assert net.counters("client/0")["wire/from_replaced"] == 1
         ours.hears = pass_on
-        # Whoever resolves it meanwhile, or has found it before, knows the older one, and does not connect to it.
+        # A peer that resolves it meanwhile, or did before, knows the older one and does not connect to it.
         early, found = net.client("server/0", "early/0"), net.client("server/0", "found/0")
         early.adopt(2)
         await found.call(Echo())

@@ -13,7 +13,7 @@ RUN = run_virtual
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0), st.booleans()), max_size=30))
 def test_each_expires_once_unless_removed_before_and_no_later_than_a_tick(items):
-    """(when it expires, when it is removed, whether its expiry raises): that keeps no other back, and is told."""
+    """(when it expires, when it is removed, whether its expiry raises): that delays no other, and is reported."""
 
     async def main():
         loop, came, told = asyncio.get_running_loop(), {}, []

@@ -16,10 +16,10 @@ from asyncrl.messages import Done, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.senders import ANYBODY
 from asyncrl.runtime.calls import peer as peer_module
+from asyncrl.runtime.calls.call import BUDGET_BYTES
 from asyncrl.runtime.calls.handlers import Caller, handler
 from asyncrl.runtime.calls.peer import Peer
 from asyncrl.runtime.calls.server import MAX_SESSIONS_PER_NAME
-from asyncrl.runtime.calls.turns import BUDGET_BYTES
 from asyncrl.wire.codec import Codec
 from asyncrl.wire.envelope import PROTOCOL_VERSION, Header, Kind, Welcome, decode_header, encode_header
 
@@ -39,7 +39,7 @@ class Ping(Request, frozen=True, kw_only=True):
 
 
 class Receiver:
-    """Its handler waits until it may go on; its event loop lives."""
+    """Its handler waits until it may continue; its event loop runs."""
 
     def __init__(self):
         self.came, self.go_on, self.sums = asyncio.Event(), asyncio.Event(), []
@@ -129,7 +129,7 @@ def test_a_call_that_never_arrives_is_sent_with_growing_pauses():
             peer = net.client("server/0")
             await peer.call(Ping())
             tap.taken.clear()
-            # So many that nobody waits for ever here.
+            # Enough that no test waits for ever.
             tap.takes = lambda header, go_on: None if header.kind == Kind.CALL and tap.taken["CALL"] < 100 else go_on()
             with pytest.raises(DeadlineExceeded, match="which has not said that it has the call"):
                 await peer.call(ones(MB10), 120.0)
@@ -155,7 +155,7 @@ async def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_los
         await receiver.came.wait()
         tap.server.close()
         for number in range(MAX_SESSIONS_PER_NAME if forgets else 0):
-            # The first of its name makes way.
+            # The first of its name is dropped.
             tap.server.take(b"another %d" % number, net.endpoint("client/0").hello(1), None)
         tap.taken.clear()
         # Once ZeroMQ's thread has let go of the port.
@@ -282,7 +282,7 @@ async def test_a_receiver_that_takes_large_payloads_in_gets_them_all_though_it_a
         assert most == [1] * 5, "each is sent once, and no two are on their way"
 
 
-async def test_more_calls_than_may_wait_fail_at_once_and_say_on_whom(monkeypatch):
+async def test_more_calls_than_may_wait_fail_at_once_and_name_the_peer(monkeypatch):
     monkeypatch.setattr(peer_module, "MOST_CALLS", 3)
     async with Net(memory=True) as net:
         peer = net.client("server/0")

@@ -1,9 +1,9 @@
-"""Who may send: credit, the budget of bytes, and order."""
+"""The send queue: credit, the budget of bytes, and the order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.runtime.calls.turns import BUDGET_BYTES, LARGE_BYTES, Turns
+from asyncrl.runtime.calls.call import BUDGET_BYTES, LARGE_BYTES, SendQueue
 
 SIZES = st.one_of(st.integers(0, LARGE_BYTES), st.integers(LARGE_BYTES, 2 * BUDGET_BYTES))
 STEPS = st.lists(
@@ -12,8 +12,8 @@ STEPS = st.lists(
 
 
 @given(st.integers(0, 6), STEPS)
-def test_credit_budget_and_order_hold_whatever_comes(credit, steps):
-    turns, waiting, out, abandoned = Turns(), {}, {}, {}
+def test_credit_budget_and_order_hold_in_any_history(credit, steps):
+    turns, waiting, out, abandoned = SendQueue(), {}, {}, {}
     turns.begin(credit)
     for at, (step, size) in enumerate(steps):
         if step == "add":

@@ -16,5 +16,5 @@ def test_a_pause_is_twice_the_one_before_up_to_the_longest_and_the_first_stays(f
     assert then == pytest.approx(min(2 * now, max(first_s, longest_s)))
 
 
-def test_all_pauses_are_told_in_order():
+def test_all_pauses_come_in_order():
     assert list(islice(backoffs(0.5, 3.0), 5)) == [0.5, 1.0, 2.0, 3.0, 3.0]

@@ -1,4 +1,4 @@
-"""Heartbeats: the part that is taken in, whatever they say."""
+"""The part of a heartbeat that is taken in."""
 
 import math
 
@@ -91,7 +91,7 @@ def test_texts_are_cut_and_of_too_many_events_the_newest_taken():
 
 
 def test_of_an_actor_no_more_is_kept_than_there_are_limits_for():
-    """However it spreads it over its heartbeats; what is known already goes on being heard."""
+    """However they are spread over heartbeats; known names are still taken in."""
     beats = [
         beat(
             counters={f"{number}/{index}": 1.0 for index in range(1500)} | {"0/0": float(number)},
@@ -105,5 +105,5 @@ def test_of_an_actor_no_more_is_kept_than_there_are_limits_for():
     assert kept == (heartbeat_limits.MOST_FIGURES, heartbeat_limits.MOST_HISTOGRAMS, heartbeat_limits.MOST_RESOURCES)
     assert entry.figures["0/0"] == 3.0
     assert left_out == 4 * 4600 - sum(kept)
-    # Nor is what came last kept beside.
+    # The last heartbeat does not keep more either.
     assert len(entry.heartbeat.counters) == 1 and not entry.heartbeat.histograms and not entry.heartbeat.resources

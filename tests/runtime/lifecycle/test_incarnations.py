@@ -1,4 +1,4 @@
-"""Numbers of lives: whatever dies, restarts, moves or forgets, and in whatever order it is told, they grow."""
+"""Incarnations grow in every order of deaths, restarts, moves, losses of memory and reports."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -75,11 +75,11 @@ class Agent:
     given: dict[str, int] = field(default_factory=dict)
     """The last number of each."""
     ends: dict[str, int] = field(default_factory=dict)
-    """The last of each, all of which a successor of the controller is told."""
+    """The last of each, which a successor of the controller gets."""
     untold: list[tuple[str, int]] = field(default_factory=list)
     is_cut_off: bool = False
     heard: Registry | None = None
-    """The controller that it has told what lives here."""
+    """The controller that has its reports."""
 
 
 class World:
@@ -91,7 +91,7 @@ class World:
         self.resume()
 
     def resume(self):
-        """The run is left and goes on as another attempt."""
+        """The run ends and is resumed as another attempt."""
         self.attempt += 1
         self.above = attempt_begins_above(self.attempt, self.written)
         assert all(number <= self.above for numbers in self.lives.values() for number in numbers)
@@ -127,7 +127,7 @@ class World:
         if agent.is_cut_off or name not in RANKS:
             return
         found = [self.registry.resolve(rank, number - 1, unready=True) for rank in RANKS]
-        # A rank takes nobody but one of its generation for its gang.
+        # A rank accepts only ranks of its generation.
         self.met[name, number] = {r.name for r in found if r is not None and r.incarnation == number} - {name}
         for other in self.met[name, number]:
             self.met.setdefault((other, number), set()).add(name)
@@ -138,7 +138,7 @@ class World:
         agent.untold.append((name, number))
 
     def tell(self, agent):
-        """Reports of an agent and its actors; a new controller is told all of them."""
+        """Reports of an agent and its actors; a new controller gets all of them."""
         if agent.is_cut_off:
             return
         if agent.heard is not self.registry:
@@ -185,7 +185,7 @@ class World:
                 agent.is_cut_off = False
                 self.tell(agent)
             case "move" if agent.is_cut_off and agent.actors <= {dead.name for dead in self.registry.dead}:
-                # Its host is lost for good, whatever goes on there; another agent takes its actors over, and is heard
+                # Its host is lost for good; another agent takes its actors over, and is heard
                 # to start them: the next one, if there is one, counts from what it has told.
                 self.agents.remove(agent)
                 self.agents.append(Agent(Incarnations(self.above, gang_of), agent.actors))
@@ -195,7 +195,7 @@ class World:
                 self.resume()
 
     def settle(self):
-        """Everybody is there, hears and is heard, and starts whoever has ended."""
+        """All hosts are connected and restart what has ended."""
         for agent in self.agents:
             agent.is_cut_off = False
         for _ in range(3):
@@ -211,7 +211,7 @@ class World:
         living = {name: self.agent_of(name).living[name] for name in NAMES}
         assert len({living[rank] for rank in RANKS}) == 1
         for rank in RANKS:
-            # Whom it has met is there: nobody waits for one who has died since.
+            # The ranks that it has met are there; a rank that has died since is not awaited.
             assert all(living[other] == living[rank] for other in self.met.get((rank, living[rank]), ()))
         before = {name: list(numbers) for name, numbers in self.lives.items()}
         for agent in self.agents:

@@ -70,7 +70,7 @@ def look(registry, *, start=0.0, until):
     return registry.silent(until, STALL_S)
 
 
-def test_who_does_not_beat_any_more_is_silent_and_its_successor_has_its_own_time():
+def test_an_actor_without_heartbeats_is_silent_and_its_successor_has_its_own_time():
     assert look(beaten(at=5.0), until=44.9) == []
     assert look(beaten(at=5.0), until=45.0) == [Condemned("rollouter/0", 9, "it did not beat for 40 s")]
     # Any word of it ends the silence.
@@ -86,7 +86,7 @@ def test_who_does_not_beat_any_more_is_silent_and_its_successor_has_its_own_time
     assert look(heard, start=159.9, until=160.0) == [Condemned("rollouter/0", 10, "it did not beat for 40 s")]
 
 
-def test_who_has_never_said_a_word_has_the_time_to_load_its_code():
+def test_a_new_process_has_time_to_load_its_code():
     """Others are noticed at the shortest silence that may be configured: three heartbeats, asked once in each."""
     registry = Registry(gang_of)
     registry.started("rollouter/0", 7, 0.0)
@@ -101,8 +101,8 @@ def test_who_has_never_said_a_word_has_the_time_to_load_its_code():
     assert registry.heartbeat("rollouter/0", 7, beat(1), 34.0)
 
 
-def test_silence_counts_only_while_somebody_listens():
-    """A controller that was stopped itself, with everything else on its host, must not have everybody killed."""
+def test_silence_counts_only_while_the_registry_listens():
+    """A controller that was stopped with its whole host must not have all actors killed."""
     registry = beaten(at=5.0)
     assert look(registry, until=30.0) == []
     assert registry.silent(1000.0, STALL_S) == []
@@ -182,14 +182,14 @@ def test_the_condemned_are_dead_to_the_others_at_once():
     assert registry.condemned == []
     registry.register(record(10), 201.0)
     assert registry.ready() == {"rollouter/0"}
-    # What is said of its predecessor does not touch it.
+    # A report on its predecessor does not affect it.
     registry.condemn([Condemned("rollouter/0", 9, FROZEN)])
     assert registry.condemned == []
 
 
 @pytest.mark.parametrize("first", ["report", "registration"])
 def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
-    """Whether the agent's word of it comes first or its own successor; and another death begins the cycle anew."""
+    """In either order of the agent's report and the successor; another death starts the same again."""
     registry = gang(r0=7, r1=7, r2=7)
     events = [
         lambda: registry.ended("learner/1", 7, 1.0),
@@ -214,7 +214,7 @@ def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
     assert killed(registry) == {"learner/2": 8}
 
 
-def test_only_the_death_of_a_rank_that_was_not_told_to_end_ends_its_generation():
+def test_the_death_of_a_rank_ends_its_generation_unless_it_was_asked_to_end():
     registry = gang(r0=7, r1=7, r2=7)
     registry.ended("rollouter/0", 5, 1.0)
     registry.register(record(6), 2.0)

@@ -1,4 +1,4 @@
-"""Who may connect changes while sockets stand: real CURVE sockets, and the view of one actor."""
+"""The admitted actors change while sockets are open: real CURVE sockets, and the view of one actor."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ class Echo:
         return Resolved(record=ActorRecord(name=caller.name, incarnation=1, address=""))
 
 
-async def test_a_key_is_admitted_once_it_is_told_and_no_more_once_it_has_left():
+async def test_a_key_is_admitted_from_joining_to_leaving():
     """I6: and whoever is turned away is counted."""
     async with (
         asyncio.timeout(20),
@@ -40,7 +40,7 @@ async def test_a_key_is_admitted_once_it_is_told_and_no_more_once_it_has_left():
         roster = Roster(NAMES, credentials("dataloader/0"), endpoint.transport)
 
         async def knock(name):
-            """Who the server says this is; None if it does not answer."""
+            """The owner of the key, as the server reports it; None if it does not answer."""
             peer = net.client("dataloader/0", name, call_timeout_s=1.0)
             try:
                 return (await peer.call(Resolve(name="x"))).record.name

@@ -23,7 +23,7 @@ class Misfit(AsyncRLError):
 
 
 @pytest.mark.parametrize(("exit_code", "restarted"), [(-9, True), (1, True), (0, True), (78, False), (2, False)])
-def test_who_is_restarted(exit_code, restarted):
+def test_which_ends_lead_to_a_restart(exit_code, restarted):
     decision = Supervisor(3, 100.0, 0.5).ended("rollouter/3", exit_code, now=0.0)
     assert isinstance(decision, Restart if restarted else GiveUp)
 
@@ -89,7 +89,7 @@ def test_roles_end_before_those_that_they_need():
         (Misfit("an exit code that is not restarted"), False),
     ],
 )
-async def test_an_error_says_whether_a_restart_may_mend_it(tmp_path, monkeypatch, error, restarted):
+async def test_an_error_knows_whether_a_restart_may_help(tmp_path, monkeypatch, error, restarted):
     """The controller, which ends the run for it, is told only of one that none mends."""
     system = System(sim_config(), tmp_path)
     controller = system.make(CONTROLLER)
