@@ -221,7 +221,7 @@ class Controller(Actor):
         try:
             found = read_address_file(self._address_file)
         except ValueError as error:
-            self.log.warning("the address file of the last controller is damaged", error=str(error))
+            self.log.warning("the list of hosts and the incarnations of the last controller are lost", error=str(error))
             found = AddressFile(address="")
         if self.context.address:
             # The other actors look for it there.
