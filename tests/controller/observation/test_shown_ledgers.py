@@ -13,7 +13,7 @@ from asyncrl.controller.observation.snapshot_builder import SILENT_BEATS, Consta
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.runtime import heartbeat_delta
-from asyncrl.runtime.heartbeat_delta import Telling
+from asyncrl.runtime.heartbeat_delta import HeartbeatDelta
 from asyncrl.runtime.lifecycle.registry import Registry
 from asyncrl.sinks.exposition import families_of
 from asyncrl.snapshot import RunView, Snapshot
@@ -30,14 +30,14 @@ class Pool:
     def __init__(self, workers):
         self.now, self.beats = 0.0, 0
         self.ledgers = {f"worker/{number}": StateLedger(lambda: self.now, "worker") for number in range(workers)}
-        self.telling, self.registry = Telling(), Registry()
+        self.delta, self.registry = HeartbeatDelta(), Registry()
         self.registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
 
     def beat(self, on_the_way=lambda: None):
         """A snapshot does not tell what happens while it is on the way."""
         self.beats += 1
         resources = [ledger.record(name) for name, ledger in self.ledgers.items()]
-        said = self.telling.trim(Heartbeat(beat=self.beats, progress=self.beats, state="ready", resources=resources))
+        said = self.delta.trim(Heartbeat(beat=self.beats, progress=self.beats, state="ready", resources=resources))
         on_the_way()
         assert self.registry.heartbeat("reward/0", 1, said, self.now)
 
@@ -59,7 +59,7 @@ def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chan
     pool, before = Pool(workers), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat_delta, "MOST_RESOURCES", in_a_beat // 2)
-        pool.telling = Telling()
+        pool.delta = HeartbeatDelta()
 
         def go_on():
             pool.now += chance.choice([0.1, 0.5, BEAT_S])
