@@ -117,7 +117,7 @@ class EpisodesActor(Actor):
         if quiet:
             seconds, uid = max(quiet)
             awaits = longest_waits([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
-        return msgspec.structs.replace(said, progress=players.counters.played, awaits=awaits)
+        return msgspec.structs.replace(said, awaits=awaits)
 
     def pulse(self) -> tuple[object, ...]:
         played = self._players.counters.played if self._players is not None else 0

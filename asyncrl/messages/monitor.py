@@ -61,14 +61,12 @@ class EventRecord(Struct, gc=False, frozen=True, array_like=True):
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor to controller, cast from a thread of its own.
 
-    ``progress`` counts useful events and ``beat`` heartbeats: a beat without progress is a stall, not a death. Figures
-    are cumulative since the start of the incarnation. A heartbeat carries those that have changed, and from time to
-    time all (runtime/heartbeat_delta.py). Those that it leaves out are unchanged.
+    ``beat`` counts the heartbeats of an incarnation. Counters are cumulative since its start. A heartbeat carries those
+    that have changed, and from time to time all (runtime/heartbeat_delta.py). Those that it leaves out are unchanged.
     """
 
     senders = MEMBERS
     beat: Count
-    progress: Count
     state: str
     """starting, ready, or another state of the actor."""
     loop_lag_s: float = 0.0
@@ -76,8 +74,6 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor or thing that the state waits for."""
     state_s: float = 0.0
     """Seconds in the present state."""
-    oldest_await: str = ""
-    """Longest open wait that is not idleness, as PEER TYPE SECONDS, or empty."""
     # As many as MOST_RECORDS of runtime/awaits.py.
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""

@@ -96,7 +96,7 @@ class RewardActor(Actor):
         if task is not None:
             uid, seconds = task
             awaits = longest_waits([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
-        return msgspec.structs.replace(said, progress=pool.counters.scored, awaits=awaits)
+        return msgspec.structs.replace(said, awaits=awaits)
 
     def pulse(self) -> tuple[object, ...]:
         pulse, pool = super().pulse(), self._pool

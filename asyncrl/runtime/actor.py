@@ -210,7 +210,7 @@ class Actor:
         return found
 
     def progress(self) -> None:
-        """Count a useful event; heartbeats without any are how a stall shows."""
+        """Count a useful event: no heartbeat is left out while such events come."""
         self._progress += 1
 
     def notify(
@@ -247,7 +247,6 @@ class Actor:
     def heartbeat(self, beat: int) -> Heartbeat:
         """The heartbeat of this actor as of now; called from any thread."""
         awaits = self._all_awaits()
-        oldest = next((wait for wait in awaits if not wait.idle), None)
         state, awaiting, state_s = self.states.present()
         if not self.ready:
             state, state_s = "starting", self.states.age()
@@ -257,12 +256,10 @@ class Actor:
             self.counters.update(self.figures())
         return Heartbeat(
             beat=beat,
-            progress=self._progress,
             state=state,
             awaiting=awaiting,
             state_s=state_s,
             loop_lag_s=vitals.loop_lag_s,
-            oldest_await=f"{oldest.whom} {oldest.what} {oldest.seconds:.1f}" if oldest else "",
             awaits=awaits,
             counters=dict(self.counters),
             histograms=self.histograms.taken(),

@@ -1,10 +1,10 @@
 """Heartbeats: sends the state of an actor to the controller from a thread of its own.
 
 A busy event loop or a long computation does not delay a heartbeat: the thread has an event loop and a connection of its
-own. Each heartbeat carries the count of useful events and the lag of the actor's event loop, which shows whether
-the actor makes progress. A last one carries the final counters. While nothing changes, heartbeats are left out, and the
-one before announces that, since a thousand idle actors would slow down those that start. If the process is asked for
-its stacks, the thread writes those of all tasks, also while the event loop of the actor is blocked.
+own. Each heartbeat carries the actor's state, its waits, its counters and the lag of its event loop. A last one carries
+the final counters. While nothing changes, heartbeats are left out, and the one before announces that, since a thousand
+idle actors would slow down those that start. If the process is asked for its stacks, the thread writes those of all
+tasks, also while the event loop of the actor is blocked.
 
 Heartbeats never fail the actor. A value that cannot be read stays as it was. A heartbeat that fails is left
 out. After a reconnection the next one is complete.

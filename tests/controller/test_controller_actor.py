@@ -211,7 +211,7 @@ async def beats(peer, *, until, above=0):
     beat = above
     while not until.is_set():
         beat += 1
-        peer.cast(Heartbeat(beat=beat, progress=0, state="ready"))
+        peer.cast(Heartbeat(beat=beat, state="ready"))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(until.wait(), 0.05)
 
@@ -247,7 +247,7 @@ def test_lost_lines_of_logs_and_snapshots_are_reported(tmp_path):
             await cluster.register(name)
             peer = cluster.caller(name)
             await peer.call(WatchRun())
-            peer.cast(Heartbeat(beat=1, progress=1, state="ready", counters={"logs/lost": lost}))
+            peer.cast(Heartbeat(beat=1, state="ready", counters={"logs/lost": lost}))
         agent, told = cluster.caller(), {}
         state = await agent.call(WatchRun(seen_line=0))
         while True:

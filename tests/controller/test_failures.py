@@ -56,7 +56,6 @@ class Beating:
                 missed = UnreachedRecord("learner/0", asyncio.get_running_loop().time() - began)
                 beat = Heartbeat(
                     beat=self.beats,
-                    progress=0,
                     state=state,
                     state_s=5.0,
                     awaits=awaits,

@@ -27,7 +27,7 @@ def entry():
 
 
 def beat(number=1, **facts):
-    return Heartbeat(beat=number, progress=0, state="ready", **facts)
+    return Heartbeat(beat=number, state="ready", **facts)
 
 
 def test_changed_values_are_sent_and_all_of_them_to_a_new_controller():

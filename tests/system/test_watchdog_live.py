@@ -85,7 +85,7 @@ def test_a_stall_ends_the_run_with_policy_stop_and_names_the_waits(launch, tmp_p
     assert "reward/0 waits " in last
     assert " on its worker for hanging:score of " in last
     assert "stacks of reward/0:" in run.output
-    assert "in RewardPool.watch" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
+    assert "in WorkerPool.watch" in (run.run_dir / "logs" / "attempt_1" / "agent-0.log").read_text()
 
 
 def test_a_silent_actor_is_reported_before_it_is_killed_the_controller_too(launch):

@@ -31,7 +31,7 @@ LONGEST_NAME = 200
 LONGEST_TEXT = 500
 LARGEST_FIGURE = float(1 << 53)
 """Largest figure: beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
-TEXTS = ("state", "awaiting", "oldest_await")
+TEXTS = ("state", "awaiting")
 NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 
 

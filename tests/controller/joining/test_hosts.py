@@ -63,7 +63,7 @@ class World:
             for name in sorted(self.registry.entries.keys() - self.quiet - leaves_out):
                 incarnation = self.registry.entries[name].record.incarnation
                 left_out = IDLE if name in self.idle else 0
-                beat = Heartbeat(beat=self.beats, progress=0, state="ready", left_out=left_out)
+                beat = Heartbeat(beat=self.beats, state="ready", left_out=left_out)
                 self.registry.heartbeat(name, incarnation, beat, self.now)
             newly, again = self.hosts.look(self.registry, self.now)
             for host in newly:

@@ -243,7 +243,7 @@ def test_a_silent_agent_is_reported_once_though_its_host_is_in_doubt_at_times(tm
         far = cluster.caller(FAR[0])
         await far.call(WatchRun())
         for beat in range(1, 1000):
-            far.cast(Heartbeat(beat=beat, progress=0, state="ready"))
+            far.cast(Heartbeat(beat=beat, state="ready"))
             # Longer than the three heartbeats after which a host is in doubt.
             await asyncio.sleep(0.3 if beat % 5 == 0 else 0.05)
             if beat >= 30 and reports():

@@ -37,7 +37,7 @@ class Pool:
         """A snapshot does not tell what happens while it is on the way."""
         self.beats += 1
         resources = [ledger.record(name) for name, ledger in self.ledgers.items()]
-        said = self.delta.trim(Heartbeat(beat=self.beats, progress=self.beats, state="ready", resources=resources))
+        said = self.delta.trim(Heartbeat(beat=self.beats, state="ready", resources=resources))
         on_the_way()
         assert self.registry.heartbeat("reward/0", 1, said, self.now)
 
@@ -103,7 +103,7 @@ def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chanc
         older, at_beat, truth = newer, beaten, now_truth
 
 
-BEAT = Heartbeat(beat=1, progress=1, state="ready", state_s=1.0)
+BEAT = Heartbeat(beat=1, state="ready", state_s=1.0)
 ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "waiting": 5.0})
 
 

@@ -49,7 +49,7 @@ def of(snapshot, name):
 
 
 def beat(number=1, **facts):
-    return Heartbeat(beat=number, progress=number, state=facts.pop("state", "ready"), **facts)
+    return Heartbeat(beat=number, state=facts.pop("state", "ready"), **facts)
 
 
 async def cast(peer, message):

@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def beat(number=1, **facts):
-    return Heartbeat(beat=number, progress=number, state=facts.pop("state", "ready"), **facts)
+    return Heartbeat(beat=number, state=facts.pop("state", "ready"), **facts)
 
 
 def heard(*beats):
@@ -83,9 +83,9 @@ def test_what_is_not_is_left_out_and_the_rest_counts(facts):
 def test_texts_are_cut_and_of_too_many_events_the_newest_taken():
     long = "x" * 10_000
     events = [EventRecord(number, 5.0, long, long) for number in range(1, 1001)]
-    entry, left_out = heard(beat(state=long, awaiting=long, oldest_await=long, events=events))
+    entry, left_out = heard(beat(state=long, awaiting=long, events=events))
     said = entry.heartbeat
-    assert max(map(len, (said.state, said.awaiting, said.oldest_await, *(e.text for e in said.events)))) == 500
+    assert max(map(len, (said.state, said.awaiting, *(e.text for e in said.events)))) == 500
     assert [event.number for event in said.events] == list(range(1001 - heartbeat_limits.MOST_EVENTS, 1001))
     assert left_out == 1000 - heartbeat_limits.MOST_EVENTS
 
