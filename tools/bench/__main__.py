@@ -35,8 +35,6 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--pairs", type=_positive, default=10, help="pairs of each comparison (10)")
     bench.add_argument("--threads", type=_positive, default=1, help="of each side (1)")
     bench.add_argument("--vs", choices=["trl"], help="also measure against TRL's GRPO")
-    bench = benches.add_parser("sharing", help="CPU time of a step that computes the prompt of a group once")
-    bench.add_argument("--pairs", type=_positive, default=20, help="pairs of each comparison (20)")
     bench = benches.add_parser("quickstart", help="seconds until the quickstart's policy is right on held-out problems")
     bench.add_argument("--vs", choices=["trl"], required=True, help="the other side: TRL's GRPO")
     bench.add_argument("--lengths", choices=["equal", "lognormal"], default="equal", help="of the responses (equal)")
@@ -50,9 +48,6 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_positive, default=5, help="steps measured in each run (5)")
     bench = benches.add_parser("stall", help="generation time lost to an update in each mode, simulated")
     bench.add_argument("--steps", type=_positive, default=20, help="steps, and updates, of each run (20)")
-    bench = benches.add_parser("reprefill", help="tokens/s of the real vLLM under updates, in each mode")
-    bench.add_argument("--rounds", type=_positive, default=6, help="passes of each mode (6)")
-    bench.add_argument("--batched-tokens", type=_positive, metavar="N", help="of an engine's step (as in a run)")
     bench = benches.add_parser("weights", help="bytes/s of each weight transport against memcpy, TCP and bare gloo")
     bench.add_argument("--up-to", choices=list(LAYOUTS), default="2B", help="largest layout (2B)")
     bench = benches.add_parser("scale", help="one control plane under many rollouters, and what watching it costs")
@@ -115,10 +110,6 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import learner
 
         uvloop.run(learner.measure(report, pairs=chosen.pairs, threads=chosen.threads, vs_trl=chosen.vs == "trl"))
-    elif chosen.bench == "sharing":
-        from tools.bench import sharing
-
-        uvloop.run(sharing.measure(report, pairs=chosen.pairs))
     elif chosen.bench == "quickstart":
         from tools.bench import quickstart
 
@@ -132,10 +123,6 @@ def _measure(chosen: argparse.Namespace, report: Report) -> None:
         from tools.bench import stall
 
         stall.measure(report, steps=chosen.steps)
-    elif chosen.bench == "reprefill":
-        from tools.bench import reprefill
-
-        uvloop.run(reprefill.measure(report, rounds=chosen.rounds, batched_tokens=chosen.batched_tokens))
     elif chosen.bench == "weights":
         from tools.bench import weights
 
