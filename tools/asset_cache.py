@@ -1,9 +1,9 @@
-"""Folders of made things in a cache: made once for each hash, kept until somebody deletes them.
+"""A cache of folders of assets. Each is made once for its hash and kept until a user deletes the cache.
 
-Invariant: a folder that bears a hash is complete. It is written beside its place and renamed, so a maker that is
-killed leaves only a part folder, which the next one removes; a lock keeps two makers apart.
+Invariant: a folder whose name has a hash is complete. It is written under another name and then renamed. A maker that
+is killed leaves only a partial folder, which the next maker removes. A lock separates two makers.
 
-Fails with TimeoutError when another process holds the lock for too long, and as its maker does.
+Raises TimeoutError if another process holds the lock for too long, and the errors of the maker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PART = "part-"
 
 
 def content_hash(settings: dict[str, Any], code: Path) -> str:
-    """16 hex digits over settings, the modules of the folder ``code`` and the libraries that make the assets."""
+    """Return 16 hex digits over settings, the modules of the folder ``code`` and the versions of the libraries."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for library in LIBRARIES:
         digest.update(f"{library}=={version(library)}\n".encode())
@@ -37,7 +37,7 @@ def content_hash(settings: dict[str, Any], code: Path) -> str:
 
 
 def ensure_folder(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
-    """The folder ``name`` in ``cache``, filled by ``make`` if it is not there yet."""
+    """Return the folder ``name`` in ``cache``. ``make`` fills it if it is missing."""
     folder = cache / name
     if folder.is_dir():
         return folder
@@ -54,7 +54,7 @@ def ensure_folder(cache: Path, name: str, make: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which the system releases however this process ends."""
+    """Hold an exclusive lock. The system releases it when this process ends."""
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     with path.open("a") as file:
         while True:

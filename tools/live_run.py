@@ -1,7 +1,7 @@
 """A run started through asyncrl-launch and followed from outside: its metrics, its processes, its end.
 
-Used by the tools that torment a run (chaos/) and that look at it afterwards (soak.py). ``close`` leaves no process of
-the run, whatever happens.
+Used by tools that break a run (chaos/) and that check it afterwards (soak.py). ``close`` leaves no process of
+the run.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ END_S = 120.0
 
 
 class RunEnded(Exception):
-    """A run ended though it should not have; the message is the tail of what it printed."""
+    """A run ended too early. The message is the end of its output."""
 
 
 class LiveRun:
-    """The run. ``tree`` is its configuration; ``folder`` holds everything it writes.
+    """The run. ``tree`` is its configuration; ``folder`` holds all of its files.
 
-    ``processes`` tells of all processes of the run that live, where somebody knows them for sure; ``command`` makes the
-    command that runs one where the run is to be; ``arguments`` are added to the launcher's, ``env`` to its environment.
+    ``processes`` returns all live processes of the run, if the caller knows them for sure. ``command`` turns a command
+    into one that runs at the place of the run. ``arguments`` are added to those of the launcher, ``env`` to its
+    environment.
     """
 
     def __init__(
@@ -74,18 +75,18 @@ class LiveRun:
             )
 
     def resume(self) -> None:
-        """Start it again, once it has ended."""
+        """Start it again after its end."""
         assert self.launcher.poll() is not None
         self.launcher = self._launch("--resume", "auto")
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of its launcher; None while that lives."""
+        """Exit code of the launcher; None while the launcher lives."""
         return self.launcher.poll()
 
     @property
     def output(self) -> str:
-        """Text that it has printed."""
+        """Output so far."""
         return self._output.read_text(errors="replace")
 
     # --- metrics ---
@@ -114,13 +115,13 @@ class LiveRun:
         return {line["replica"]: line["weights/version"] for line in self.lines("update")}
 
     def log(self, actor: str) -> list[dict[str, Any]]:
-        """All that an actor has logged."""
+        """Return the log of an actor."""
         return LogTail(self, actor).read()
 
     # --- processes ---
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started and that live; remembered, so that they are known when their parents are gone."""
+        """Return all live processes that it started. They stay known after the end of their parents."""
         if self._processes is not None:
             return self._processes()
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -129,14 +130,14 @@ class LiveRun:
         return [process for process in self._seen.values() if lives(process)]
 
     def pid(self, actor: str) -> int | None:
-        """Number of the actor's living process."""
+        """Return the process number of an actor."""
         for process in self.processes():
             if title(process).startswith(f"asyncrl {actor} "):
                 return process.pid
         return None
 
     def titled(self, words: str) -> list[int]:
-        """Numbers of all its processes whose title holds ``words``."""
+        """Return the numbers of all processes whose title contains ``words``."""
         return [process.pid for process in self.processes() if words in title(process)]
 
     def engine_cores(self, actor: str) -> list[int]:
@@ -147,7 +148,7 @@ class LiveRun:
     # --- waiting ---
 
     def until(self, condition: Callable[[], T | None], what: str, timeout: float) -> T:
-        """Wait until ``condition`` gives something true, and return that. Raises RunEnded or TimeoutError."""
+        """Wait for a true value of ``condition`` and return it. Raises RunEnded or TimeoutError."""
         deadline = time.monotonic() + timeout
         while not (found := condition()):
             if self.launcher.poll() is not None:
@@ -158,20 +159,20 @@ class LiveRun:
         return found
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, once it has ended by itself."""
+        """Wait until it ends by itself, and return its exit code."""
         return self.launcher.wait(timeout)
 
     def stop(self) -> int:
-        """Ctrl-C; returns the exit code."""
+        """Send Ctrl-C and return the exit code."""
         self.launcher.send_signal(signal.SIGINT)
         return self.launcher.wait(END_S)
 
     def left(self) -> list[str]:
-        """Titles of the processes that still live of all that it started."""
+        """Return the titles of live processes that it started."""
         return [title(process) for process in self.processes()]
 
     def close(self) -> None:
-        """End all that is left of it."""
+        """End every process that is left."""
         if self.launcher.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.stop()
@@ -181,7 +182,7 @@ class LiveRun:
             self.launcher.wait()
 
     def kill_everything(self) -> None:
-        """SIGKILL to all of its processes at one moment; returns when none is left."""
+        """Kill all processes at one moment (SIGKILL). Return when no process is left."""
         known: set[int] = set()
         while True:
             found = self.processes()
@@ -189,7 +190,7 @@ class LiveRun:
                 raise RunEnded(f"before it could be killed: {self.output[-2000:]}")
             for process in found:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    # Frozen first, so that nobody sees another one die.
+                    # Freeze all first, so that no process sees another one die.
                     process.suspend() if process.pid not in known else process.kill()
             if found and {process.pid for process in found} <= known:
                 break
@@ -203,14 +204,14 @@ class LiveRun:
 
 
 class UpdatePhases:
-    """The phase of a weight update in which the parameter server has last seen each replica."""
+    """Return the phase of the weight update of each replica, as the parameter server last saw it."""
 
     def __init__(self, run: LiveRun) -> None:
         self._news = LogTail(run, "parameter_server/0")
         self._last: dict[str, str] = {}
 
     def of(self, victim: str) -> str:
-        """Phase of the victim, or of the replica that changed last."""
+        """Return the phase of the victim, or of the replica that changed last."""
         for line in self._news.read():
             if line.get("event") == "phase":
                 self._last[line["replica"]] = self._last[""] = line["phase"]
@@ -218,14 +219,14 @@ class UpdatePhases:
 
 
 class LogTail:
-    """The lines that an actor logs, as they come."""
+    """New lines of the log of an actor."""
 
     def __init__(self, run: LiveRun, actor: str) -> None:
         self._run, self._name = run, f"{actor.replace('/', '-')}.log"
         self._at: dict[Path, int] = {}
 
     def read(self) -> list[dict[str, Any]]:
-        """Whole lines since the last call."""
+        """Return the complete lines since the last call."""
         found = []
         for path in self._run.run_dir.glob(f"logs/*/{self._name}"):
             with path.open("rb") as file:
@@ -238,14 +239,14 @@ class LogTail:
 
 
 def engine_cores(pid: int) -> list[int]:
-    """Processes of engines below a process."""
+    """Return the processes of engines below a process."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children(recursive=True) if "EngineCore" in title(child)]
     return []
 
 
 def title(process: psutil.Process) -> str:
-    """Title of a process, its command line; empty once it is gone."""
+    """Return the title (command line) of a process; empty after its end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""
@@ -259,7 +260,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def pid_lives(pid: int) -> bool:
-    """Whether there is a process with this number, other than one that has ended and was not waited for."""
+    """Whether a process with this number exists that is not a zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return lives(psutil.Process(pid))
     return False

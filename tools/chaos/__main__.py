@@ -1,21 +1,21 @@
-"""Break a run while it trains, and audit what it has done.
+"""Break a run while it trains, and audit its records.
 
     python -m tools.chaos --faults 40
     python -m tools.chaos --faults 20 --everything 5 --seed 7 --json
     python -m tools.chaos --engine vllm --faults 20
     python -m tools.chaos --episodes command --faults 20
 
-Every process of the run but launcher, guard and node agent is killed (SIGKILL), frozen for good, for a while, or for
-a moment (SIGSTOP), those that play episodes (``--episodes``) included; its disk is filled for a while; its network is
-cut for a while, and all its connections are reset. The simulated run has several hosts: two of them do not hear each
-other for a while, or one does not hear the other; the link of one is slow, its wall clock is wrong and steps back.
-Faults that this machine does not allow are not drawn, and said to be missing. With ``--everything`` all its processes,
-also the first three, end at once, some of them in the middle of a checkpoint, and it goes on by ``--resume auto``. At
-the end: training came to its last step with exit code 0, every prompt has exactly one outcome and none is lost, and no
-process, port, shared memory or temporary file is left.
+The tool kills (SIGKILL) and freezes (SIGSTOP) every process of the run except launcher, guard and node agent. With
+``--episodes`` it also strikes the processes that play episodes. It fills the disk, cuts the network and resets all
+connections for a while. The simulated run has several hosts: the tool partitions two of them, slows a link, and sets a
+wall clock wrong. It prints the faults that this machine does not allow, and does not draw them. ``--everything`` kills
+all processes at once, sometimes during a checkpoint, and resumes the run with ``--resume auto``.
 
-The seed is printed. Exit code 0 only when nothing was lost, repeated or left over. With ``--json`` the last line of
-stdout is one JSON object, and everything else goes to stderr.
+At the end the tool checks that training reached its last step with exit code 0, that every prompt has exactly one
+outcome, and that no process, port, shared memory or temporary file is left.
+
+The seed is printed. The exit code is 0 only if nothing was lost, repeated or left over. With ``--json`` the last line
+of stdout is one JSON object, and everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from tools.chaos.world import World, enter
 from tools.live_run import LiveRun
 
 PATIENCE_S = {"sim": 90.0, "vllm": 300.0}
-"""Longest without a trained step."""
+"""Longest time without a trained step."""
 END_S = 30.0
-"""Longest that anything may take to be gone after the run."""
+"""Longest time after the run until everything of it is gone."""
 VLLM_STEPS = 50
-"""Least steps: over so many the reward of the quickstart rises."""
+"""Smallest number of steps over which the reward of the quickstart rises."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.episodes and chosen.engine != "sim":
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         finally:
             if chosen.keep and world.alone:
-                # Its disk goes with this process.
+                # The disk of the world ends with this process.
                 shutil.copytree(world.runs, folder / "kept", dirs_exist_ok=True, ignore_dangling_symlinks=True)
             world.close()
     if chosen.json:
@@ -99,7 +99,7 @@ def go(
     world: World,
     out: TextIO,
 ) -> dict[str, Any]:
-    """One round; its outcome in the words of the JSON object."""
+    """Run one round and return its outcome as the JSON object."""
     silence_s = SIM_SILENCE_S if engine == "sim" else VLLM_SILENCE_S
     sim = engine == "sim"
     struck_at = victims(REPLICAS if sim else 1, RANKS, cores=not sim, episodes=episodes)
@@ -156,7 +156,7 @@ def go(
                 findings.say("end", f"there is nothing to audit: {error}")
             full = any(one.fault.kind == "disk" for one in struck)
             for problem in audited.problems:
-                # Records that find no room are lost, by design; the ledger knows their prompts and how many.
+                # Records that do not fit on the disk are lost by design. The ledger has their prompts and counts.
                 (notes if full and problem.kind == "unrecorded" else findings.problems).append(problem)
             findings.figures = audited.figures
     finally:
@@ -203,7 +203,7 @@ def _configuration(
 
 
 def _left(run: LiveRun, world: World) -> list[str]:
-    """Things that are still there some time after the end."""
+    """Return what is left some time after the end."""
     until = time.monotonic() + END_S
     while (found := [*run.left(), *world.left()]) and time.monotonic() < until:
         time.sleep(0.1)
@@ -211,7 +211,7 @@ def _left(run: LiveRun, world: World) -> list[str]:
 
 
 def _last_words(run: LiveRun) -> str:
-    """The end of what the launcher and every actor have said."""
+    """Return the last lines of the launcher and of every actor."""
     attempts = sorted(run.run_dir.glob("logs/attempt_*"), key=lambda path: path.stat().st_mtime)
     logs = sorted(attempts[-1].glob("*.log")) if attempts else []
     words = [f"{path.name}: " + path.read_bytes()[-600:].decode(errors="replace") for path in logs]
@@ -219,7 +219,7 @@ def _last_words(run: LiveRun) -> str:
 
 
 def _rewards(run: LiveRun) -> dict[str, float]:
-    """Rewards of the trained groups, over the first and the last tenth of the steps; and those of evaluations."""
+    """Return the rewards of trained groups over the first and the last tenth of the steps, and those of evaluations."""
     lines, _ = read_lines(run.run_dir / "metrics.jsonl")
     of_step = {
         line["step"]: line["reward/mean"] for line in lines if line.get("kind") == "train" and "reward/mean" in line
@@ -274,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def live() -> int:
-    """Run in a world of its own, if there can be one."""
+    """Run in separate namespaces if the machine allows it."""
     enter("tools.chaos", sys.argv[1:])
     return main()
 

@@ -1,5 +1,8 @@
-"""The agent of a simulated round with episodes: some turns with a pause as of a tool between them, and no reward of its
-own, so that its conversation is scored by score.py. As a function, and as a program that asks over HTTP."""
+"""The agent of a simulated round with episodes: some turns, with a pause between them like that of a tool.
+
+It returns no reward, so score.py scores its conversation. It exists as a function and as a program that calls over
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from typing import Any
 
 TURNS = 3
 TOOL_S = 0.05
-"""Time of a tool, so that an agent that is struck is now with the policy, now with its tool."""
+"""Time of a tool call, so that faults meet agents both in calls of the policy and in calls of tools."""
 
 
 async def play(task: Any, client: Any) -> None:
     """Play through the client."""
-    # It takes more than half as long as all other imports, and the program does without.
+    # This import takes more than half as long as all others, and the program does not need it.
     import asyncio
 
     messages = [_user(task.prompt)]
@@ -27,7 +30,7 @@ async def play(task: Any, client: Any) -> None:
 
 
 def main() -> None:
-    """Play over HTTP, with what a program's environment says."""
+    """Play over HTTP, with the address and key from the program's environment."""
     messages = [_user(json.loads(os.environ["ASYNCRL_TASK"])["prompt"])]
     for turn in range(TURNS):
         request = urllib.request.Request(

@@ -1,12 +1,15 @@
-"""Files of a finished run, held against what they should say: nothing lost, nothing repeated. Pure over files.
+"""Checks the files of a finished run: nothing is lost and nothing is repeated. Pure over files.
 
-The truth is the ledger: that of the newest complete checkpoint, and behind it what samples/ says of later steps. It
-says which prompts have an outcome and how many each; samples/ and quarantine.jsonl say which one a prompt has, and
-where these are complete, one that is in neither was filtered. The history from which the final weights come is, for
-each step, what the last start of the learner that trained it wrote. Since the gate leases no more than the run needs,
-in the order of the data, the prompts with an outcome are the first of that order, without a gap: a gap is a prompt
-that was lost. Every disagreement between the witnesses (metrics, samples, quarantine, ledger) is a problem of its own.
-Fails with OSError, of which CheckpointError is one, when there is nothing to look at.
+The truth is the ledger of the newest complete checkpoint, and samples/ for later steps. The ledger says which prompts
+have an outcome, and how many prompts have each outcome. samples/ and quarantine.jsonl say which outcome a prompt has;
+if they are complete, a prompt in neither was filtered. For each step, the history of the final weights is what the last
+learner that trained the step wrote.
+
+The gate leases prompts in the order of the data and no more than the run needs. So the prompts with an outcome are the
+first of that order, and a gap is a lost prompt. Each difference between metrics, samples, quarantine and ledger is a
+problem of its own.
+
+Raises OSError (CheckpointError is a subclass) if there are no files to check.
 """
 
 from __future__ import annotations
@@ -28,20 +31,20 @@ from asyncrl.errors import CheckpointError
 from asyncrl.ledger import KINDS, Ledger, position_of
 
 LISTED = 5
-"""Examples that are listed of many of one problem."""
+"""Most examples that the report lists for one problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The promises of the configuration."""
+    """What the configuration promises."""
 
     steps: int
     groups_per_step: int
     prompts: int
-    """Number of prompts in the data."""
+    """Prompts in the data."""
     shuffle: bool = True
     outcome: Callable[[int], str] | None = None
-    """Outcome of the prompt at an index of the data, where that is known beforehand."""
+    """Return the outcome of the prompt at an index of the data, if it is known before the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +60,25 @@ class Problem:
 
 @dataclass(slots=True)
 class Findings:
-    """Problems and figures. ``unrecorded`` alone says that a record is missing, not that anything was done wrongly."""
+    """Problems and numbers. ``unrecorded`` means a missing record; every other kind means a fault."""
 
     problems: list[Problem] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
 
     def say(self, kind: str, text: str, examples: Iterable[Any] = ()) -> None:
-        """Note a problem; with ``examples`` only if there are any."""
+        """Add a problem, unless ``examples`` is empty."""
         listed = list(examples)
         shown = ", ".join(map(str, listed[:LISTED])) + (f" and {len(listed) - LISTED} more" * (len(listed) > LISTED))
         self.problems.append(Problem(kind, f"{text}{': ' if shown else ''}{shown}"))
 
     def say_any(self, kind: str, text: str, examples: Iterable[Any]) -> None:
-        """Note a problem if there are examples of it."""
+        """Add a problem if there are examples of it."""
         if listed := list(examples):
             self.say(kind, f"{len(listed)} {text}", listed)
 
 
 def audit(run_dir: Path, expected: Expected) -> Findings:
-    """Look at the folder of a run that is over."""
+    """Audit the folder of a finished run."""
     findings = Findings()
     metrics, torn = read_lines(run_dir / "metrics.jsonl")
     history = _history(findings, [line for line in metrics if line.get("kind") == "train"], expected)
@@ -113,7 +116,7 @@ def audit(run_dir: Path, expected: Expected) -> Findings:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Lines of an append-only file, and how many of them are torn, as by a full disk or a death."""
+    """Return the lines of an append-only file, and the number of torn lines (a full disk, a death)."""
     found: list[dict[str, Any]] = []
     torn = 0
     if path.exists():
@@ -126,7 +129,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _history(findings: Findings, lines: list[dict[str, Any]], expected: Expected) -> dict[int, dict[str, Any]]:
-    """The line of each step in the history from which the final weights come."""
+    """Return the line of each step in the history of the final weights."""
     history: dict[int, dict[str, Any]] = {}
     starts_of_version: dict[int, set[int]] = defaultdict(set)
     for line in lines:
@@ -149,7 +152,7 @@ def _history(findings: Findings, lines: list[dict[str, Any]], expected: Expected
     findings.say_any("history", "steps follow one that a later start of the learner trained", back)
     falling = [b["step"] for a, b in pairwise(ordered) if b["weights/version"] < a["weights/version"]]
     findings.say_any("version", "steps have an older version than the one before", falling)
-    # A start publishes anew the version that it takes over from a checkpoint, so no number ever has two starts.
+    # A learner that starts from a checkpoint publishes its version again, so no number has two starts.
     reused = [version for version, starts in starts_of_version.items() if len(starts) > 1]
     findings.say_any("version", "numbers of versions were used by two starts of the learner", reused)
     size = expected.groups_per_step
@@ -161,7 +164,7 @@ def _history(findings: Findings, lines: list[dict[str, Any]], expected: Expected
 
 
 def _samples(run_dir: Path, history: dict[int, dict[str, Any]]) -> tuple[dict[int, list[dict[str, Any]]], int]:
-    """The groups of each step, as far as they are recorded, in the history."""
+    """Return the recorded groups of each step of the history."""
     found: dict[int, list[dict[str, Any]]] = {}
     torn = 0
     for path in sorted((run_dir / "samples").glob("step_*.jsonl")):
@@ -214,9 +217,9 @@ def _outcomes(
     quarantined: set[str],
     expected: Expected,
 ) -> dict[str, str]:
-    """The outcome of every prompt: the ledger of step ``step``, and the steps trained since.
+    """Return the outcome of every prompt: from the ledger of step ``step`` and from the steps trained since.
 
-    ``unknown`` where records are missing that would tell; ``quarantined`` are those that anybody wrote of as such.
+    ``unknown``: the record of the outcome is missing. ``quarantined``: the prompts of quarantine.jsonl.
     """
     indices = np.arange(expected.prompts)
     concluded = {
@@ -253,7 +256,7 @@ def _outcomes(
 
 
 def _gaps(findings: Findings, outcomes: dict[str, str], order: EpochOrder) -> None:
-    """I1: none is lost."""
+    """I1: no prompt is lost."""
     positions = {order.position(*position_of(uid)) for uid in outcomes}
     missing = sorted(set(range(max(positions, default=-1))) - positions)
     lost = ["{}-{}".format(*order.at(position)) for position in missing]
@@ -261,7 +264,7 @@ def _gaps(findings: Findings, outcomes: dict[str, str], order: EpochOrder) -> No
 
 
 def _leftovers(findings: Findings, run_dir: Path) -> None:
-    """I7, as far as the run's folder goes."""
+    """I7, for the folder of the run."""
     if (run_dir / "private").exists():
         findings.say("left", "the private folder")
     hidden = [p for p in run_dir.rglob("*") if p.name.endswith((".tmp", ".new")) or p.name.startswith((".v", ".dead-"))]

@@ -1,7 +1,7 @@
-"""The state of hosts, links and clocks under the faults that go on just now. Pure.
+"""The state of hosts, links and clocks under the current faults. Pure.
 
-Invariant: it follows from the set of the faults alone, so that in any order in which they come and end, nothing is
-wrong once all are over. The later of two that make one link slow counts; clocks are ahead by the sum.
+Invariant: the state depends only on the set of current faults, so nothing is wrong when all faults are over, in any
+order. If two faults slow one link, the later one counts. Clock offsets add up.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from tools.chaos.plan import BOTH, ONE_WAY, Fault, Link
 
 QUEUE_MS = 50.0
-"""Longest wait in the queue of a slow link, beside its delay."""
+"""Longest wait in the queue of a slow link, in addition to its delay."""
 BURST_KBIT = 256
-"""Kilobits sent at once at any rate; they have to hold the largest packet."""
+"""Kilobits sent at once at any rate. They must hold the largest packet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,15 @@ class Conditions:
     """The state of hosts, links and clocks; by default nothing is wrong."""
 
     deaf: frozenset[tuple[str, str]] = frozenset()
-    """(sender, receiver): nothing of what the one sends arrives at the other."""
+    """(sender, receiver): the receiver gets nothing from the sender."""
     slow: Mapping[str, Link] = field(default_factory=dict)
-    """Slow links by host; others are as fast as they are."""
+    """Slow links by host; the other links are unchanged."""
     ahead_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that clocks are ahead, by host; others are right."""
+    """Seconds that clocks are ahead, by host; the other clocks are right."""
 
 
 def conditions(faults: Sequence[Fault]) -> Conditions:
-    """The conditions under these faults, in the order in which they came."""
+    """Return the conditions under these faults, given in the order of their start."""
     ahead: dict[str, float] = {}
     for fault in faults:
         if fault.kind == "clock":
@@ -43,15 +43,17 @@ def conditions(faults: Sequence[Fault]) -> Conditions:
 
 
 def directions(victim: str) -> list[tuple[str, str]]:
-    """(sender, receiver) of what a partition swallows."""
+    """Return the (sender, receiver) pairs that a partition cuts."""
     one_way = ONE_WAY in victim
     sender, _, receiver = victim.partition(ONE_WAY if one_way else BOTH)
     return [(sender, receiver)] if one_way else [(sender, receiver), (receiver, sender)]
 
 
 def queue(link: Link, *, netem: bool) -> str:
-    """tc's words for a queue that lets packets through as ``link`` does; without netem, no faster than its rate alone,
-    packets being lost that would wait for longer than its delay."""
+    """Return the arguments of tc for a queue like ``link``.
+
+    Without netem the queue has the rate alone, and drops packets that would wait longer than the delay.
+    """
     rate = f"rate {link.rate_mbit:.3f}mbit"
     if netem:
         return f"netem delay {link.delay_ms:.1f}ms loss {100 * link.loss:.2f}% {rate}"

@@ -1,7 +1,7 @@
-"""Faults carried out on a live run, and taken back when their time is over.
+"""Carries faults out on a live run, and undoes them when their time is over.
 
-Invariant: what was frozen, filled or cut for a while is given back, whatever happens: ``tick`` does it in time,
-``lift`` does it at the end.
+Invariant: everything that was frozen, filled or cut for a while is undone, by ``tick`` in time or by ``lift`` at the
+end.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from tools.chaos.world import World
 from tools.live_run import LiveRun, UpdatePhases
 
 TITLES = {"reward_worker": "asyncrl reward worker", "episode_worker": "asyncrl episodes worker", "agent": PROGRAM}
-"""Titles of the processes of which there are several."""
+"""Titles of processes that a run has several of."""
 CHECKPOINT_WAIT_S = 20.0
-"""Longest wait for a checkpoint to be under way."""
+"""Longest wait for the start of a checkpoint."""
 
 
 @dataclass(slots=True)
 class Struck:
-    """A fault that has come."""
+    """A fault that was carried out."""
 
     fault: Fault
     at_s: float
     """Seconds since the round's start."""
     struck_at: float
-    """Time at which it came, on the clock of ``time.monotonic``."""
+    """Time of the fault, on the clock of ``time.monotonic``."""
     phase: str
     step: int
-    """Steps trained before."""
+    """Steps trained before the fault."""
     pids: list[int] = field(default_factory=list)
     lifts_at: float = 0.0
-    """Time until which it goes on, on the same clock."""
+    """Time of its end, on the same clock."""
     recovered_s: float | None = None
-    """Seconds from its coming until training went on and the victim was there again."""
+    """Seconds from the fault until training continued and the victim was back."""
 
 
 class Striker:
-    """The striker of one run."""
+    """Carries out the faults of one run."""
 
     def __init__(self, run: LiveRun, world: World, seed: int) -> None:
         self._run, self._world = run, world
@@ -54,13 +54,13 @@ class Striker:
         self._began = time.monotonic()
         self._phases = UpdatePhases(run)
         self._over: list[tuple[float, Callable[[], None]]] = []
-        """Actions that take something back, each with its time."""
+        """Actions that undo something, each with its time."""
         self._full_until = 0.0
         self._on_hosts: list[Fault] = []
-        """Faults of hosts that go on."""
+        """Current faults of hosts."""
 
     def strike(self, fault: Fault, best: int) -> Struck | None:
-        """Carry a fault out, ``best`` being the last step ever trained; None when its victim is not there just now."""
+        """Carry a fault out. ``best`` is the last step ever trained. Returns None if the victim does not live now."""
         if fault.in_checkpoint:
             self._await_checkpoint()
         now = time.monotonic()
@@ -92,7 +92,7 @@ class Striker:
         return struck
 
     def pids(self, victim: str) -> list[int]:
-        """The process that ``victim`` is just now; none while there is none."""
+        """Return the current process of ``victim``, or None."""
         role, _, index = victim.partition("/")
         if role in TITLES:
             found = self._run.titled(TITLES[role])
@@ -103,7 +103,7 @@ class Striker:
         return [] if pid is None else [pid]
 
     def tick(self) -> None:
-        """Take back what is over."""
+        """Undo the faults whose time is over."""
         now = time.monotonic()
         if now < self._full_until:
             self._world.fill()
@@ -113,7 +113,7 @@ class Striker:
             action()
 
     def lift(self) -> None:
-        """Take everything back now."""
+        """Undo all faults now."""
         actions, self._over, self._full_until = self._over, [], 0.0
         for _, action in actions:
             action()
@@ -129,7 +129,7 @@ class Striker:
         return time.monotonic() + (fault.lasts_s or 0.0)
 
     def _phase(self, fault: Fault) -> str:
-        """The run's present work: writing a checkpoint, or the phase of a weight update."""
+        """Return the current work of the run: a checkpoint, or the phase of a weight update."""
         return "checkpoint" if self._writes_checkpoint() else self._phases.of(fault.victim)
 
     def _writes_checkpoint(self) -> bool:

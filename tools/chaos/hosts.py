@@ -1,7 +1,7 @@
-"""The hosts of a round: links between them that are cut and slowed, and wall clocks that differ and step.
+"""The hosts of a round: cuts and slows the links between them, and sets their wall clocks.
 
-Invariant: all that was wrong is mended by ``become`` with conditions in which it is not. Without a cluster there is one
-host, this machine, which has a clock and no links. Fails with AssertionError, naming the command and what it said.
+Invariant: ``become`` with the conditions of no fault undoes everything. Without a cluster there is one host, this
+machine, which has a clock and no links. Raises AssertionError with the failed command and its output.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from tools.cluster.netns import UNSHARE, Cluster
 from tools.wall_clocks import WallClocks
 
 OTHERS = ("a", "b")
-"""Hosts beside the head, where there can be some."""
+"""Hosts in addition to the head, if the machine allows several."""
 THIS = ""
-"""The only host, where there is one."""
+"""The name of the host if there is only one."""
 
 
 class Hosts:
-    """The hosts of one round. ``cluster`` sees the folder of ``clocks``, and is closed by its maker."""
+    """The hosts of one round. ``cluster`` can read the folder of ``clocks``; its maker closes it."""
 
     def __init__(self, clocks: WallClocks, cluster: Cluster | None) -> None:
         self.clocks, self.cluster = clocks, cluster
         self.names: tuple[str, ...] = (THIS,) if cluster is None else tuple(host.name for host in cluster.all_hosts)
         self.netem = cluster is not None and _has_netem()
-        """Whether a slow link delays and loses packets, and is not only narrow."""
+        """Whether a slow link also delays and loses packets."""
         self._now = Conditions()
 
     def become(self, now: Conditions) -> None:
-        """Bring about these conditions, whatever they were before."""
+        """Set these conditions, from any others."""
         before, self._now = self._now, now
         for name in self.names:
             if before.ahead_s.get(name, 0.0) != now.ahead_s.get(name, 0.0):
@@ -47,7 +47,7 @@ class Hosts:
                 self._queue(self.cluster, name, now.slow.get(name))
 
     def launch_arguments(self, folder: Path) -> list[str]:
-        """Arguments that tell asyncrl-launch of the hosts; their list is written to ``folder``."""
+        """Return the arguments of asyncrl-launch that name the hosts. Writes their list to ``folder``."""
         if self.cluster is None:
             return []
         listed = folder / "hosts"
@@ -55,7 +55,7 @@ class Hosts:
         return ["--hosts", str(listed), "--ssh-args", f"-F {self.cluster.ssh_config}"]
 
     def _queue(self, cluster: Cluster, name: str, link: Link | None) -> None:
-        """Have all that the host sends, and all that is sent to it, go through a queue like ``link``."""
+        """Put the traffic of a host, in both directions, through a queue like ``link``."""
         host = cluster[name]
         change = f"replace dev {{}} root {queue(link, netem=self.netem)}" if link else "del dev {} root"
         host.run(["tc", "qdisc", *change.format("eth0").split()])

@@ -1,7 +1,7 @@
 """Faults drawn from a seed: what is broken, and when. Pure.
 
-Invariant: the same seed, count and machine give the same faults. They are dealt from a deck that holds every kind for
-every victim, shuffled anew when it is used up, so that a long round meets each combination about equally often.
+Invariant: the same seed, count and machine give the same faults. They come from a deck that holds every kind for every
+victim. The deck is shuffled again when it is empty, so a long round meets each combination about equally often.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ ON_PROCESSES: tuple[Kind, ...] = ("kill", "freeze", "stall", "delay")
 ON_MACHINE: tuple[Kind, ...] = ("disk", "cut", "reset")
 """No room in the run's folder for a while; no loopback network for a while; every connection reset at once."""
 ON_HOSTS: tuple[Kind, ...] = ("partition", "slow", "clock")
-"""Two hosts that do not hear each other, or one the other, for a while; a host whose link is slow for a while; one
-whose wall clock is ahead or behind for a while, and then steps back."""
+"""For a while: a cut between two hosts in both directions or in one, a slow link of a host, a wrong wall clock of a
+host.
+"""
 KINDS: tuple[Kind, ...] = (*ON_PROCESSES, *ON_MACHINE, *ON_HOSTS)
 Episodes = Literal["function", "command"] | None
-"""Player of a run's episodes; None: a prompt has one response."""
+"""How a run plays episodes. None: a prompt has one response."""
 MACHINE_CARDS = 3
 """Cards of each kind that strikes the machine, for one of each kind and victim."""
 HOST_CARDS = 2
@@ -32,9 +33,9 @@ BOTH, ONE_WAY = "-", ">"
 MOST_AHEAD_S = 10.0
 """Most by which a clock differs, either way."""
 STEPS_PER_FAULT = 6
-"""Training between two faults, so that it does not only ever recover."""
+"""Steps between two faults, so that the run also trains undisturbed."""
 TOGETHER = 0.2
-"""Share of the faults that come with the one before, while the run is still busy with that."""
+"""Share of faults that come while the run still handles the fault before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,9 @@ class Fault:
 
 
 def victims(replicas: int, ranks: int, *, cores: bool, episodes: Episodes = None) -> list[str]:
-    """Every process of a run that may be struck alone.
+    """Return every process of a run that a fault can strike alone.
 
-    ``cores``: engines have processes of their own; ``episodes``: how they are played.
+    ``cores``: engines have processes of their own. ``episodes``: how the run plays episodes.
     """
     played_by = {None: [], "function": ["episode_worker"], "command": ["agent"]}[episodes]
     return [
@@ -108,8 +109,9 @@ def draw(
     everything: int = 0,
     silence_s: float,
 ) -> list[Fault]:
-    """``count`` faults of these ``kinds``, those of processes on the victims ``struck``, those of hosts on ``hosts``,
-    in the order in which they come, and among them ``everything`` times the end of all processes at once.
+    """Draw ``count`` faults of these ``kinds`` in the order of their start.
+
+    Faults of processes strike ``struck``, faults of hosts strike ``hosts``. ``everything`` of them end all processes.
 
     ``silence_s`` is the run's supervision.silence_s.
     """
@@ -117,7 +119,7 @@ def draw(
     cards = _deck(randomness, [(kind, victim) for kind in kinds for victim in _struck_by(kind, struck, hosts)])
     dealt: list[tuple[Kind, str]] = [next(cards) for _ in range(count)]
     for number in range(everything):
-        # Spread over the round, not all at its start.
+        # Spread them over the round.
         at = randomness.randint(len(dealt) * number // everything, len(dealt) * (number + 1) // everything)
         dealt.insert(at, ("everything", ""))
     found = []
@@ -142,12 +144,12 @@ def draw(
 
 
 def steps_of_run(faults: Sequence[Fault]) -> int:
-    """Steps within which all of them fall, with some left to recover in."""
+    """Return the number of steps that hold all faults and a rest for the recovery."""
     return max((fault.after_step for fault in faults), default=0) + 2 * STEPS_PER_FAULT
 
 
 def between(hosts: Sequence[str]) -> list[str]:
-    """Every way in which two of these hosts may not hear each other."""
+    """Return every partition of two of these hosts."""
     pairs = list(combinations(hosts, 2))
     return [way for a, b in pairs for way in (f"{a}{BOTH}{b}", f"{a}{ONE_WAY}{b}", f"{b}{ONE_WAY}{a}")]
 
@@ -173,7 +175,7 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
     if kind == "disk":
         return randomness.uniform(0.25 * silence_s, 2.0 * silence_s)
     if kind == "partition":
-        # The longer ones outlast the connection, and then supervision.unreachable_s.
+        # The longer ones last longer than the connection, and some longer than supervision.unreachable_s.
         return randomness.uniform(0.5 * silence_s, 10.0 * silence_s)
     if kind in ("slow", "clock"):
         return randomness.uniform(0.5 * silence_s, 2.5 * silence_s)

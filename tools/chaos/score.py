@@ -1,4 +1,4 @@
-"""The reward of a simulated round: by the row's kind, so that the outcome of every prompt is known beforehand."""
+"""The reward of a simulated round. It follows from the row's kind, so every outcome is known before the run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 KINDS = {"good": "trained", "equal": "filtered", "bad": "quarantined"}
-"""Outcome of a prompt of each kind."""
+"""Outcome of a prompt by kind."""
 RUN_S = 0.003
-"""Time of a call, so that a worker that is struck has something to lose."""
+"""Time of a call, so that faults meet workers with a task."""
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
-    """Rows of the training prompts: mostly good, some of the others."""
+    """Return the rows of the training prompts: mostly good, some of the other kinds."""
     for index in range(count):
         kind = "bad" if index % 53 == 7 else "equal" if index % 17 == 3 else "good"
         yield {"prompt": f"prompt {index}", "kind": kind}
 
 
 def score(*, prompt: str, completion: str, row: dict[str, Any]) -> float:
-    """A reward that is different for each response to a good prompt."""
+    """Return a reward that differs between the responses to a good prompt."""
     time.sleep(RUN_S)
     if row["kind"] == "bad":
         raise ValueError("this prompt cannot be judged")

@@ -1,4 +1,4 @@
-"""The runs that are broken: a simulated one that ends in minutes, and the quickstart's real training. Pure."""
+"""Configurations of the runs that chaos breaks: a simulated run of minutes, and the quickstart. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VLLM_SILENCE_S = 20.0
 SIM_UNREACHABLE_S = 4.0
 """Longer than a lost host is waited for, and shorter than some partitions."""
 HOST_GRACE_S = 120.0
-"""Longer than any partition, and than two that follow one another."""
+"""Longer than any two partitions in a row."""
 PORTS = "7000-7063"
 SIM_PROMPTS = 300
 SIM_GROUPS = 4
@@ -29,12 +29,11 @@ RANKS = 2
 DISK_MIB = {"sim": 256, "vllm": 2048}
 
 _SUPERVISION = {"heartbeat_s": 0.5, "max_restarts": 50, "restart_window_s": 1.0, "backoff_s": 0.05}
-"""Restarts without end, for nobody comes to so many within a window: the faults do not stop either. There is a key for
-each."""
+"""More restarts than any actor needs within a window, because the faults do not stop. One key each."""
 
 
 def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
-    """Two rollouters, two ranks, a version a step; how weights travel, and who pauses for them, comes from the seed."""
+    """Return a run of two rollouters and two ranks, a version a step. The seed chooses transport and pauses."""
     randomness = random.Random(seed)
     return {
         "run": {"seed": seed % 1000, "samples_per_step": SIM_GROUPS},
@@ -59,7 +58,7 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
             "ranks": RANKS,
             "steps": steps,
             "groups_per_step": SIM_GROUPS,
-            # Nearly always some version is being gathered when something is struck.
+            # Faults then nearly always meet a version that is being gathered.
             "sim": {"step_s": 0.1, "publish_bytes": 4 << 20, "gather_s": 0.08},
         },
         "weights": {
@@ -84,8 +83,7 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
 
 
 def on_several_hosts(tree: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The same run over hosts of its own; whether its wire is encrypted, and whether a successor finds the port of its
-    predecessor, comes from the seed."""
+    """Return the same run over several hosts. The seed chooses encryption and a range of ports."""
     randomness = random.Random(f"hosts {seed}")
     security = {"curve": randomness.choice(("auto", "off"))}
     return tree | {
@@ -96,7 +94,7 @@ def on_several_hosts(tree: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def with_episodes(tree: dict[str, Any], episodes: Episodes) -> dict[str, Any]:
-    """The same run, each of whose trajectories is an episode of the agent's."""
+    """Return the same run with episodes of the agent as trajectories."""
     if episodes is None:
         return tree
     agent = {"function": "tools.chaos.agent:play"} if episodes == "function" else {"command": [sys.executable, PROGRAM]}
@@ -112,7 +110,7 @@ def with_episodes(tree: dict[str, Any], episodes: Episodes) -> dict[str, Any]:
 
 
 def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
-    """configs/quickstart.toml, with checkpoints, for as many steps as the faults take."""
+    """Return configs/quickstart.toml with checkpoints, for as many steps as the faults need."""
     tree = tomllib.loads(CONFIG.read_text())
     tree["run"] |= {"seed": seed % 1000, "samples_per_step": tree["learner"]["groups_per_step"]}
     tree["model"] = {"path": str(assets.model)}
@@ -128,7 +126,7 @@ def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
 
 
 def expected(tree: dict[str, Any], prompts: int, kinds: list[str] | None = None) -> Expected:
-    """The promises of a run of ``tree`` on so many prompts; ``kinds`` of score.py, by index."""
+    """Return the promises of a run of ``tree`` on these prompts. ``kinds`` are those of score.py, by index."""
     return Expected(
         steps=tree["learner"]["steps"],
         groups_per_step=tree["learner"]["groups_per_step"],

@@ -1,7 +1,7 @@
-"""One run from its start to its end, struck by the faults of a plan as training goes on.
+"""Runs a configuration from start to end and carries out the faults of a plan during training.
 
-Training has to go on after each of them: when no new step is trained for ``patience_s``, the round ends with
-NotRecovered, which says since which fault and shows the last words of the actors.
+Training must continue after each fault. If no new step is trained for ``patience_s``, the round ends with NotRecovered,
+which names the last fault and shows the last log lines of the actors.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tools.live_run import LiveRun, pid_lives
 
 LOOK_S = 0.03
 VICTIM_WAIT_S = 60.0
-"""Longest wait for a victim that is away because of an earlier fault."""
+"""Longest wait for a victim that an earlier fault has ended."""
 PROGRESS_STEPS = 2
-"""Steps trained after a fault that show that training goes on; the first may have been under way."""
+"""Steps after a fault that prove that training continues; the first may have started before the fault."""
 
 
 class NotRecovered(Exception):
-    """The run has stopped getting anywhere, or ended though it should not have."""
+    """The run makes no progress, or ended too early."""
 
 
 def torment(
@@ -33,9 +33,7 @@ def torment(
     patience_s: float,
     told: Callable[[Struck], None],
 ) -> None:
-    """Returns once the run has ended by itself. Each fault goes to ``struck`` when it comes, and to ``told`` when it is
-    recovered from.
-    """
+    """Return when the run has ended by itself. Calls ``struck`` with each fault, and ``told`` after its recovery."""
     waiting = list(faults)
     best = 0
     moved_at = time.monotonic()
@@ -64,7 +62,7 @@ def torment(
                     missing_since = due_at = None
                     if found.fault.kind == "everything":
                         run.resume()
-                    # The recovery from the last one starts the clock anew.
+                    # The recovery from the last fault restarts the clock.
                     moved_at = time.monotonic()
                 elif now > missing_since + VICTIM_WAIT_S:
                     raise NotRecovered(f"there is no {waiting[0].victim} for {VICTIM_WAIT_S:g} s{_since(struck)}")

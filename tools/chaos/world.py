@@ -1,11 +1,11 @@
-"""A machine of its own for a round, with several hosts in it: processes, network, shared memory and disk that nothing
-else uses.
+"""A world of its own for a round: processes, network, shared memory and disk that nothing else uses.
 
-As root, or where users may make namespaces, the tool starts itself again inside new ones. There every process but those
-that were there before the run belongs to it, so that what a run leaves behind is seen without doubt, the network and
-the disk can be taken away from the run alone, and the end of the tool, however it comes, ends and frees everything.
-Where a cluster of namespaces can be made too, the run has several hosts. Elsewhere the round goes on without those
-faults, and looks at what has changed instead. Fails with OSError, CalledProcessError or, for a cluster, AssertionError.
+If the user may make namespaces, the tool starts itself again inside new ones. Every new process there belongs to the
+run, so leftovers are certain. The tool can cut the network and fill the disk of the run alone, and the kernel frees
+everything when the tool ends. If the machine also allows a cluster of namespaces, the run has several hosts.
+
+Without namespaces the round leaves those faults out and compares the machine before and after the run. Raises OSError,
+CalledProcessError or, for a cluster, AssertionError.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _INSIDE = "ASYNCRL_CHAOS_WORLD"
 _MIB = 1 << 20
 SHM = Path("/dev/shm")
 LISTENS = "0A"
-"""State of a listening socket in the kernel's tables of TCP."""
+"""State of a listening socket in the TCP tables of the kernel."""
 NOT_ALONE = "no machine of its own here (root, or users that may make namespaces; iproute2)"
 
 
 def enter(module: str, arguments: Sequence[str]) -> None:
-    """Become ``module`` in a world of its own, if there can be one; otherwise return."""
+    """Run ``module`` in a world of its own in place of this process. Return if the machine allows none."""
     if os.environ.get(_INSIDE):
-        # Those that came before this process could act on them have waited.
+        # Signals that came before this process could act have waited.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, kept.STOPPING)
         return
     command = _unshare()
@@ -62,24 +62,25 @@ def _unshare() -> list[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A place where a host may have something left."""
+    """A place that can hold leftovers of a host."""
 
     of: str
-    """Words behind what was found."""
+    """Text after the name of a leftover."""
     net: Path
     shm: Path
     temporary: Path
 
 
 class World:
-    """``folder`` is on an ordinary disk; ``runs`` inside it is a disk of ``disk_mib`` where that can be had.
+    """The world of a round.
 
-    ``several``: hosts, where these can be had.
+    ``folder`` is on an ordinary disk. ``runs`` inside it is a disk of ``disk_mib`` MiB if the machine allows it.
+    ``several``: the run has several hosts if the machine allows them.
     """
 
     def __init__(self, folder: Path, disk_mib: int, *, several: bool = True) -> None:
         self.alone = bool(os.environ.get(_INSIDE)) and os.getpid() == 1
-        """Whether no process but those of this world and the run's exists."""
+        """Whether only processes of this world and of the run exist."""
         self.runs, self.temporary = folder / "runs", folder / "tmp"
         self._filler = self.runs / "filler"
         for path in (self.runs, self.temporary):
@@ -92,12 +93,12 @@ class World:
             subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(SHM)], check=True)
         self.hosts = Hosts(clocks, None if why_one else Cluster(OTHERS, shared=[clocks.folder]))
         self.missing = self._missing(why_one)
-        """Faults that cannot be had here, and why."""
+        """Return the faults that this machine does not allow, with reasons."""
         self._residents = {os.getpid(), *psutil.pids()} if self.alone else set()
         self._before = {*self._ports(), *self._shared_memory()}
 
     def close(self) -> None:
-        """Free what would outlive the namespaces; nothing does."""
+        """Free everything."""
         if self.hosts.cluster is not None:
             self.hosts.cluster.close()
         if self.alone:
@@ -105,15 +106,15 @@ class World:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Environment variables of the run."""
+        """Return the environment variables of the run."""
         return {"TMPDIR": str(self.temporary), "PYTHONPATH": self.hosts.clocks.path}
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` where the run's head is."""
+        """Return the command that runs ``argv`` on the head of the run."""
         return list(argv) if self.hosts.cluster is None else self.hosts.cluster.head.entered(argv)
 
     def processes(self) -> list[psutil.Process]:
-        """All that live and were not there before the run, in a world that is alone."""
+        """Return all processes that started with or after the run, in a separate world."""
         assert self.alone
         return [process for process in psutil.process_iter() if process.pid not in self._residents and lives(process)]
 
@@ -133,7 +134,7 @@ class World:
     # --- faults ---
 
     def fill(self) -> None:
-        """Leave no room where the run writes. To be repeated, for the run may free some."""
+        """Fill the disk of the run. Repeat it, because the run may free some space."""
         with contextlib.suppress(OSError), self._filler.open("ab") as file:
             while True:
                 stat = os.statvfs(self.runs)
@@ -144,23 +145,23 @@ class World:
                 file.seek(0, os.SEEK_END)
 
     def free(self) -> None:
-        """Give the room back."""
+        """Free the disk."""
         self._filler.unlink(missing_ok=True)
 
     def cut(self) -> None:
-        """No packet arrives any more, not even at the host that sends it."""
+        """Stop all packets, also on loopback interfaces."""
         for host in self._cluster_hosts():
             host.cut_off()
         self._everywhere("ip", "link", "set", "lo", "down")
 
     def mend(self) -> None:
-        """Packets arrive again."""
+        """Let packets through again."""
         self._everywhere("ip", "link", "set", "lo", "up")
         for host in self._cluster_hosts():
             host.reconnect()
 
     def reset(self) -> None:
-        """Every connection is gone at once."""
+        """Close every connection at once."""
         self._everywhere("ss", "-K", "state", "connected")
 
     def _cluster_hosts(self) -> list[Host]:
@@ -176,7 +177,7 @@ class World:
     # --- what is left ---
 
     def left(self) -> list[str]:
-        """Ports, shared memory and temporary files that were not there at the start."""
+        """Return ports, shared memory and temporary files that are new since the start."""
         found = [*self._ports(), *self._shared_memory()]
         found = [name for name in found if name not in self._before]
         return found + [
@@ -187,7 +188,7 @@ class World:
         ]
 
     def _is_log(self, path: Path) -> bool:
-        """Whether it is of a host's part of the run folder, which stays there after a lost connection; keys do not."""
+        """Whether a path belongs to a host's part of the run folder. It stays after a lost connection; keys do not."""
         inside = Path("/tmp", path)
         return inside.is_relative_to(self.runs) and not any(part.startswith("private") for part in path.parts)
 
@@ -199,14 +200,14 @@ class World:
                 of=f" of {host.name}",
                 net=host.kernel("net"),
                 shm=host.path(SHM),
-                # The head sees this machine's, in which others may write.
+                # The head has the /tmp of this machine, which other programs use.
                 temporary=self.temporary if host is self.hosts.cluster.head else host.path("/tmp"),
             )
             for host in self._cluster_hosts()
         ]
 
     def _ports(self) -> Iterator[str]:
-        # Others listen here too, where it is not alone.
+        # Without a separate world, other programs listen here too.
         for place in self._places() if self.alone else ():
             for table in ("tcp", "tcp6"):
                 rows = [line.split() for line in (place.net / table).read_text().splitlines()[1:]]
@@ -220,7 +221,7 @@ class World:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files below a folder, but not those of other disks that are seen there."""
+    """Return the files below a folder, on its own disk only."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             yield from () if path.is_mount() else _files(path)

@@ -1,9 +1,9 @@
-"""Traffic over the bridge of a test cluster: every frame, and the bytes of each TCP conversation in order.
+"""Records the traffic over the bridge of a test cluster: frames, and the bytes of each TCP connection in order.
 
     python capture.py INTERFACE FILE   write frames to FILE, "recording" to stdout, until standard input ends;
                                        then the number of frames that were lost
 
-A test that finds nothing must know that nothing was missed: lost frames raise.
+A test that finds nothing must be sure that no frame was lost, so lost frames raise an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ End = tuple[str, int]
 
 
 def record(interface: str, file: str) -> int:
-    """Write every frame with its length before it."""
+    """Write every frame after its length."""
     with (
         socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as frames,
         Path(file).open("wb") as out,
@@ -54,16 +54,16 @@ def record(interface: str, file: str) -> int:
 
 
 def read_frames(file: Path) -> Iterator[bytes]:
-    """The frames of ``record``, in the order of their arrival."""
+    """Return the frames of ``record`` in the order of arrival."""
     with file.open("rb") as source:
         while length := source.read(_LENGTH.size):
             yield source.read(*_LENGTH.unpack(length))
 
 
 def conversations(frames: Iterator[bytes]) -> dict[tuple[End, End], bytes]:
-    """Bytes that were sent over TCP from one end to the other, put in order, repeats taken out.
+    """Return the bytes sent over TCP from one end to the other, in order and without repeats.
 
-    One that goes through the same ports again is joined to the one before.
+    A later connection over the same ports is appended to the earlier one.
     """
     streams: dict[tuple[End, End], bytearray] = {}
     starts: dict[tuple[End, End], int] = {}
@@ -88,7 +88,7 @@ def conversations(frames: Iterator[bytes]) -> dict[tuple[End, End], bytes]:
 
 
 def _segment(frame: bytes) -> tuple[tuple[End, End], int, bool, bytes] | None:
-    """(who to whom, sequence number, whether it is the first, payload) of a TCP segment over IPv4."""
+    """Return (sender and receiver, sequence number, first, payload) of a TCP segment over IPv4."""
     if len(frame) < 54 or frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
         return None
     packet = frame[14 : 14 + struct.unpack_from("!H", frame, 16)[0]]

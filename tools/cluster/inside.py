@@ -3,8 +3,8 @@
     python inside.py init TAG          become a host: started by unshare as process 1 of fresh namespaces
     python inside.py enter PID ARGV    run ARGV within the host whose init process is PID
 
-The init process lives as long as its standard input is open. With it the kernel ends every process of the host and
-takes its network and its private folders away, so a host never outlives the test that made it, however that ends.
+The init process lives as long as its standard input is open. When it ends, the kernel ends every process of the host
+and removes its network and its private folders. So a host ends with the test that made it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def init() -> int:
-    """Read the host's description, a JSON line, make its view of the machine, say "ready", and stay."""
-    # Orphans of the host become this process's children, and nobody asks for their end.
+    """Read the description of the host (a JSON line), set its namespaces up, print "ready" and wait."""
+    # Orphans of the host become children of this process. The kernel reaps them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     spec = json.loads(sys.stdin.readline())
     socket.sethostname(spec["name"])
-    # Paths that must be seen although a private folder covers them are held open, and put back on top.
+    # Paths below a private folder that must stay visible are held open and mounted on top.
     exposed = {path: os.open(path, os.O_PATH) for path in spec["exposed"] if Path(path).exists()}
     _mount("proc", "/proc", "proc")
     _mount("sysfs", "/sys", "sysfs")
@@ -57,7 +57,7 @@ def init() -> int:
 
 
 def _mount(source: str, target: str, kind: str | None = None, flags: int = 0, options: str = "") -> None:
-    # The system call itself: mount(8) would resolve /proc/self/fd/N to the path that is covered by now.
+    # The system call itself, because mount(8) would resolve /proc/self/fd/N to the covered path.
     given = kind.encode() if kind else None
     if _LIBC.mount(source.encode(), target.encode(), given, ctypes.c_ulong(flags), options.encode()) != 0:
         number = ctypes.get_errno()
@@ -65,11 +65,11 @@ def _mount(source: str, target: str, kind: str | None = None, flags: int = 0, op
 
 
 def enter(pid: int, argv: list[str]) -> int:
-    """Run ``argv`` in the host as this process's child; signals go on to it, and its end becomes this one's."""
+    """Run ``argv`` in the host as a child. Forward signals to it and exit with its code."""
     host = os.pidfd_open(pid)
     folder = os.getcwd()
     _setns(host, CLONE_NEWPID)
-    # A signal that comes before it can be forwarded waits.
+    # A signal that arrives before the child exists waits.
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:

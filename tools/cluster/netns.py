@@ -1,13 +1,13 @@
 """A cluster on one machine: hosts that are network, mount, process, IPC and host-name namespaces, joined by a bridge.
 
-Each host has its own address, name, loopback, process numbers, shared memory, /tmp, /root, /home and /run, and a
-real sshd on its address that lets root in by key. The rest of the file system is this machine's. The ``head`` stands
-for where the user sits: it sees this machine's /tmp and /root, so what a test writes is there. ``shared`` folders are
-seen by all.
+Each host has its own address, name, loopback, process numbers, shared memory, /tmp, /root, /home and /run, and a real
+sshd on its address that accepts root by key. It shares the rest of the file system with this machine. The ``head`` is
+the machine of the user: it has the /tmp and /root of this machine, so it sees the files of a test. Every host sees
+``shared`` folders.
 
-Everything hangs on pipes held by the process that made the cluster: when they close, in any way in which that process
-ends, the kernel takes hosts, network and folders away. One folder of key files is left on disk then, which the next
-cluster removes. Clusters may stand beside each other: their hosts have the same addresses in networks of their own.
+The process that made the cluster holds pipes to it. When that process ends, the pipes close and the kernel removes
+hosts, network and folders. One folder of key files stays on disk, and the next cluster removes it. Several clusters can
+exist at once: their hosts have the same addresses in separate networks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tools.cluster.network import Switch
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 PREFIX = f"asyncrl-cluster-{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}-"
-"""Prefix of the folders of key files: tests that run at once remove only what their own worker's clusters left."""
+"""Prefix of the folders of key files. A test worker removes only the leftovers of its own clusters."""
 HEAD = "head"
 NETWORK = "10.77.0"
 NOWHERE = "02:00:00:00:00:01"
 WAIT_S = 30.0
 SETGROUPS = Path("/proc/self/setgroups")
-"""Denied where a user is root in a namespace of its own."""
+"""Denied if a user is root only in a namespace."""
 ENTER = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "enter")
 INIT = (sys.executable, "-I", "-S", str(HERE / "inside.py"), "init")
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
@@ -62,7 +62,7 @@ Subsystem sftp internal-sftp
 
 
 def why_not() -> str | None:
-    """Reason that no cluster can be made here; None where one can."""
+    """Return the reason why this machine allows no cluster, or None."""
     tools = (*network.TOOLS, "ssh", "ssh-keygen", "sshd")
     packages = "iproute2 util-linux openssh-client openssh-server"
     trial = "mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && "
@@ -73,7 +73,7 @@ def why_not() -> str | None:
 
 
 def wait_until(condition: Any, what: str, timeout: float = WAIT_S) -> Any:
-    """The first true value of ``condition()``. AssertionError names ``what`` was waited for."""
+    """Return the first true value of ``condition()``. AssertionError names ``what``."""
     until = time.monotonic() + timeout
     while not (found := condition()):
         assert time.monotonic() < until, f"waited {timeout:g} s for {what}"
@@ -82,14 +82,14 @@ def wait_until(condition: Any, what: str, timeout: float = WAIT_S) -> Any:
 
 
 class Host:
-    """One host; on as soon as it is made."""
+    """One host. It is on when it is made."""
 
     def __init__(self, cluster: Cluster, name: str, number: int) -> None:
         self.cluster, self.name, self.address = cluster, name, f"{NETWORK}.{number}"
         self.port = f"port{number}"
-        """The end of its cable at the bridge."""
+        """The interface of its cable at the bridge."""
         self.cores: Sequence[int] = ()
-        """Cores of this machine that it has; all, if none is named."""
+        """Cores of this machine that the host may use; empty means all."""
         self._holder: subprocess.Popen[str] | None = None
         self._sshd: subprocess.Popen[Any] | None = None
         self._init = 0
@@ -103,7 +103,7 @@ class Host:
         return self._holder is not None and self._holder.poll() is None
 
     def power_on(self) -> None:
-        """Boot: empty private folders, the same address and host key as ever."""
+        """Boot with empty private folders, the same address and the same host key."""
         assert not self.is_on
         self._holder = subprocess.Popen(
             [*UNSHARE, *INIT, str(self.cluster.folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -123,7 +123,7 @@ class Host:
         assert sshd.poll() is None, f"sshd of {self.name}: {log.read_text()}"
 
     def power_off(self) -> None:
-        """Take it away from one moment to the next: nobody gets so much as a FIN."""
+        """Cut the power: no peer gets a FIN."""
         if self._holder is None:
             return
         if self.is_on:
@@ -133,7 +133,7 @@ class Host:
         holder.kill()
         holder.wait(WAIT_S)
         _close(holder)
-        # The kernel takes its network away when it finds the time; the port is wanted for the next boot.
+        # The kernel removes its network later, and the next boot needs the port.
         with contextlib.suppress(OSError):
             self.cluster.switch.run(f"ip link delete dev {self.port}")
         for child in self._children:
@@ -142,26 +142,26 @@ class Host:
         self._children.clear()
 
     def cut_off(self) -> None:
-        """Pull its cable. Everything on the host goes on."""
+        """Pull the cable. The processes on the host continue."""
         self.cluster.switch.run(f"ip link set dev {self.port} down")
 
     def reconnect(self) -> None:
-        """Put the cable back."""
+        """Plug the cable in."""
         self.cluster.switch.run(f"ip link set dev {self.port} up")
 
     def drop_to(self, other: Host) -> None:
-        """Lose every packet to another host, of connections that stand as well, without an error; none from there."""
-        # To a card that no host has.
+        """Drop every packet to another host without an error, and none from it."""
+        # The hardware address of no host.
         self.run(["ip", "neigh", "replace", other.address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent"])
 
     def deliver_to(self, other: Host) -> None:
-        """Drop nothing more to it."""
+        """Stop dropping packets to it."""
         self.run(["ip", "neigh", "del", other.address, "dev", "eth0"])
 
     def popen(self, argv: Sequence[str], *, cwd: str | Path = "/", **options: Any) -> subprocess.Popen[Any]:
-        """Start ``argv`` on the host. Signals sent to it arrive there, and its exit code is that of ``argv``."""
+        """Start ``argv`` on the host. The process forwards signals and has the exit code of ``argv``."""
         assert self.is_on, f"{self.name} is off"
-        # Entered where the folder need not exist, so the host's shell goes there.
+        # The folder may be missing here, so the shell on the host changes to it.
         inner = list(argv) if str(cwd) == "/" else ["sh", "-c", 'cd "$0" && exec "$@"', str(cwd), *argv]
         if self.cores:
             inner = ["taskset", "--cpu-list", ",".join(map(str, self.cores)), *inner]
@@ -179,7 +179,7 @@ class Host:
         cwd: str | Path = "/",
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``argv`` on the host to its end, its output as text; ``check`` shows it where the exit code is not 0."""
+        """Run ``argv`` on the host to its end. With ``check``, a nonzero exit code raises with the output."""
         pipe = subprocess.PIPE
         given = subprocess.DEVNULL if input is None else pipe
         child = self.popen(argv, cwd=cwd, env=env, stdin=given, stdout=pipe, stderr=pipe, text=True)
@@ -195,20 +195,20 @@ class Host:
         return subprocess.CompletedProcess(list(argv), child.returncode, out, errors)
 
     def entered(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` on the host, in the folder of the same name there."""
+        """Return the command that runs ``argv`` on the host, in the folder of the same name."""
         assert self.is_on, f"{self.name} is off"
         return [*ENTER, str(self._init), *argv]
 
     def kernel(self, name: str) -> Path:
-        """Path that the host calls /proc/NAME, while it is on."""
+        """Return the path of the host's /proc/NAME, while the host is on."""
         return Path(f"/proc/{self._init}/{name}")
 
     def path(self, inside: str | Path) -> Path:
-        """Path at which this machine sees the one that the host calls ``inside``, while the host is on."""
+        """Return the path on this machine of the host's path ``inside``, while the host is on."""
         return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
 
     def processes(self) -> dict[int, str]:
-        """Command lines by this machine's process number: all that runs on the host but its init and its sshd."""
+        """Return the command lines of the host's processes except init and sshd, by process number here."""
         assert self._holder is not None
         own = {self._holder.pid, self._init, *(_children_of(self._sshd.pid) if self._sshd else ())}
         there = os.readlink(f"/proc/{self._init}/ns/net")
@@ -217,13 +217,13 @@ class Host:
             with contextlib.suppress(OSError):
                 if entry.isdigit() and int(entry) not in own and os.readlink(f"/proc/{entry}/ns/net") == there:
                     words = Path("/proc", entry, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    # A zombie has none, and runs no more.
+                    # A zombie has no command line.
                     if words:
                         found[int(entry)] = words.strip()
         return found
 
     def kill_all(self) -> None:
-        """SIGKILL to everything that runs there; sshd listens on."""
+        """Kill every process on the host except sshd (SIGKILL)."""
         until = time.monotonic() + WAIT_S
         while there := self.processes():
             assert time.monotonic() < until, f"{self.name} does not let go of {there}"
@@ -234,7 +234,7 @@ class Host:
 
 
 class Cluster:
-    """The head and some hosts, all on. Use it as a context, or ``close`` it. ``cores`` are those of single hosts."""
+    """The head and some hosts, all on. Use it as a context, or ``close`` it. ``cores``: by host."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class Cluster:
     ) -> None:
         remove_abandoned()
         self.shared = [str(Path(path).absolute()) for path in shared]
-        # Only the user reads it: it holds keys.
+        # The folder holds keys, so only the user may read it.
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -276,7 +276,7 @@ class Cluster:
 
     @property
     def switch(self) -> Switch:
-        """The bridge that all cables lead to."""
+        """The bridge of all cables."""
         assert self._switch is not None
         return self._switch
 
@@ -290,7 +290,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Capture]:
-        """Record what crosses the bridge; read it once the context is left."""
+        """Record the traffic of the bridge. Read the record after the context."""
         capture = Capture(self.switch.pid, self.folder / f"capture-{len(self._recorders)}")
         self._recorders.append(capture)
         try:
@@ -299,7 +299,7 @@ class Cluster:
             capture.stop()
 
     def close(self) -> None:
-        """Take everything away. AssertionError where something stays."""
+        """Remove everything. AssertionError if something stays."""
         with contextlib.ExitStack() as ending:
             ending.callback(self._remove_folder)
             if self._switch is not None:
@@ -310,7 +310,7 @@ class Cluster:
                 ending.callback(capture.stop)
 
     def describe(self, host: Host) -> dict[str, Any]:
-        """The description by which the host's init process makes it."""
+        """Return the description for the init process of the host."""
         names = "".join(f"{other.address} {other.name}\n" for other in self.all_hosts)
         public = (self.folder / "user_key.pub").read_text()
         is_head = host is self.head
@@ -360,7 +360,7 @@ class Cluster:
 
 
 class Capture:
-    """A record of the bridge's traffic."""
+    """A record of the traffic of the bridge."""
 
     def __init__(self, switch: int, file: Path) -> None:
         self._file = file
@@ -375,7 +375,7 @@ class Capture:
         assert self._recorder.stdout.readline() == "recording\n", "the capture does not start"
 
     def stop(self) -> None:
-        """End the record. AssertionError where frames were lost: what is not in it may have been there."""
+        """End the record. AssertionError if frames were lost, because the record is then incomplete."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
@@ -388,7 +388,7 @@ class Capture:
         assert lost == "0\n", f"frames lost by the capture: {lost or 'it broke off'}"
 
     def conversations(self) -> dict[tuple[tuple[str, int], tuple[str, int]], bytes]:
-        """Bytes sent over TCP, in order, by ((address, port) of the sender, of the receiver)."""
+        """Return the bytes sent over TCP, by (address, port) of the sender and of the receiver."""
         from tools.cluster.capture import conversations, read_frames
 
         assert self._recorder is None, "the record still runs"
@@ -396,7 +396,7 @@ class Capture:
 
 
 def remove_abandoned() -> list[Path]:
-    """Remove what clusters left whose makers were killed; the folders removed."""
+    """Remove the leftovers of clusters whose makers were killed. Return the removed folders."""
     removed = []
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
@@ -419,7 +419,7 @@ def remove_abandoned() -> list[Path]:
 
 
 def _marked(folder: Path) -> dict[int, str]:
-    """The living processes that hold a cluster, by the folder that their command lines name."""
+    """Return the processes that hold a cluster, by the folder in their command lines."""
     found = {}
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError):
@@ -435,7 +435,7 @@ def _children_of(pid: int) -> list[int]:
 
 
 def _sshd() -> str:
-    # It starts itself again for each connection, so it wants its whole path.
+    # sshd starts itself again for each connection, so it needs its full path.
     found = shutil.which("sshd", path=network.PATH)
     assert found is not None
     return found

@@ -1,10 +1,9 @@
-"""Networks that stand on this machine alone: network namespaces, joined by a bridge with cables of a chosen width.
+"""Networks inside this machine: network namespaces, joined by a bridge with cables of a chosen rate.
 
-A namespace lives as long as its holder, a process that waits at the end of a pipe of its owner: when that closes, in
-any way in which the owner ends, the kernel takes the namespace and its cable away. Nothing is left on disk or in the
-network of this machine.
+A namespace lives as long as its holder, a process that reads a pipe of its owner. When the owner ends, the pipe closes
+and the kernel removes the namespace and its cable. Nothing is left on disk or in the network of this machine.
 
-Fails with OSError, saying which command was refused and why.
+Raises OSError with the refused command and the reason.
 """
 
 from __future__ import annotations
@@ -22,18 +21,21 @@ TOOLS = ("ip", "unshare", "nsenter")
 BRIDGE_TRIAL = "ip link add name trial type bridge && ip link add name one type veth peer name other"
 SHAPED_TRIAL = f"{BRIDGE_TRIAL} && tc qdisc add dev one root tbf rate 1mbit burst 16kb latency 50ms"
 QUEUE_S = 0.5
-"""Longest wait of a byte for a cable; what comes on top is dropped. Long enough for the chunks in flight: where
-narrow cables drop what is sent, TCP waits for longer than the copy of a small version takes."""
+"""Longest wait of a byte for a cable. More is dropped.
+
+It is long enough for the chunks in flight. If a slow cable drops packets, TCP waits longer than the copy of a small
+version takes.
+"""
 BURST_BYTES = 16 << 10
-"""Bytes that a cable that was idle lets pass at once."""
+"""Bytes that an idle cable passes at once."""
 
 
 def why_not(
     tools: Sequence[str], packages: str, trial: str, *, unshare: Sequence[str] = ("unshare", "--net")
 ) -> str | None:
-    """Reason that no network can be made here; None where one can.
+    """Return the reason why this machine allows no network, or None.
 
-    ``trial`` is a shell command that is tried in fresh namespaces, ``packages`` those of Debian that bring ``tools``.
+    ``trial`` is a shell command to try in new namespaces. ``packages`` are the Debian packages of ``tools``.
     """
     if sys.platform != "linux":
         return "network namespaces are Linux's"
@@ -50,12 +52,12 @@ def why_not(
 
 
 def why_no_shaped_network() -> str | None:
-    """Reason that there can be no cables of a chosen width here; None where there can."""
+    """Return the reason why this machine allows no cables of a chosen rate, or None."""
     return why_not((*TOOLS, "tc"), "iproute2 util-linux", SHAPED_TRIAL)
 
 
 class Namespace:
-    """A network namespace. ``mark`` stands in the command line of its holder."""
+    """A network namespace. ``mark`` is in the command line of its holder."""
 
     def __init__(self, mark: str = "") -> None:
         self._holder = subprocess.Popen(
@@ -64,7 +66,7 @@ class Namespace:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            # A Ctrl-C is for the owner alone.
+            # Ctrl-C must reach only the owner.
             process_group=0,
         )
         assert self._holder.stdin is not None
@@ -84,7 +86,7 @@ class Namespace:
         return self._holder.pid
 
     def within(self, argv: Sequence[str]) -> list[str]:
-        """The command that runs ``argv`` in it, as the same process."""
+        """Return the command that runs ``argv`` in it, as the same process."""
         return ["nsenter", f"--target={self.pid}", "--net", *argv]
 
     def run(self, *commands: str) -> None:
@@ -95,7 +97,7 @@ class Namespace:
                 raise OSError(f"{command}: {done.stderr.strip() or f'exit code {done.returncode}'}")
 
     def close(self) -> None:
-        """Take it away, once what runs in it has ended."""
+        """Remove it. Its processes must have ended."""
         for stream in (self._holder.stdin, self._holder.stdout):
             assert stream is not None
             stream.close()
@@ -103,7 +105,7 @@ class Namespace:
 
 
 class Switch(Namespace):
-    """A bridge, in a namespace of its own. Hosts are plugged into its ports."""
+    """A bridge in a namespace of its own. Hosts are connected to its ports."""
 
     def __init__(self, mark: str = "") -> None:
         super().__init__(mark)
@@ -114,7 +116,7 @@ class Switch(Namespace):
             raise
 
     def plug(self, port: str, pid: int, address: str) -> None:
-        """Run a cable from ``port`` to eth0 in the namespace of process ``pid``, which has ``address`` there."""
+        """Connect ``port`` to eth0 in the namespace of process ``pid``, with the address ``address``."""
         self.run(
             f"ip link add name {port} type veth peer name eth0 netns {pid}",
             f"ip link set dev {port} master bridge up",
@@ -124,7 +126,7 @@ class Switch(Namespace):
         )
 
     def narrow(self, port: str, pid: int, *, bytes_per_s: float) -> None:
-        """Let that cable carry no more than so much, in each direction by itself."""
+        """Limit the rate of that cable, in each direction separately."""
         bits = round(8 * bytes_per_s)
         shape = f"root tbf rate {bits}bit burst {BURST_BYTES} latency {round(1000 * QUEUE_S)}ms"
         self.run(
@@ -157,11 +159,11 @@ class ShapedNetwork:
         self.close()
 
     def holder(self, host: int) -> int:
-        """A process in the namespace of a host."""
+        """Start a process in the namespace of a host."""
         return self._hosts[host].pid
 
     def close(self) -> None:
-        """Take it away, once what runs on the hosts has ended."""
+        """Remove it. The processes on the hosts must have ended."""
         for host in self._hosts:
             host.close()
         self._switch.close()
