@@ -1,7 +1,7 @@
 """Figures of the code itself: ``python -m tools.code_figures``.
 
-Prints sizes, shares and counts of the package, its rooms and its tests, as a table in Markdown. Everything is read from
-the files that git tracks; nothing is imported or run. Fails where git does, or where a file is no Python.
+Prints sizes, shares and counts of the package, its folders and its tests as a table in Markdown. The tool reads the
+files that git tracks, and imports and runs nothing. Fails if git fails or a file is not Python.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def sleeps(modules: Sequence[Module]) -> int:
 
 
 def package_rows(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
-    """Rows of the table that tell of the package."""
+    """Rows about the package."""
     lengths = [module.lines for module in modules]
     functions = [function for module in modules for function in module.functions()]
     long = sum((function.end_lineno or 0) - function.lineno + 1 > LONG_FUNCTION for function in functions)
@@ -192,7 +192,7 @@ def room_rows(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
 
 
 def test_rows(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
-    """Rows of the table that tell of the tests."""
+    """Rows about the tests."""
     functions = [f for module in modules for f in module.functions() if f.name.startswith("test_")]
     yield (
         "tests: files / kLOC / functions",

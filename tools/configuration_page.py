@@ -51,7 +51,7 @@ UNITS = {
     "staleness.max": "versions",
     "weights.versions_held": "versions",
 }
-"""Units that the name does not tell."""
+"""Units that the name does not show."""
 PREFIXES = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 

@@ -1,13 +1,14 @@
-"""Ends every process that a tool starts, whatever ends the tool.
+"""Ends every process that a tool starts when the tool ends, in any way.
 
 ``if __name__ == "__main__": sys.exit(kept.run(main))`` runs the tool below a warden (workers/warden.py):
 
     the process that was started ── warden ── the tool ── its processes
 
-The first process passes SIGTERM, SIGINT and SIGHUP on to the tool, which cleans up and ends. Invariant: when the tool
-ends, ``grace_s`` after the first signal, at the second one, or when the first process is killed by SIGKILL, the warden
-kills all that is left, in any session. The exit code is the tool's. A tool that is process 1 of a pid namespace runs as
-it is: the kernel ends everything with it.
+The first process forwards SIGTERM, SIGINT and SIGHUP to the tool, which cleans up and ends.
+
+Invariant: the warden kills every process that is left, in any session, at the first of these: the tool ends,
+``grace_s`` pass after the first signal, a second signal comes, or the first process is killed by SIGKILL. The exit code
+is the tool's. A tool that is process 1 of a pid namespace has no warden, because the kernel ends everything with it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from asyncrl.workers import warden
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GRACE_S = 30.0
-"""Time that a tool has to clean up after a signal."""
+"""Time for a tool to clean up after a signal."""
 
 
 def run(main: Callable[[], int | None], grace_s: float = GRACE_S) -> int | None:
-    """Run ``main`` in a process below a warden; its result there. Elsewhere this process ends with the tool."""
+    """Run ``main`` in a process below a warden and return its result there. The first process ends with the tool."""
     if os.getpid() == 1:
         _end_on_signals()
         return main()
-    # Before the forks: a signal waits until the one who is to act on it can.
+    # Before the forks: signals wait until their receiver can act.
     signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPPING, signal.SIGCHLD))
     first, guard = os.getpid(), os.fork()
     if guard:
@@ -47,7 +48,7 @@ def run(main: Callable[[], int | None], grace_s: float = GRACE_S) -> int | None:
 def become(command: Sequence[str]) -> NoReturn:
     """Replace this process by a command that calls ``run`` again as process 1 of a pid namespace.
 
-    Until then it would lose a signal, which therefore waits.
+    Signals wait until then, because this process would lose them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     os.execvp(command[0], list(command))

@@ -24,7 +24,7 @@ class MemoryNetwork:
         return MemoryTransport(self)
 
     def free_address(self) -> str:
-        """An address that nobody has bound."""
+        """Return a free address."""
         self._next += 1
         return f"memory://{self._next}"
 

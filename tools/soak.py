@@ -1,13 +1,16 @@
-"""Run the real vLLM through an update after every step, in every mode and by every transport, and look at the result.
+"""Update the real vLLM after every step, in every mode and by every transport, and check the run.
 
     python -m tools.soak
     python -m tools.soak --steps 50 --transport gloo --mode keep
 
-Two rollouters, ``weights.verify = "full"``. A run is stopped when both serve a version that is ``--steps`` newer than
-the first that both served. After each run: every trajectory's version spans are contiguous, in order and cover it; all
-engines held the same weights after each update (their checksums, and the learner's probe to within rounding); both have
-come to the end with the learner; no engine was restarted. One line a run, then JSON. Exit code 1 if anything does not
-hold.
+A run has two rollouters and ``weights.verify = "full"``. The tool stops it when both serve a version that is
+``--steps`` newer than the first that both served. Then it checks that
+
+- the version spans of every trajectory are contiguous, in order and complete;
+- all engines held the same weights after each update: equal checksums, and the learner's probe within rounding;
+- both rollouters reached the last version, and no engine was restarted.
+
+It prints one line a run, then JSON. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ PROBE_KL = 1e-8
 
 
 def configuration(transport: str, mode: str, model: Path) -> dict[str, Any]:
-    """A version a step, until it is stopped."""
+    """Return a run with a version a step, without an end."""
     return {
         "run": {"samples_per_step": 1000},
         "model": {"path": str(model)},
@@ -63,8 +66,8 @@ def configuration(transport: str, mode: str, model: Path) -> dict[str, Any]:
 
 
 def follow(run: LiveRun, steps: int) -> None:
-    """Stop a run once both rollouters have come ``steps`` versions further. Raises RunEnded or TimeoutError."""
-    # A run begins with the rollouter that is ready first, and may be some steps old when the second is.
+    """Stop a run when both rollouters are ``steps`` versions further. Raises RunEnded or TimeoutError."""
+    # A run starts with the first ready rollouter, so it can be some steps old when the second is ready.
     run.until(lambda: len(run.served()) == REPLICAS, "a version served by each rollouter", RUN_S)
     last = max(run.served().values()) + steps
     run.until(lambda: min(run.served().values()) >= last, f"version {last} served by each rollouter", RUN_S)
@@ -73,7 +76,7 @@ def follow(run: LiveRun, steps: int) -> None:
 
 
 def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
-    """Problems, where something does not hold, and figures of the run."""
+    """Return the problems and the numbers of the run."""
     problems = []
     trajectories = mixed = 0
     for path in sorted((run.run_dir / "samples").glob("step_*")):
@@ -100,7 +103,7 @@ def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
     drifts = [abs(u["policy/probe_kl"]) for u in updates if u.get("policy/probe_kl") is not None]
     if len(drifts) != len(updates) or max(drifts) > PROBE_KL:
         problems.append(f"{len(drifts)} of {len(updates)} updates were probed, the worst was off by {max(drifts):.2g}")
-    # It is stopped, and waits for no update that nobody needs any more.
+    # A stopped run does not wait for its last updates.
     if min(run.served().values()) < run.step - STALENESS:
         problems.append(f"at the end {run.served()} is served, of {run.step} versions")
     replaced = sum(
@@ -122,7 +125,7 @@ def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=SUMMARY)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all")

@@ -1,7 +1,7 @@
 """Episodes in the plain loop (synchronous.py): the user's function plays in this process, each call answered by itself.
 
-A call goes on from the answer that its messages repeat, whose tokens are not encoded again. One sequence for each
-answer that nothing goes on from, in the order of what was asked. No limit of turns, context or time is kept.
+A call continues the answer that its messages repeat; the tokens of that answer are not encoded again. Each answer
+without a continuation makes one sequence, in the order of the calls. There are no limits of turns, context or time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl.stops import Stops
 from asyncrl.tokenizer import Tokenizer
 
 Ask = Callable[[str, list[int]], Awaitable[Response]]
-"""Has the policy go on behind token ids, with the noise of a key."""
+"""Samples a continuation of token ids, with the noise of a key."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class Answer:
     """A call of the policy, and what it answered."""
 
     path: list[Answer]
-    """Answers that it goes on from, and itself."""
+    """The answers before it, and itself."""
     number: int
     context: list[int] = field(default_factory=list)
     """Tokens behind the answer before."""

@@ -1,7 +1,7 @@
-"""Wall clocks that a test sets, those of all Python processes that are started meanwhile; for each host its own.
+"""Sets the wall clocks of new Python processes in a test, one clock for each host.
 
-``time.time`` and ``time.time_ns`` are what is set, by a sitecustomize.py on the PYTHONPATH, which a run passes on to
-its hosts. A clock that is set while a process lives is so within LOOK_S.
+A sitecustomize.py on the PYTHONPATH replaces ``time.time`` and ``time.time_ns``. A run passes the PYTHONPATH to its
+hosts. A live process sees a new setting within LOOK_S.
 """
 
 from __future__ import annotations

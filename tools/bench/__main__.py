@@ -1,8 +1,7 @@
 """``python -m tools.bench NAME``: measure asyncrl against the floor.
 
-A table goes to stderr, with all that engines log; with ``--json`` stdout is one JSON object whose last key is
-``ratios``, and nothing else.
-The exit code says nothing of the targets: 0 when everything was measured.
+A table and the logs of engines go to stderr. With ``--json``, stdout is one JSON object whose last key is ``ratios``.
+The exit code does not depend on the targets: it is 0 if everything was measured.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--break-broadcast", action="store_true", help="then one broadcast breaks; weights come by these"
     )
-    bench.add_argument("--no-top", action="store_true", help="without asyncrl-top beside it")
+    bench.add_argument("--no-top", action="store_true", help="without a running asyncrl-top")
     bench = benches.add_parser("idle", help="processor time of rollouters that have nothing to do, and their start")
     bench.add_argument("--replicas", type=_positive, default=256, help="simulated (256)")
     bench.add_argument("--per-process", type=_positive, default=None, help="of them in a process (by the processors)")
@@ -71,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--steps", type=_positive, default=8, help="synchronous steps; 5 times as many without (8)")
     bench.add_argument("--only", choices=["calls", "open", "async"], help="one of the three parts")
     bench = benches.add_parser("fanout", help="time of a version until all hosts have it, against one copy to one host")
-    bench.add_argument("--hosts", type=_positive, default=16, help="besides that of the parameter server (16)")
+    bench.add_argument("--hosts", type=_positive, default=16, help="without that of the parameter server (16)")
     bench.add_argument("--pairs", type=_positive, default=3, help="pairs of each comparison, and deaths (3)")
     for bench in benches.choices.values():
         bench.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -1,4 +1,4 @@
-"""A rollouter's peers, cut down to what it needs to work: leases, rewards, thanks and versions of its weights.
+"""Minimal peers of a rollouter: leases, rewards, acknowledgements and versions of its weights.
 
 All four are actors on the in-memory transport of this process, so every message passes the codec and the runtime
 as it does between processes.
@@ -30,9 +30,9 @@ class Exchange:
     serving: int = -1
     """The version that the rollouter serves."""
     updates: list[UpdateTimes] = field(default_factory=list)
-    """Costs of updates, as they are told."""
+    """Reported costs of updates."""
     changed: ParkingLot = field(default_factory=ParkingLot)
-    """Those who wait for a version to be there, or to be served."""
+    """Waits for a published or served version."""
     parked: ParkingLot = field(default_factory=ParkingLot)
     delivered: ParkingLot = field(default_factory=ParkingLot)
     leased: int = 0

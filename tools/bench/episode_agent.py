@@ -1,4 +1,4 @@
-"""The agent of ``python -m tools.bench episodes``: it calls the policy when the benchmark says so, and tells the time.
+"""The agent of ``python -m tools.bench episodes``: it calls the policy on request and reports the time.
 
 It is an episode's function and lives in a worker of the episode host. It connects to the benchmark's socket; a line
 ``chat`` or ``http`` is one call, by its client or through the endpoint, answered by a line with its seconds. It carries
@@ -17,7 +17,7 @@ from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.task import Task
 
 TURNS = 8
-NEXT = "Go on, and say what you have found so far in a line or two, then name the next thing that you will look at."
+NEXT = "Continue, and report your findings in a line or two, then name the next step."
 
 
 async def play(task: Task, client: Client, socket: str) -> float:

@@ -1,4 +1,4 @@
-"""One call of the policy from an episode, against the engine alone: what the way there and back costs.
+"""One call of the policy from an episode, compared with the engine alone: the cost of the path.
 
 The rollouter and the stubs of its peers live in this process, the episode host and its worker in processes of their
 own, as they do in a run; all talk over TCP. The agent (episode_agent.py) measures a call from where it stands: through
@@ -44,7 +44,7 @@ ANSWER_TOKENS = 40
 STEP_S = 0.005
 READY_S = 60.0
 OVERHEAD_MS = 5.0
-"""Most that a call may cost beside the engine, by the median."""
+"""Target for the cost of a call without the engine, median."""
 
 
 def config(folder: Path, socket: Path) -> Config:
@@ -78,7 +78,7 @@ def config(folder: Path, socket: Path) -> Config:
                 },
             },
             "learner": {"backend": "sim", "sim": {"publish_bytes": 4096}},
-            # Nobody beats in this process.
+            # No heartbeats in this process.
             "supervision": {"silence_s": 1e6},
             "log": {"level": "warning"},
         }

@@ -1,9 +1,8 @@
 """Whole runs of episodes on the simulated engine: many that are open on one rollouter, and a step without a barrier.
 
-``measure_open``: how late the event loops of the rollouter and of its episode host are, while so many episodes are
-open, of which most wait for their tools. ``measure_async``: the time of a step of a run whose staleness may grow,
-against that of the same run with ``staleness.max = 0``, in which all episodes of a step are played to their ends before
-it is trained, and none is begun before that. Tools take a lognormal time, with sigma = 1.
+``measure_open``: the lag of the event loops of the rollouter and of its episode host with many open episodes. Most of
+these wait for their tools. ``measure_async``: the step time of an asynchronous run, compared with ``staleness.max =
+0``, where all episodes of a step end before it is trained. The time of tools is lognormal with sigma 1.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def measure_open(report: Report, *, episodes: int) -> None:
     over = float(np.mean(np.asarray(bare) > LAG_TARGET_S))
     report.figures["lag_bare"] = {"p99_s": late, "over_50ms_share": over, "samples": len(bare)}
     report.say(
-        f"bare loop      lag p99 {1e3 * late:.0f} ms, {100 * over:.2f} % over 50 ms: of this machine, beside them"
+        f"bare loop      lag p99 {1e3 * late:.0f} ms, {100 * over:.2f} % over 50 ms: of an idle loop on this machine"
     )
 
 

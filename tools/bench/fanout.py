@@ -1,12 +1,12 @@
 """``python -m tools.bench fanout``: the time of a version until many hosts have it, against one copy to one host.
 
-Each host is a network namespace whose cable carries so much in each direction and no more (``settings`` say how much);
-a process on each is what a run has there as far as weights are concerned (fanout_host.py), and one more host has the
-parameter server. The cable is so narrow that it bounds a copy, and not the processors, which all hosts share.
+Each host is a network namespace with a cable of a limited rate in each direction (``settings``). A process on each host
+has the parts of a run that handle weights (fanout_host.py). One more host has the parameter server. The cable is slow
+enough to bound a copy, because all hosts share the processors.
 
-Measured is the time from the publication until a version is served: by one host that takes it alone, in turns with all
-hosts that take it at once. Then, as often, a relay that has hosts above and below it is killed when it has half of a
-version, and nobody tells anybody of it: the version is lost for each surviving host that does not serve it in time.
+The bench measures the time from publication until a version is served: by one host alone, in turns with all hosts at
+once. Then it kills a relay that has half of a version, without a message to any host. A version counts as lost on each
+surviving host that does not serve it in time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tools.cluster.network import ShapedNetwork
 ALL_TARGET = Target("<=", 2.0)
 LOST_TARGET = Target("<=", 0.0)
 SLOWEST = 10
-"""Copies to one host that a version may take before it counts as lost, beside the deadlines of the run."""
+"""A version is lost after this many times a copy to one host, plus the deadlines of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The processes on the hosts of the benchmark of fan-out: their orders, and what they have told.
+"""The processes on the hosts of the fan-out bench: their orders and reports.
 
 Fails with ActorFailed when a process ends unasked, and with DeadlineExceeded, naming who has not done what, when
 something takes longer than it may.
@@ -33,7 +33,7 @@ ROOT = 0
 
 @dataclass(slots=True)
 class Host:
-    """One host, as far as it is known."""
+    """The known state of one host."""
 
     incarnation: int
     pid: int = 0

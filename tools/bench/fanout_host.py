@@ -1,14 +1,12 @@
 """The hosts of the benchmark of fan-out: ``python -m tools.bench.fanout_host`` makes a process on each.
 
-Host 0 has the parameter server, each other host a rollouter as far as weights are concerned: the real follower of
-updates with the real fetch and relay, and a simulated engine that loads in no time. There is no controller: a host is
-found at an address that is told at the start. All are forks of one process, since to import all of it for each of many
-takes far longer than what is measured.
+Host 0 has the parameter server. Each other host has the weight-update code of a rollouter with the real fetch and
+relay, and a simulated engine that loads at once. There is no controller: addresses are given at the start. All hosts
+are forks of one process, because imports take far longer than the measured time.
 
-Each line of standard input describes a host; its process connects to the socket that it names. It reads orders there,
-``publish`` a version, or ``take`` the next one, and a host may sit one out. It tells events in lines, each with the
-time of a clock that all processes of this machine share. It ends when that connection does, and the process that forks
-when standard input does.
+Each line of standard input describes a host. Its process connects to the named socket and reads orders there:
+``publish`` a version, or ``take`` the next one. It writes events in lines, each with the time of a clock that all
+processes share. It ends with that connection, and the forking process ends with standard input.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from asyncrl.wire.zeromq import ZmqTransport
 RUN_ID = "fanout"
 PORT = 7000
 NOWHERE_S = 1.0
-"""Time until a peer that looks for another incarnation of a host is told to look again where it was."""
+"""Time until a peer that looks for another incarnation of a host tries the same address again."""
 CLONE_NEWNET = 0x40000000
 Tell = Callable[..., None]
 """An event and its facts."""
@@ -79,7 +77,7 @@ class Root(ParameterServer):
 
 
 class Replica(Actor):
-    """A rollouter as far as weights are concerned. It takes up one version for each order."""
+    """The weight updates of a rollouter. It loads one version for each order."""
 
     role = "rollouter"
     kind = "engine"
@@ -181,7 +179,7 @@ async def live(first: dict[str, Any]) -> None:
     async with asyncio.TaskGroup() as tasks:
         life = tasks.create_task(actor.main())
         orders = tasks.create_task(obey(reader, actor))
-        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor tells nobody that it is ready
+        while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
             await asyncio.sleep(0.01)
         tell("ready")
         await life
@@ -211,7 +209,7 @@ def become(first: dict[str, Any]) -> None:
 def main() -> None:
     """Make a process for each line of standard input."""
     configure_logging("warning")
-    # Nobody asks how a host has ended but by its connection.
+    # The end of the connection reports the end of a host.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         if os.fork() == 0:

@@ -171,7 +171,7 @@ def summarize(lines: list[dict[str, Any]]) -> Run:
 
 
 def to_toml(tree: dict[str, Any], prefix: str = "") -> str:
-    """A tree of tables, numbers, texts and lists as TOML; what is None is left out."""
+    """Return a tree of tables, numbers, texts and lists as TOML, without None values."""
     values = [f"{key} = {json.dumps(value)}" for key, value in tree.items() if not isinstance(value, dict | None)]
     tables = [
         f"[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}"

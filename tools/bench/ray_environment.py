@@ -1,7 +1,7 @@
 """Ray in an environment of its own, and a process that runs its side.
 
-Ray is never a dependency of asyncrl and never imported here. All that the process starts (raylet, GCS, workers) is gone
-when the context ends, by itself or killed; so is its folder.
+Ray is never a dependency of asyncrl and never imported here. When the context ends, every process
+that it started (raylet, GCS, workers) and its folder are gone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ async def ray() -> AsyncIterator[Ray]:
                 process.kill()
                 await process.wait()
             for member in family:
-                # Processes are told apart by their start time too, so a number used again is safe.
+                # The start time identifies a process too, so a number that is used again is safe.
                 if member.is_running():
                     member.kill()
             psutil.wait_procs(family, timeout=CLOSE_S)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Ray's side of the benchmark of calls; runs in Ray's own environment and imports nothing of asyncrl.
 
-Reads one JSON object a line from stdin, ``{"do": NAME, ...}``, and answers each with ``{"value": FIGURE}`` on the
-stdout that it was started with; all that Ray prints goes to stderr. It ends, and Ray with it, when stdin does.
+Reads one JSON object a line from stdin, ``{"do": NAME, ...}``, and answers each with ``{"value": FIGURE}`` on its
+original stdout. The output of Ray goes to stderr. It ends, together with Ray, when stdin ends.
 The figures are those of sides.py: a median round trip in s, calls/s, and the seconds of a job.
 """
 

@@ -101,7 +101,7 @@ class Report:
 
 @contextmanager
 def for_json_alone() -> Iterator[TextIO]:
-    """Standard output. All that others write there meanwhile, our processes included, goes to standard error."""
+    """Standard output. Other output of this time goes to standard error."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as stdout:
         os.dup2(2, 1)

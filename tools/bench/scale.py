@@ -1,20 +1,19 @@
-"""``python -m tools.bench scale``: one control plane under many rollouters, and what watching it costs.
+"""``python -m tools.bench scale``: one control plane under many rollouters, and the cost of watching it.
 
-Controller, dataloader, learner, parameter server and reward pool are what they are in any run, each a process of its
-own on real sockets, under full monitoring: heartbeats of all, recorded snapshots, and somebody who watches. Engines and
-learner are timing models. Where the machine has not the processors for as many processes, several rollouters share one
-(``settings`` says how many), each with its own sockets; their figures of processors are then those of their agent. They
-would be on other hosts, so they have what the control plane leaves of the processors. Such a process is a host to the
-control plane, with a node agent.
+Controller, dataloader, learner, parameter server and reward pool are those of a real run: each is a process on real
+sockets with heartbeats, recorded snapshots and a running asyncrl-top. Engines and learner are timing models. If the
+machine has too few processors, several rollouters share a process (``settings`` has the number), each with its own
+sockets. Their processor time is then that of their agent. They would run on other hosts, so they get only the processor
+time that the control plane leaves. For the control plane such a process is a host with a node agent.
 
-The measured time begins when all rollouters are ready, the trajectories are in flight and a step is trained. After
-``steps`` steps in which nothing happens, and if that is wanted, one host stands still (``freeze_s``), and one broadcast
-breaks (``break_broadcast``; the weights then come by broadcast all the time, with a stand-in for their bytes: see
-scale_collective.py). Each of these is measured by itself, until the run is as before.
-The lag of an event loop is that of a timer every 0.1 s; one that comes late counts for all that should have come. It
-includes the wait for a processor.
-Nothing is lost if every leased group was trained once, filtered or quarantined, leased again after a death, or is
-still out, everybody is ready, and nothing went wrong on the wire.
+The measurement begins when all rollouters are ready, the trajectories are in flight and a step is trained. The first
+phase has ``steps`` undisturbed steps. On request, one host then freezes (``freeze_s``), and one broadcast breaks
+(``break_broadcast``: all weights come by broadcast, with a stand-in for their bytes, see scale_collective.py). Each
+phase is measured alone, until the run has recovered.
+
+The lag of an event loop is the delay of a timer every 0.1 s, and includes the wait for a processor. A late timer counts
+for all missed ones. Nothing is lost if every leased group was trained once, filtered or quarantined, leased again
+after a death, or is outstanding, all actors are ready, and no message was refused.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from asyncrl.runtime.heartbeat import Heartbeats
 SLICE_S = 0.05
 """Actors that are due within this time beat one right after the other: to wake up costs more than a beat left out."""
 IDLE_S = 0.1
-"""Pause while there is nobody to beat for."""
+"""Pause while no actor needs heartbeats."""
 
 
 class Heart:
@@ -38,7 +38,7 @@ class Heart:
             self._wanted.pop(beats, None)
 
     def stop(self) -> None:
-        """Beat for nobody any more."""
+        """Stop all heartbeats."""
         self._stop.set()
         self._thread.join()
 

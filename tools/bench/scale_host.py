@@ -1,14 +1,13 @@
 """A host of simulated rollouters: ``python -m tools.bench.scale_host RUN CONTROLLER HOST FIRST COUNT``.
 
-Each rollouter is the actor that it is in a process of its own, with its own server, its own connections and heartbeats;
-they share an event loop and an interpreter. Beside them is a node agent as far as the control plane sees it: it tells
-the actors of this host and what the process takes, ends those that are condemned and starts those again that have
-ended, under the next incarnation. SIGTERM has it ask for the end of the run.
+Each rollouter is the real actor with its own server, connections and heartbeats; all share an event loop and an
+interpreter. The process also plays the node agent of the host: it reports the actors and their resources, ends
+condemned actors, and restarts ended ones under the next incarnation. On SIGTERM it asks for the end of the run.
 
-They would be on other hosts, so they have the least share of the processors that Linux gives: SCHED_IDLE, and where it
-shares them among sessions first (sched_autogroup_enabled), the least for this session, which must be our own. In that
-of the control plane they would weigh next to nothing in one group with it, and the kernel's own threads, which carry
-the bytes of a terminal, were seen to wait for that group for seconds.
+These rollouters would run on other hosts, so the process gets the smallest share of the processors: SCHED_IDLE, and
+with sched_autogroup_enabled the lowest weight for its own session. In the session of the control plane they would weigh
+next to nothing together with it. The kernel threads that carry the bytes of a terminal then waited for that group for
+seconds.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tools.bench import scale_collective
 
 STEADY, FROZEN, BROKEN = "steady", "frozen", "broken"
 SHORTEST_S = 20.0
-"""Shortest phase: a lag every 0.1 s makes two hundred samples, of which two are above the 99th percentile."""
+"""Shortest phase: a lag every 0.1 s makes two hundred samples, so two are above the 99th percentile."""
 RECOVERY_S = 300.0
 """Longest that a run may take to be as before after something was done to it."""
 STEP_S = 120.0
@@ -75,7 +75,7 @@ def broken(run_dir: Path) -> Phase:
 
 
 def is_whole(snapshot: Snapshot) -> bool:
-    """Whether everybody is ready."""
+    """Whether all actors are ready."""
     return all(actor.condition == "ready" for actor in snapshot.actors)
 
 

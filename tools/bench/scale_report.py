@@ -21,7 +21,7 @@ FACTS_TARGET = 0.01
 OBSERVED_S = 3e-6
 """Cost, at most, to count a value and to measure it, the timer of the event loop's lag included."""
 COUNTED_AT_ONCE = frozenset({"staleness/tokens"})
-"""Histograms of which one call counts many values."""
+"""Histograms that count many values in one call."""
 TIMED = 20_000
 LAG_TARGET_S = 0.05
 TOP_TARGET = 0.10
@@ -48,9 +48,9 @@ def _of(snapshot: Snapshot, name: str) -> ActorView:
 
 
 def lost(first: Snapshot, snapshot: Snapshot, *, of_the_dead: bool = False) -> dict[str, float]:
-    """Losses between two snapshots, by their kind; empty if there are none. ``of_the_dead``: some have died."""
+    """Losses between two snapshots, by their kind; possibly empty. ``of_the_dead``: some actors died."""
     faults = [name for name in FAULTS if not (of_the_dead and name in OF_THE_DEAD)]
-    # An actor that was started again counts anew.
+    # The counters of a restarted actor begin at 0.
     found = {name: count for name in faults if (count := max(0.0, total(snapshot, name) - total(first, name)))}
     leases = _of(snapshot, "dataloader/0").metrics
     kinds = ("trained", "filtered", "quarantined", "returned", "recovered")
@@ -189,7 +189,7 @@ def report_lag(report: Report, phase: str, now: ActorView, meanwhile: Interval) 
     found = {f"p{share * 100:g}_s": quantile(counts, edges, share) for share in (0.5, 0.9, 0.99, 0.999)}
     typical, late_s = found["p50_s"], found["p99_s"]
     if typical is None or late_s is None:
-        raise ActorFailed(now.name, "told nothing of the lag of its event loop")
+        raise ActorFailed(now.name, "reported no lag of its event loop")
     late = sum(counts[edges.index(LAG_TARGET_S) + 1 :]) / sum(counts)
     # By buckets: the p99 lies at or below the target exactly if no more than 1 % are above it.
     report.ratio(f"{phase}_lag_p99_{role}_s", late_s, Target("<=", LAG_TARGET_S))

@@ -1,4 +1,4 @@
-"""asyncrl-top on a terminal that nobody sees: when it draws there, and what that costs."""
+"""asyncrl-top on a hidden terminal: when it draws, and the cost of drawing."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Watched:
 
     phases: list[Seen] = field(default_factory=list)
     ready_s: float = 0.0
-    """Seconds from the start of the first process until everybody was ready."""
+    """Seconds from the start of the first process until all actors were ready."""
     marks: list[Mark] = field(default_factory=lambda: [Mark(0.0)])
     """How many actors were ready when, until all were."""
     first_step_s: float = 0.0
@@ -70,7 +70,7 @@ class Follower:
         over: Callable[[Seen], None],
     ) -> None:
         """``actors`` are those that the run begins with, the controller excluded; ``wanted`` trajectories are to be in
-        flight; ``say`` tells people how far it is; ``over`` is given each phase when it is measured.
+        flight; ``say`` prints the progress; ``over`` is given each phase when it is measured.
         """
         self._actors, self._wanted, self._left, self._say, self._over = actors, wanted, list(phases), say, over
         self._began = self._since = self._at = time.monotonic()

@@ -1,8 +1,8 @@
 """The process on the other side of the benchmarks of calls and of weights: ``python -m tools.bench.served``.
 
-It runs one real actor without a controller, on an event loop as every actor has it, and beside it on the same loop
-what raw pyzmq needs to do the same work. Its first line of stdin says which actor and with which secret; its first
-line of stdout says where everything is bound; it ends in good order when stdin does.
+It runs one real actor without a controller on the event loop of every actor, and raw pyzmq servers for the same work on
+the same loop. Its first line of stdin names the actor and the secret. Its first line of stdout has the bound addresses.
+It ends when stdin ends.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ async def serve(role: str, secret: str, config: str) -> None:
                 router.linger = 0
                 addresses[name] = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
                 echoes.append(tasks.create_task(raw_echo(router, copy=copy)))
-            while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor tells nobody that it is ready
+            while not actor.ready and not life.done():  # noqa: ASYNC110 - an actor has no event for this
                 await asyncio.sleep(0.01)
             sys.stdout.write(json.dumps({"actor": actor.address, **addresses}) + "\n")
             sys.stdout.flush()

@@ -5,7 +5,7 @@ as a reader opens it, its seals and its checksum verified, mapped and copied out
 with the same two copies through an anonymous shared mapping of its own, which has no name, no seal, no checksum, and is
 mapped once. Each side takes its memory from the system afresh, for a sealed segment is never written to again.
 
-Beside it, without a target, one copy between two arrays that both exist already: what no memory of its own costs.
+A further figure without a target is one copy between two existing arrays, which allocates no memory.
 """
 
 from __future__ import annotations

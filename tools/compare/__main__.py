@@ -1,8 +1,7 @@
 """``python -m tools.compare losses``: train the quickstart's task with each loss and advantage, and compare.
 
-Runs are kept in ``--folder``; a call that was interrupted goes on where it was. The table is printed and, with the
-figure, written beside the runs: table.md, figure.svg. Further arguments go to asyncrl-launch. The exit code is 1 if a
-run failed.
+Runs are kept in ``--folder``; an interrupted call continues there. The tool prints the table and writes table.md and
+figure.svg next to the runs. Further arguments go to asyncrl-launch. The exit code is 1 if a run failed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The runs of a comparison: each variant with each seed, a folder each, kept for the next call.
 
-Invariant: a folder with result.json holds a run that ended, made by the command that is in it; it is not made again
-while that command is the same. A run that fails is a result as well: it is told, and the others go on.
+Invariant: a folder with result.json holds an ended run and its command. The run is not repeated for the same command. A
+failed run is a result too: the tool prints it and continues with the others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tools.quickstart.assets import Assets
 
 RESULT, OUTPUT = "result.json", "output.txt"
 INTERRUPTED = (PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, -signal.SIGTERM, -signal.SIGKILL)
-"""Exit codes of a run that somebody ended, which is no result of its variant."""
+"""Exit codes of a run that a user ended. Such a run is no result."""
 LAST_LINES = 5
-"""Last lines that are told of the output of a run that failed."""
+"""Printed last lines of the output of a failed run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``python -m tools.learn RECIPE``: make model and tasks if they are not cached, train, and say what it brought.
+"""``python -m tools.learn RECIPE``: make model and tasks if they are not cached, train, and print the result.
 
 Further arguments go to asyncrl-launch:
 

@@ -21,7 +21,7 @@ from tools.learn.recipe import Message, Recipe, Row, Settings
 SPAN = 32
 GUESSES = 6
 FORGETS = 1 / 3
-"""Chance that the teacher forgets, at a guess, what it has been told."""
+"""Probability that a guess of the teacher ignores the answers before."""
 
 
 def ask(low: int, high: int) -> str:

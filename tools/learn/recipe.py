@@ -33,7 +33,7 @@ class Settings:
     steps: int = 400
     """Steps of the warm-up."""
     batch: int = 32
-    """Demonstrations of a step, drawn anew for each."""
+    """New demonstrations of each step."""
     lr: float = 1e-3
     """Peak learning rate of AdamW, after a linear rise over ``rise`` steps."""
     rise: int = 20

@@ -49,7 +49,7 @@ def warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe:
 def labelled(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], recipe: Recipe
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and the same with IGNORED for all that the assistant has not said."""
+    """Return the token ids of a conversation, and labels: IGNORED for tokens that are not the assistant's."""
 
     def rendered(count: int, *, answer: bool) -> list[int]:
         options: dict[str, Any] = {"tools": list(recipe.tools) or None, "add_generation_prompt": answer}

@@ -4,12 +4,12 @@
     python -m tools.planted_faults --only gate-counts-from-newest-version seal-without-incarnation
     python -m tools.planted_faults --tests tests/dataloader
 
-A fault meets the test of its module's name; where that passes, the other tests that import it; then those that import
-a module which imports it; with ``--whole`` at last the whole default run. It counts as caught by a test that fails with
-it and passes without it. A line tells of each; exit code 1 where one is not caught.
+For each fault the tool runs the test of the module's name, then the tests that import the module, then the tests that
+import an importer of it, and with ``--whole`` the default run. A test catches a fault if it fails with the fault and
+passes without it. The tool prints a line for each fault. The exit code is 1 if a fault is not caught.
 
-Fails before anything is run where a fault of the table (faults.py) does not fit the code: its text is to occur once,
-and what takes its place is to compile.
+Fails before any test if a fault of the table (faults.py) does not fit the code. Its text must occur once, and the
+changed file must compile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+(?:\[.*\])?)(?: - |$)", re.MUL
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of a fault. ``test`` is the one that caught it, or "" where none did."""
+    """The result of a fault. ``test`` caught it; empty if it was not caught."""
 
     fault: Fault
     test: str
@@ -52,7 +52,7 @@ class Verdict:
 
 
 def find(fault: Fault, root: Path) -> Path:
-    """The file of a fault. Raises ValueError where its text does not occur once, or what it makes is no code."""
+    """Return the file of a fault. Raises ValueError if its text does not occur once or the result does not compile."""
     files = {path: path.read_text() for path in sorted((root / "asyncrl").rglob("*.py"))}
     found = [path for path, text in files.items() for _ in range(text.count(fault.right))]
     if len(found) != 1:
@@ -66,7 +66,7 @@ def find(fault: Fault, root: Path) -> Path:
 
 
 def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
-    """Test files in stages: that of a module's own name; those that import it; those that do by way of one other."""
+    """Return test files in stages: of the module's name, importers, importers of importers."""
     helpers = set((root / "tests").rglob("*.py"))
     imports = {path: _imports(path) for path in [*(root / "asyncrl").rglob("*.py"), *helpers]}
 
@@ -86,7 +86,7 @@ def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
 
 
 def _module(path: Path, root: Path) -> str:
-    """The name by which others import it. The helpers of tests are known by their own name alone."""
+    """Return the name for imports. Helpers of tests have their file name."""
     parts = path.relative_to(root).with_suffix("").parts
     return parts[-1] if parts[0] == "tests" else ".".join(part for part in parts if part != "__init__")
 
@@ -103,9 +103,9 @@ def _imports(path: Path) -> set[str]:
 
 
 def judge(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> Verdict:
-    """Plant a fault in ``tree``, run the tests of each stage until one fails, and take it out again.
+    """Plant a fault in ``tree``, run the tests of each stage until one fails, and remove the fault.
 
-    Raises RuntimeError where pytest itself fails.
+    Raises RuntimeError if pytest itself fails.
     """
     file = find(fault, tree)
     right, began, remark = file.read_text(), time.monotonic(), ""
@@ -125,12 +125,12 @@ def judge(fault: Fault, tree: Path, stages: Sequence[Sequence[str]]) -> Verdict:
 
 def _write(file: Path, text: str) -> None:
     file.write_text(text)
-    # A compiled file is taken for that of a source of equal size and second.
+    # Python takes a compiled file for current if size and second of the source are equal.
     Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
 
 
 def _failures(tree: Path, *arguments: str) -> list[str]:
-    """The tests that fail, of those that pytest runs with these arguments."""
+    """Return the failing tests of a run of pytest with these arguments."""
     command = [sys.executable, *PYTEST, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
@@ -143,14 +143,14 @@ def _failures(tree: Path, *arguments: str) -> list[str]:
 
 
 def line(verdict: Verdict) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     by = verdict.test or verdict.remark or f"breaks {verdict.fault.breaks}"
     caught = "caught" if verdict.test else "NOT caught"
     return f"{verdict.fault.name:42} {caught:10} {verdict.seconds:6.1f} s  {by}"
 
 
 def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: bool) -> list[Verdict]:
-    """Plant each of the faults in a copy of ``root``. Raises ValueError where one does not fit."""
+    """Plant each fault in a copy of ``root``. Raises ValueError if one does not fit."""
     places = [find(fault, root) for fault in faults]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-faults-") as folder:
@@ -164,7 +164,7 @@ def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: boo
 
 
 def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FAULTS, root: Path = ROOT) -> int:
-    """Plant what is asked for; the exit code."""
+    """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.planted_faults", description="Plant faults, run the tests.")
     names = [fault.name for fault in faults]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names, help="these faults alone")
@@ -179,5 +179,5 @@ def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FA
 
 
 if __name__ == "__main__":
-    # By SIGTERM it ends as by Ctrl-C: the copy is removed.
+    # SIGTERM ends it like Ctrl-C, so the copy is removed.
     sys.exit(kept.run(main))

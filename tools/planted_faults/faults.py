@@ -1,7 +1,7 @@
-"""The table of planted faults: mistakes that pass a tired reader, each with the invariant or promise that it breaks.
+"""The table of planted faults: mistakes that a tired reader misses, each with the invariant or promise that it breaks.
 
-A fault is a text that occurs once in ``asyncrl/``, and what takes its place: so it is found wherever its file is moved
-to. I1 to I8 are those of docs/architecture.md.
+A fault is a text that occurs once in ``asyncrl/`` and its replacement, so it is found in any file. docs/architecture.md
+defines I1 to I8.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One mistake. ``breaks`` names the invariant, or gives the promise in words."""
+    """One mistake. ``breaks`` is the broken invariant or promise."""
 
     name: str
     right: str

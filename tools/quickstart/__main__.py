@@ -1,6 +1,6 @@
 """``python -m tools.quickstart``: make the model and its data if they are not cached, then launch the run.
 
-Further arguments go to asyncrl-launch, whose process this one becomes and whose exit code is therefore its own:
+Further arguments go to asyncrl-launch, which replaces this process:
 
     python -m tools.quickstart --run.seed 1 --learner.lr 0
 """
@@ -22,7 +22,7 @@ CONFIG = ROOT / "configs" / "quickstart.toml"
 
 
 def launch_command(assets: Assets, config: str, further: Sequence[str]) -> list[str]:
-    """The launcher's command line; what is in ``further`` wins."""
+    """Return the command line of the launcher. ``further`` arguments win."""
     return [
         *(sys.executable, "-m", "asyncrl.cli.launch", config),
         *("--model.path", str(assets.model)),
@@ -34,7 +34,7 @@ def launch_command(assets: Assets, config: str, further: Sequence[str]) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replaces this process; returns only when the assets could not be made."""
+    """Replace this process by the launcher. Returns only if the assets cannot be made."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.quickstart",
         usage="%(prog)s [--config FILE] [--KEY VALUE ...]",

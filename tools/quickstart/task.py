@@ -8,11 +8,10 @@ alone is rewarded. A response is one token a character and an end token: 32 to 4
 four digits. The demonstrations of the warm-up come from a teacher who forgets carries: they show the form of a
 solution and leave reinforcement learning something to find out.
 
-Where lengths are to differ, dots follow the answer, a lognormal number of them: they stand for thinking that a task may
-need or not, and change nothing of what is right.
+For different lengths, a lognormal number of dots follows the answer. They stand for thinking, and do not change the
+reward.
 
-Everything here is pure. Invariant: no two problems drawn from one stream are the same sum, whatever the order of its
-two numbers.
+Everything here is pure. Invariant: no two problems of one stream are the same sum, in either order of the numbers.
 """
 
 from __future__ import annotations
