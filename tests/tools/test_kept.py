@@ -65,10 +65,11 @@ TOOLS = {
     "bench overlap": ("tools.bench", "overlap"),
     "bench planning": ("tools.bench", "planning"),
     "chaos": ("tools.chaos",),
+    "chaos.updates": ("tools.chaos.updates",),
     "soak": ("tools.soak",),
     "planted_faults": ("tools.planted_faults",),
 }
-IN_DEFAULT_RUN = ("bench scale",)
+IN_DEFAULT_RUN = ("bench scale", "chaos.updates")
 
 
 def family(pid: int) -> list[psutil.Process]:
