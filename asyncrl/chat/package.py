@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 from asyncrl.chat.answer_tokens import FIELD
+from asyncrl.chat.chat_report import make_report
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.parsers import Parsed, make_call
 from asyncrl.chat.probe import TOOLS, Shape, TurnCheck, example
-from asyncrl.chat.report import make_report
 from asyncrl.config.episode import ChatConfig
 from asyncrl.errors import ChatRefused, ConfigError
 from asyncrl.messages import FinishReason

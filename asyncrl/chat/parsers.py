@@ -2,7 +2,7 @@
 
 Invariant: reasoning is removed first, so a call that it quotes does not count. A call that cannot be read stays in the
 content, where the agent sees it, and is counted. No text of a model makes a parser fail. A parser is a callable, so an
-inference engine can provide its own (rollouter/engines/vllm/parsers.py).
+inference engine can provide its own (rollouter/engines/vllm/vllm_parser.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import Any, Protocol
 
 from asyncrl.chat.answer_tokens import answer_ids
+from asyncrl.chat.chat_report import ChatReport, make_report
 from asyncrl.chat.messages import Message, Tool
 from asyncrl.chat.package import PackageRenderer
 from asyncrl.chat.parsers import (
@@ -31,7 +32,6 @@ from asyncrl.chat.parsers import (
     ThinkParser,
 )
 from asyncrl.chat.probe import TOOLS, History, Shape, TurnCheck, examine, example, extension_ids
-from asyncrl.chat.report import ChatReport, make_report
 from asyncrl.chat.template import ChatTemplate
 from asyncrl.chat.turns import ANSWER, learn_turn
 from asyncrl.config import Config

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 
+from asyncrl.chat.chat_report import ChatReport
 from asyncrl.chat.renderer import make_renderer
-from asyncrl.chat.report import ChatReport
 from asyncrl.checks.findings import Finding, fail, ok, warn
 from asyncrl.checks.model import window_of
 from asyncrl.config import Config

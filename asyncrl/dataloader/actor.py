@@ -14,8 +14,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
+from asyncrl.chat.chat_report import FILE as CHAT_FILE
 from asyncrl.chat.renderer import make_renderer
-from asyncrl.chat.report import FILE as CHAT_FILE
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.data.order import EpochOrder

@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.reward.scoring.frames import RewardTask
+from asyncrl.reward.scoring.reward_frames import RewardTask
 
 TRAJECTORY: dict[str, Callable[[RewardTask, int], Any]] = {}
 """Arguments under reward.per = "trajectory", from the task and the place of the completion in it."""

@@ -14,8 +14,8 @@ from judge_server import shown
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.judges.answers import BadAnswer, match, read_entries, read_number
 from asyncrl.reward.judges.cache import AnswerCache, key_of
+from asyncrl.reward.judges.judge_options import Criterion, RelativeOptions, RubricOptions
 from asyncrl.reward.judges.limits import MINUTE_S, MinuteLimit
-from asyncrl.reward.judges.options import Criterion, RelativeOptions, RubricOptions
 from asyncrl.reward.judges.questions import RelativeJudge, Rubric, draw_ids
 from asyncrl.reward.judges.views import BRANCH_CHARS, message_text, shares, shorten, view
 

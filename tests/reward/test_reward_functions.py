@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.reward_worker import resolve
-from asyncrl.reward.scoring.frames import RewardSetup, RewardTask
 from asyncrl.reward.scoring.functions import constant, exact, math_verify, reasoning_gym, regex
+from asyncrl.reward.scoring.reward_frames import RewardSetup, RewardTask
 from asyncrl.reward.scoring.shaping import overlong_penalty, shaped
 from asyncrl.workers.user_code import NotCallable
 

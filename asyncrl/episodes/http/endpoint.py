@@ -21,9 +21,9 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.episodes.http.calls import Calls, Core, TooManyCalls
+from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
-from asyncrl.episodes.http.dialects.messages import Messages
 from asyncrl.episodes.http.dialects.responses import Responses
 from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
 from asyncrl.errors import ChatRefused, EpisodeOver, WireError
@@ -39,7 +39,7 @@ KEY = re.compile(r"[0-9a-f]{32,64}")
 SERVED: dict[str, Dialect] = {
     "/v1/chat/completions": ChatCompletions(),
     "/v1/responses": Responses(),
-    "/v1/messages": Messages(),
+    "/v1/messages": AnthropicMessages(),
 }
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """Paths for rewards; a client with the base URL of OpenAI's API finds the second."""

@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve

@@ -20,8 +20,8 @@ import msgspec
 
 from asyncrl.reward.judges.answers import BadAnswer
 from asyncrl.reward.judges.cache import AnswerCache, key_of
+from asyncrl.reward.judges.judge_options import JudgeOptions
 from asyncrl.reward.judges.limits import JudgeLimits
-from asyncrl.reward.judges.options import JudgeOptions
 from asyncrl.reward.judges.questions import Question
 from asyncrl.reward.judges.views import shorten
 

@@ -25,7 +25,7 @@ from asyncrl.messages.reward import Score, Scores
 from asyncrl.outcome import Outcome
 from asyncrl.reward.judges.asker import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
-from asyncrl.reward.judges.options import RelativeOptions, RubricOptions, read_options
+from asyncrl.reward.judges.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.scoring.faults import RewardFault
 from asyncrl.reward.scoring.reward_pool import RewardCounts, RewardPool

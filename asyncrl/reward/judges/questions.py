@@ -20,7 +20,13 @@ from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.messages.reward import Score
 from asyncrl.outcome import Outcome
 from asyncrl.reward.judges.answers import match, read_entries, read_number
-from asyncrl.reward.judges.options import Criterion, JudgeOptions, RelativeOptions, RubricOptions, criteria_problems
+from asyncrl.reward.judges.judge_options import (
+    Criterion,
+    JudgeOptions,
+    RelativeOptions,
+    RubricOptions,
+    criteria_problems,
+)
 from asyncrl.reward.judges.views import shorten, view
 
 JUDGE_COMPONENT = "judge"

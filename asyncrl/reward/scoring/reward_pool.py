@@ -28,7 +28,7 @@ from asyncrl.config.training import RewardConfig
 from asyncrl.errors import AsyncRLError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.reward.scoring.faults import TIMED_OUT, RewardFault, fault_of
-from asyncrl.reward.scoring.frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
+from asyncrl.reward.scoring.reward_frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
 from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from scripted_core import WEATHER, reply
 
+from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Failure, Stamp
 from asyncrl.episodes.http.dialects.fields import CHAT_COMPLETIONS, MESSAGES, RESPONSES
-from asyncrl.episodes.http.dialects.messages import Messages
 from asyncrl.episodes.http.dialects.responses import Responses
 from asyncrl.errors import ChatRefused
 
@@ -19,7 +19,7 @@ STAMP = Stamp(number="7", model="policy", created=1)
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = (ChatCompletions(), {"model": "m", "messages": HI})
 RESPONSE = (Responses(), {"model": "m", "input": "Hi"})
-MESSAGE = (Messages(), {"model": "m", "messages": HI, "max_tokens": 9})
+MESSAGE = (AnthropicMessages(), {"model": "m", "messages": HI, "max_tokens": 9})
 TOOLS = {
     CHAT[0]: WEATHER,
     RESPONSE[0]: {"type": "function", **WEATHER["function"]},

@@ -12,7 +12,7 @@ import thief
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
-from asyncrl.episodes.playing import frames
+from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodeWorker, Printer
 from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
 from asyncrl.rollouter.engines import engine_parsers
-from asyncrl.rollouter.engines.vllm.parsers import make_parser
+from asyncrl.rollouter.engines.vllm.vllm_parser import make_parser
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"word": "x"}}\n</tool_call>'

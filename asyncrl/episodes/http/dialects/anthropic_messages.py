@@ -33,7 +33,7 @@ FORGOTTEN = ("thinking", "redacted_thinking")
 """Blocks that do nothing when they are sent back."""
 
 
-class Messages:
+class AnthropicMessages:
     """The dialect of Anthropic's Messages."""
 
     def parse(self, body: Body) -> ChatRequest:
@@ -116,7 +116,7 @@ class MessageEvents:
         return b"".join(parts)
 
     def failed(self, failure: Failure) -> bytes:
-        return event(Messages().failure(failure), "error")
+        return event(AnthropicMessages().failure(failure), "error")
 
     def _begin(self) -> bytes:
         if self._begun:
