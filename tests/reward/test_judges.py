@@ -431,7 +431,7 @@ def of_rubric(*criteria):
         ({"votes": "3"}, "reward.options.votes: Expected `int`, got `str`"),
         ({"api_key_env": "NO_SUCH_KEY"}, "reward.options.api_key_env: NO_SUCH_KEY is not set"),
         ({"api_key_env": "sk-123"}, "it takes the variable's name, never the key itself"),
-        ({"api_key_env": "BROKEN_KEY"}, "the value of BROKEN_KEY holds a control character"),
+        ({"api_key_env": "BROKEN_KEY"}, "the value of BROKEN_KEY holds more than printable ASCII"),
         ({"price_per_million": [1.0]}, "reward.options.price_per_million: takes two prices"),
         ({"low": 1.0}, "reward.options.low: must be below"),
         ({"also": "rubric"}, "reward.options.also: rubric is a judge itself"),

@@ -130,10 +130,8 @@ def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
             told = "no environment variable has such a name; it takes the variable's name, never the key itself"
             return [*found, ("api_key_env", told)]
         found.append(("api_key_env", f"{options.api_key_env} {told}"))
-    elif not os.environ.get(options.api_key_env, "").strip().isprintable():
-        found.append(
-            ("api_key_env", f"the value of {options.api_key_env} holds a control character, such as a line break")
-        )
+    elif not (key := os.environ.get(options.api_key_env, "").strip()).isprintable() or not key.isascii():
+        found.append(("api_key_env", f"the value of {options.api_key_env} holds more than printable ASCII"))
     if len(options.price_per_million) not in (0, 2):
         found.append(("price_per_million", "takes two prices, of the input and of the output"))
     if not math.isfinite(options.also_weight):
