@@ -29,7 +29,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
 _LONGEST_PIECE = 40
-"""Characters of a text that an error shows."""
+"""Longest text (characters) in an error."""
 _BYTES = 256
 BYTES_END = "<|end|>"
 BYTES_CALL = "<tool_call>{}</tool_call>"
@@ -54,10 +54,10 @@ class Tokenizer(Protocol):
     special_ids: dict[str, int]
     """Ids of the special tokens, which ``decode`` leaves out, by their text."""
     vocabulary: int
-    """Number that all ids are below; that of the model, which may have more than its tokenizer."""
+    """Exclusive upper bound of all ids: the model's, which may exceed the tokenizer's."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a plain text that the model continues, with the special tokens that the tokenizer puts in front.
+        """The ids of a plain text that the model continues, with the special tokens that the tokenizer puts before it.
 
         Prompts of chat messages are rendered first (chat/prompt.py). Raises ValueError.
         """
@@ -70,17 +70,17 @@ class Tokenizer(Protocol):
         *,
         generate: bool = True,
     ) -> str:
-        """The text of a conversation through the chat template; with ``generate`` up to where the assistant answers.
+        """The text of a conversation through the chat template; with ``generate`` it ends where the assistant answers.
 
-        ``options`` are further arguments of the template, laid over those that the tokenizer was loaded with. Raises
-        ValueError when the template refuses it, ConfigError without one.
+        ``options`` are further arguments of the template and override those of the tokenizer. Raises ValueError if the
+        template refuses the conversation, ConfigError without a template.
         """
 
     def template_text(self, *, with_tools: bool) -> str | None:
         """The source of the chat template that is used with or without tools; None without one."""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without those that a tokenizer puts around it; special tokens in it become theirs."""
+        """The ids of a text, without those that a tokenizer adds around it. Special tokens in it get their ids."""
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
         """The text of ids, without special tokens unless ``keep_special``."""
@@ -190,7 +190,7 @@ class ByteTokenizer:
 
 
 class _HuggingFace:
-    """The common part of the two ways to a Hugging Face tokenizer."""
+    """The common part of the two kinds of Hugging Face tokenizers."""
 
     def __init__(self, folder: Path, told: Told) -> None:
         self._folder = folder
@@ -226,7 +226,7 @@ class _HuggingFace:
         try:
             return str(template.render(given))
         except Exception as error:
-            # A template is a program: its arguments may make it fail in any way, as where it adds text to none.
+            # A template is a program and may raise any error, for example if it adds text to None.
             raise ValueError(f"the chat template refuses the prompt: {error}") from None
 
     def template_text(self, *, with_tools: bool) -> str | None:
@@ -273,7 +273,7 @@ class _FileTokenizer(_HuggingFace):
         except Exception as error:
             # tokenizers raises nothing more precise.
             raise ConfigError([f"model.path: {folder}/tokenizer.json cannot be read: {error}"]) from None
-        # tokenizer.json may hold settings for batches, by which prompts would be padded or cut.
+        # tokenizer.json may hold settings for batches that would pad or cut prompts.
         self._backend.no_padding()
         self._backend.no_truncation()
         eos = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
@@ -285,8 +285,8 @@ class _FileTokenizer(_HuggingFace):
     def encode_prompt(self, text: str) -> list[int]:
         encoding = self._encode(text, add_special_tokens=True)
         ids: list[int] = encoding.ids
-        # A token that a post-processor puts behind the text, end-of-sequence say, would end the prompt. The tokens in
-        # front are its word alone: transformers too ignores add_bos_token where there is a tokenizer.json.
+        # A token that a post-processor adds after the text, such as end-of-sequence, would end the prompt. Tokens in
+        # front are kept: transformers too ignores add_bos_token if there is a tokenizer.json.
         while ids and encoding.special_tokens_mask[len(ids) - 1]:
             ids.pop()
         return ids
@@ -299,7 +299,7 @@ class _FileTokenizer(_HuggingFace):
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
-            # tokenizers raises nothing more precise, as for a word outside the vocabulary where there is no UNK.
+            # tokenizers raises nothing more precise, for example for an unknown word in a vocabulary without UNK.
             told = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
             if "unk" in str(error).lower():
                 told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
@@ -340,7 +340,7 @@ class _TransformersTokenizer(_HuggingFace):
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise ConfigError([f"model.path: {folder} holds no tokenizer: {error}"]) from None
         if len(self._backend) <= len(set(self._backend.all_special_ids)):
-            # Some classes of transformers make an empty tokenizer where their files are missing.
+            # Some classes of transformers make an empty tokenizer if their files are missing.
             raise ConfigError([f"model.path: the tokenizer in {folder} has no tokens; its vocabulary is missing"])
         if self._backend.eos_token_id is not None:
             self.eos_ids.add(self._backend.eos_token_id)
@@ -350,7 +350,7 @@ class _TransformersTokenizer(_HuggingFace):
     def encode_prompt(self, text: str) -> list[int]:
         with self._one_at_a_time:
             ids: list[int] = self._backend.encode(text)
-        # An end-of-sequence token that the tokenizer adds, and the text has not, would end the prompt.
+        # An end-of-sequence token that the tokenizer adds would end the prompt.
         eos = self._backend.eos_token_id
         return ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids
 
@@ -378,7 +378,7 @@ def _in_context(piece: str, text: str) -> str:
 def _compile(source: str, date: Date) -> Any:
     """A chat template in the environment that transformers gives it (transformers/utils/chat_template_utils.py).
 
-    Its clock stands at the beginning of ``date``.
+    Its clock shows the beginning of ``date``.
     """
     from jinja2 import TemplateError, TemplateSyntaxError, nodes
     from jinja2.ext import Extension
@@ -387,7 +387,7 @@ def _compile(source: str, date: Date) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks the assistant's words; its content is rendered as it stands."""
+        """``{% generation %}`` marks the assistant's words; its content is rendered unchanged."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -414,7 +414,7 @@ def _compile(source: str, date: Date) -> Any:
 
 
 def _text(token: Any) -> str | None:
-    """Text of a special token, which is text or a table that holds it."""
+    """Text of a special token, given as text or as a table with it."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -44,11 +44,11 @@ def answer_ids(
         rest = _behind_moved(template, before, asked, whole, tools, options)
     places = [(at, -len(end), end) for end in template.ends if (at := rest.find(end)) >= 0]
     if places:
-        # The first of them, and at one place the longest.
+        # The first end; of several at one place the longest.
         at, _, end = min(places)
         words, last = rest[:at], [template.ends[end]]
     else:
-        # Any of them ends an answer: the smallest, so that it is always the same.
+        # Any end token will do: always the smallest.
         words, last = _unframed(template, rest, options), sorted(template.end_ids)[:1]
     return [*continuation(template.tokenizer, template.ids(asked), asked, words), *last]
 
@@ -56,8 +56,8 @@ def answer_ids(
 def continuation(tokenizer: Tokenizer, context: Sequence[int], text: str, words: str) -> list[int]:
     """The tokens of ``words`` behind ``text``, whose tokens are ``context``.
 
-    They are cut from both texts together where the context's come first; else, where a token would span the seam, from
-    the words alone. Raises ChatRefused.
+    They are cut from the tokens of both texts together, or, if a token would span the seam, encoded from the words
+    alone. Raises ChatRefused.
     """
     try:
         whole = tokenizer.encode(text + words)
@@ -91,8 +91,10 @@ def _behind_moved(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> str:
-    """The text that follows the generation prompt where an answer changes the text before it, as where tools or the
-    system message move with the last question: the part that answers which differ from the first letter do not share.
+    """The text that follows the generation prompt if an answer changes the text before it.
+
+    Some templates move tools or the system message with the last question. Two answers without a common beginning are
+    rendered; their common text ends where the answer begins.
     """
     base = template.text(before, tools, options, generate=False)
     others = ({"role": "assistant", "content": word} for word in OTHERS)
@@ -106,7 +108,7 @@ def _behind_moved(
 
 
 def _unframed(template: ChatTemplate, rest: str, options: Mapping[str, Any]) -> str:
-    """The words of an answer whose end the template does not write, without the frame that it puts behind each."""
+    """The words of an answer without an end token in the template, without the frame that follows each answer."""
     shown = template.text([_QUESTION, {"role": "assistant", "content": ANSWER}], (), options, generate=False)
     frame = shown[shown.rfind(ANSWER) + len(ANSWER) :]
     if not rest.endswith(frame):

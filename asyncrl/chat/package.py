@@ -34,9 +34,9 @@ class PackageRenderer:
         self._tokenizer = tokenizer
         self._ends = frozenset(end_ids)
         self._chat = chat
-        # One for each set of options, as the package takes them when it makes a renderer.
+        # One for each set of options: the package takes options when it makes a renderer.
         self._made = lru_cache(KEPT)(self._make)
-        # Made at once, so that a name or a model that does not fit is found at start.
+        # Made at once, so that a wrong name or model is found at the start.
         self._renderer({})
         answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
         end = next((place for place in range(len(answered))[::-1] if answered[place] in self._ends), len(answered))
@@ -70,7 +70,7 @@ class PackageRenderer:
                 asked, list(last_ids), list(messages), tools=list(tools) or None
             )
         except Exception as error:
-            # The package raises errors of any type at a conversation that a family does not have.
+            # The package raises errors of any type for a conversation that a family does not support.
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
         before = [*asked, *last_ids]
         if bridged is None or list(bridged.token_ids[: len(before)]) != before:
@@ -99,7 +99,7 @@ class PackageRenderer:
         try:
             found = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
         except Exception:
-            # Nothing that a model writes may make the parser fail.
+            # No text of a model may make the parser fail.
             return Parsed(self._tokenizer.decode(ids), malformed=1)
         calls, content = [], found.content or ""
         for call in found.tool_calls:
@@ -172,7 +172,7 @@ class PackageRenderer:
 
 
 class _TokenizerAdapter:
-    """A tokenizer as the package wants it."""
+    """A tokenizer with the interface that the package expects."""
 
     name_or_path = "asyncrl"
     unk_token_id = None

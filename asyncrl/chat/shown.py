@@ -58,7 +58,7 @@ class ShownCheck:
 
     @classmethod
     def of(cls, template: ChatTemplate, chat: ChatConfig, *, by_answer: bool = False) -> ShownCheck:
-        """The check of a model's template; calls in the content count where the run's parser reads them there."""
+        """The check of a model's template; calls in the content count if the run's parser reads them there."""
         return cls(
             lambda messages, tools: template.text(messages, tools, generate=messages[-1]["role"] != "assistant"),
             writes_calls=template.writes_calls or chat.tool_parser == "json",
@@ -116,7 +116,7 @@ class ShownCheck:
 
 
 def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
-    """Names of the tools of a request that change nothing in what the model reads; none where it is refused."""
+    """Names of tools in a request that do not change the rendered text; empty if the request is refused."""
     asked = [{"role": "user", "content": "q"}]
     try:
         found = normalise_tools(tools)

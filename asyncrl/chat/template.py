@@ -1,4 +1,4 @@
-"""The chat template of a model as conversations use it. Its peculiarities are learnt at start from what it renders.
+"""The chat template of a model as conversations use it. Its peculiarities are learnt at the start from its renders.
 
 Invariant: a rendered text depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
 the template refuses, with ConfigError where there is no template.
@@ -50,7 +50,7 @@ class ChatTemplate:
         self.end_ids = frozenset(end_ids)
         texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))
         self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
-        """Text of the tokens that end an answer, where text becomes them."""
+        """The tokens that end an answer by their text, if that text encodes to them."""
         self._short_ids = False
         self._arguments_as_text = False
         """Whether the template takes the arguments of calls as JSON text."""
@@ -61,7 +61,7 @@ class ChatTemplate:
         self.shows_reasoning = False
         """Whether the template writes the reasoning of any answer, or its generation prompt opens one."""
         self.writes_calls = True
-        """Whether the template writes the calls of an earlier answer; else they are put into its content."""
+        """Whether the template writes the calls of an earlier answer; otherwise they are put into its content."""
         self._learn()
 
     def _learn(self) -> None:
@@ -70,7 +70,7 @@ class ChatTemplate:
         asked = [_USER, _call("call_0_0")]
         answered = [*asked, _result("call_0_0")]
         for self._arguments_as_text, self._short_ids in product((False, True), repeat=2):
-            # An object that a template writes without tojson is Python's text of it.
+            # Without tojson a template writes Python's text of an object.
             if (text := self._tried(answered)) and "{'q': 'q'}" not in text:
                 break
         else:
@@ -137,7 +137,7 @@ class ChatTemplate:
         return message
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
-        """The text, or nothing where the template refuses it."""
+        """The text, or empty if the template refuses it."""
         try:
             return self.text(messages, tools, generate=False)
         except ChatRefused:
@@ -145,7 +145,7 @@ class ChatTemplate:
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text; none where the vocabulary lacks a part of it."""
+    """The ids of a text; empty if the vocabulary lacks a part of it."""
     try:
         return tokenizer.encode(text)
     except ValueError:

@@ -32,9 +32,9 @@ class ChatTurn:
     sampled: str
     """Words that the model would have sampled, without the token that ends them."""
     end: str
-    """The token that ends an answer; empty where the template writes none that the model samples."""
+    """The token that ends an answer; empty if the template writes none that the model samples."""
     after: str
-    """Text behind the end: the rest of the answer's frame, the messages that follow, the next generation prompt."""
+    """Text after the end: the rest of the answer's frame, the messages that follow, the next generation prompt."""
     dropped: str = ""
     """Reasoning, or its frame, that a single render leaves out."""
 
@@ -49,8 +49,8 @@ def learn_turn(
 ) -> ChatTurn | str:
     """The turn, or the reason why a single render does not continue the model's answer. Raises ChatRefused.
 
-    The content of ``answer`` begins with ANSWER, or it has none and ANSWER is the last word of its calls; its reasoning
-    is THOUGHT.
+    The content of ``answer`` begins with ANSWER; without content ANSWER is the last word of its calls. Its reasoning is
+    THOUGHT.
     """
 
     def text(messages: Sequence[Message], *, generate: bool = True) -> str:
@@ -68,7 +68,7 @@ def learn_turn(
     if head is None or not rest.startswith(head):
         return "an answer in the context does not begin as the generation prompt does"
     excess, rest = prompt[len(head) :], rest[len(head) :]
-    # The last one: each of several calls holds it.
+    # The last occurrence: each of several calls has one.
     place = rest.rfind(ANSWER)
     if place < 0:
         return "the template leaves the answer out"
@@ -81,7 +81,7 @@ def learn_turn(
     thought = _dropped_thought(excess, "reasoning_content" in answer, rest[:place], dropped != "")
     words = answer["content"] or ANSWER
     if not rest.startswith(words, place):
-        # The template trims it.
+        # The template trims the words.
         words = ANSWER
     found = _split(template, rest, place + len(words), text, before, answer)
     if isinstance(found, str):
@@ -91,7 +91,7 @@ def learn_turn(
 
 
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
-    """Text that the template writes before the words of an answer without reasoning or calls."""
+    """Text of the template before the words of an answer without reasoning or calls."""
     plain: Message = {"role": "assistant", "content": ANSWER}
     later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
     try:
@@ -108,7 +108,7 @@ def _common_head(prompt: str, head: str) -> str | None:
 
 
 def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> str:
-    """Reasoning that the model samples although the template leaves it out of ``lead``, all before the answer."""
+    """Reasoning that the model samples but the template leaves out of ``lead``, the text before the answer."""
     opened = THINK in excess and END_THINK not in excess.rpartition(THINK)[2]
     if THOUGHT in lead or not (thinks or (opened and is_dropped)):
         return ""
@@ -118,12 +118,12 @@ def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> 
 def _split(
     template: ChatTemplate, rest: str, place: int, text: Any, before: Sequence[Message], answer: Message
 ) -> tuple[str, str, str] | str:
-    """The words of the answer, its end, and the text behind; ``place`` is behind the last known word of the answer."""
+    """The words of the answer, its end, and the text after it; ``place`` follows the last known word of the answer."""
     limit = rest.find(NEXT, place)
     behind = rest[place : limit if limit >= 0 else len(rest)]
     ends = [(at, -len(end), end) for end in template.ends if (at := behind.find(end)) >= 0]
     if ends:
-        # The first of them, and at one place the longest.
+        # The first end; of several at one place the longest.
         at, _, end = min(ends)
         return rest[: place + at], end, rest[place + at + len(end) :]
     if not answer.get("tool_calls"):
