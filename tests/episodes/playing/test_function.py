@@ -237,7 +237,8 @@ async def test_plain_functions_run_in_threads_with_a_client_that_waits(tmp_path)
         assert host.figure("workers_killed") == 0
         # A thread that hangs costs the worker; the other episodes in it are not blamed.
         hanging, beside = host.run("sleep"), host.run("go", uid="0-2")
-        await until(lambda: host.figure("open") == 2)
+        # Episodes begin in order, so the thread hangs once the other one asks.
+        await until(lambda: len(rollouter.chats) == 2)
         hanging.cancel()
         done = await beside
         assert done.blame == "host"
