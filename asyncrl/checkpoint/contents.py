@@ -1,7 +1,7 @@
 """Contents of a checkpoint: the state of the run, groups that were scored, and the table of the trainer's files.
 
-``state.json`` is CheckpointState: all that a learner needs, apart from weights and groups, to lose nothing and to
-repeat nothing. ``groups.msgpack`` holds the groups of the buffer, then those filtered since the last step, each a
+``state.json`` is CheckpointState: everything that a learner needs, apart from weights and groups, to lose and repeat
+nothing. ``groups.msgpack`` holds the groups of the buffer, then those filtered since the last step, each a
 record of group_file.py. Both are read as they were written, or not at all. ``trainer/contents.json`` is
 TrainerContents, the last file that a backend writes.
 

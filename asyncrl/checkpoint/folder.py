@@ -326,7 +326,7 @@ class CheckpointFolder:
         if not names:
             return
         newest, _, name = max(names)
-        # Of a checkpoint that cannot be read only the name is known.
+        # If a checkpoint cannot be read, only its name is known.
         newest_step = step_of(self.folder / name)
         if version < newest or (newest_step is not None and step < newest_step):
             of = "" if newest_step is None else f" of step {newest_step}"

@@ -1,7 +1,7 @@
 """Model FLOPs utilisation (MFU): the share of its devices' peak operations that a step has used. Pure.
 
 A token counts 6 floating-point operations per trained parameter (Kaplan et al. 2020, arXiv:2001.08361) and 4 per frozen
-one, which needs no gradient. Attention and recomputed activations are left out, as is usual. The result is None if the
+one, which needs no gradient. Attention and recomputed activations are left out, as is usual. It is None if the
 peak of the device is not known.
 """
 

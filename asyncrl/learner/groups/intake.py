@@ -260,7 +260,7 @@ class Intake:
         self._in_training = {}
 
     def spoil_step(self, uids: Collection[str], reason: str, *, trained: Collection[str] = ()) -> None:
-        """Quarantine these groups, because of which an update was not taken.
+        """Quarantine the groups that made an update not finite.
 
         Groups that earlier updates have ``trained`` stay in the step; all others may be trained again.
         """
