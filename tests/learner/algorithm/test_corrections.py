@@ -181,8 +181,8 @@ def test_what_would_correct_twice_is_refused(name) -> None:
     [
         ("raises", r"failed: ZeroDivisionError: a user's fault \(.*losses_of_a_"),
         ("too_few", r"returned losses of shape \(1,\) for \d+ tokens"),
-        ("counts", "returned as 'tokens' what is no sum; it must be a tensor of one number$"),
-        ("unsummed", "returned as 'squares' what is no sum"),
+        ("counts", "returned 'tokens', which is not a tensor of one number$"),
+        ("unsummed", "returned 'squares', which is not a tensor of one number"),
         ("many_sums", r"\(.*losses_of_a_user.py:\d+\) returned 65 sums, .*64 names of 100 characters are allowed"),
     ],
 )

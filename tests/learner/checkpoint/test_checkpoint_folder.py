@@ -198,7 +198,7 @@ def test_an_older_learner_in_the_middle_of_its_commit_is_too_late(checkpoints, m
 
 def test_what_is_no_checkpoint_or_was_damaged_is_named(checkpoints) -> None:
     path = _write(checkpoints, 3)
-    with pytest.raises(CheckpointError, match="name is not that of a checkpoint"):
+    with pytest.raises(CheckpointError, match="is not named like a checkpoint"):
         checkpoints.at(checkpoints.folder)
     with pytest.raises(CheckpointError, match=r"v00000004: is not complete: it holds no COMPLETE"):
         checkpoints.at(checkpoints.folder / "v00000004")

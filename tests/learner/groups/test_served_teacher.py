@@ -207,7 +207,7 @@ def test_a_group_that_is_generated_again_is_scored_anew(done):
     first, second = (make_group(8, [9], [make_trajectory(tokens)]) for tokens in ([3, 4], [5]))
 
     async def play():
-        async with served() as server, living(server, Figures(), asyncio.Event()) as teacher:
+        async with served() as server, living(server, Figures(), News()) as teacher:
             teacher.begin(first)
             if done:
                 await teacher.scores([first])
