@@ -93,7 +93,7 @@ class Rank0:
         fingerprint = conversations.fingerprint if conversations is not None else ""
         if state is not None and state.conversations and fingerprint not in ("", state.conversations):
             text = "the conversations of sft.data, or their tokens, have changed since the run was left: their order "
-            services.notify("conversations", f"{text}begins anew")
+            services.notify("conversations", f"{text}starts again")
         self.lines = lines = StepLines(
             files,
             services,

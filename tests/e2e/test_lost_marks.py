@@ -62,7 +62,7 @@ def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed, also):
     killed.resume()
     is_exact(killed)
     shown = killed.output
-    assert f"{killed.run_dir / FILE} is not there; versions go on above " in shown
+    assert f"{killed.run_dir / FILE} is not there; new versions are above " in shown
     assert f": {older if also else newest}" in next(line for line in shown.splitlines() if line.startswith("resuming "))
 
 

@@ -157,7 +157,7 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
     told = {
         line["key"]: line["text"] for line in state.lines if line["kind"] == NOTICE and line["actor"] == "learner/0"
     }
-    assert told.pop("version mark").startswith(f"{run_dir / 'version_mark.json'} is not there; versions go on above ")
+    assert told.pop("version mark").startswith(f"{run_dir / 'version_mark.json'} is not there; new versions are above ")
     (text,) = (text for text in told.values() if text.startswith(f"checkpoint {damaged}, now "))
     assert f"newest whole one, {taken} of step" in text
     published = [line["weights/version"] for line in system.lines("train") if line["start"] == 2]

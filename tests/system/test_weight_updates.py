@@ -53,7 +53,7 @@ def lived_till_all_serve_the_last(system, monkeypatch, scenario):
 
     async def held(training):
         async with asyncio.timeout(20):
-            await until(lambda: served() == {training.version})
+            await until(lambda: served() == {training._progress.version})
         await finish(training)
 
     monkeypatch.setattr(Training, "finish", held)
