@@ -387,12 +387,12 @@ def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
     flags = ("--model.path", str(folder / "model"), "--network.ports", "7000-7003")
     code, shown = Launch(standing, folder, "head\nb\n", *flags).end()
     assert code == 78, shown
-    for told in (
-        f"model.path: {folder}/model: model.safetensors is cut off: it has ",
+    for text in (
+        f"head: model.path: {folder}/model: model.safetensors is cut off: it has ",
         f"b: model.path: {folder}/model is not a folder here; fix: ",
-        "network.ports: 4 of 4 ports in 7000-7003 are free at 10.77.0.1, and the actors there need ",
+        "head: network.ports: 4 of 4 ports in 7000-7003 are free at 10.77.0.1, and its actors need ",
     ):
-        assert [line.strip().startswith(told) for line in shown].count(True) == 1, shown
+        assert [line.strip().startswith(text) for line in shown].count(True) == 1, shown
     assert not left(standing, folder)
     assert not (folder / "runs").exists()
 
