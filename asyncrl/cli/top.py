@@ -87,7 +87,7 @@ def _main(argv: list[str]) -> int:
 
     try:
         if given.explain is not None:
-            from asyncrl.explain.story import explain
+            from asyncrl.explain.history import explain
 
             say(explain(run_folder(given.run, "--explain"), given.explain), sys.stdout)
             return 0

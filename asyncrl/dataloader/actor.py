@@ -50,7 +50,7 @@ from asyncrl.runtime.calls.retry import AWAY_S, log_away
 from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.stops import resolve_stops
-from asyncrl.telemetry.group_log import LEASED, ORPHANED, RETURNED, SETTLED, StoryLog
+from asyncrl.telemetry.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
@@ -65,7 +65,7 @@ class Dataloader(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._story = StoryLog(self.name)
+        self._story = GroupLog(self.name)
         self._prompts: PromptSet
         self._eval_prompts: dict[str, PromptSet] = {}
         self._source: RestoreInputs
@@ -194,7 +194,7 @@ class Dataloader(Actor):
             self._forget_ages(book, orphans)
             for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
                 if uids:
-                    self._story.tell(SETTLED, uids=uids, held=by_learner)
+                    self._story.write(SETTLED, uids=uids, held=by_learner)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
@@ -348,7 +348,7 @@ class Dataloader(Actor):
         if orphans:
             self._orphaned.set()
         if new := [uid for uid in orphans if uid not in self._known_orphans]:
-            self._story.tell(ORPHANED, uids=new, of=rollouter)
+            self._story.write(ORPHANED, uids=new, of=rollouter)
         self._known_orphans = set(orphans)
 
     @handler
@@ -392,7 +392,7 @@ class Dataloader(Actor):
                 if not isinstance(lease.prompt, EvalPrompt):
                     # A lease that is given again keeps its age.
                     self._leased.setdefault(lease.prompt.uid, self.clock.now())
-            self._story.tell(
+            self._story.write(
                 LEASED,
                 to=ask.rollouter,
                 served=ask.served_version,
@@ -421,7 +421,7 @@ class Dataloader(Actor):
             raise RestoreNeeded
         book.give_back(caller.name, caller.incarnation, request.uids)
         self._forget_ages(book, request.uids)
-        self._story.tell(RETURNED, uids=request.uids, by=caller.name)
+        self._story.write(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
             book.left(caller.name, caller.incarnation, request.holding)
             if book.orphans:

@@ -1,1 +1,1 @@
-"""The story of one prompt group, told from the logs of all actors."""
+"""The history of one prompt group, from the logs of all actors."""

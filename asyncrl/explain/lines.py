@@ -1,8 +1,7 @@
-"""The lines of a run's logs that speak of one prompt group; see story.py.
+"""The log lines of one prompt group; see history.py.
 
-Text that does not decode as such a line is left out. Where the clocks of hosts differ a little, effects are put after
-their causes: no sample begins before its lease, no group is taken before its last score. Logs are read line by line and
-never held.
+Text that does not decode as such a line is skipped. If clocks of hosts differ a little, effects are moved after their
+causes: a sample begins after its lease, and the learner takes a group after its last score. Logs are read line by line.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
 class LogLine(Struct, kw_only=True):
-    """A line of an actor's log, with the facts of the events of group_log.py and the words of all others."""
+    """A line of an actor's log, with the fields of the events of group_log.py and the text of all others."""
 
     actor: str
     event: str
@@ -68,7 +67,7 @@ class LogLine(Struct, kw_only=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The lease that a rollouter speaks of."""
+        """The lease of a rollouter's line."""
         return self.attempt, self.actor, self.lease, self.since
 
 
@@ -85,7 +84,7 @@ def log_files(run_dir: Path) -> list[tuple[int, Path]]:
 
 
 def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
-    """Lines in which one of the words stands between quotation marks."""
+    """Lines that hold one of the words in quotation marks."""
     quoted = [f'"{word}"'.encode() for word in words]
     with path.open("rb") as file:
         for data in file:
@@ -99,15 +98,15 @@ def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
 
 
 def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
-    """Lines that speak of the group, and the starts of a learner, by the clocks of their causes."""
+    """Lines on the group, and the starts of a learner, in the order of cause and effect."""
     lines = [line for attempt, path in log_files(run_dir) for line in lines_of(path, attempt, uid, RESTORED)]
     return aligned([line for line in lines if line.event == RESTORED or uid in (line.uid, *line.uids)])
 
 
 def aligned(lines: list[LogLine]) -> list[LogLine]:
-    """The lines, those of rollouters not before the lease, those of the learner not before the last token.
+    """The lines, with those of rollouters after the lease and those of the learner after the last token.
 
-    Of what a rollouter says of a lease again and again its newest word is kept, which has it all.
+    A rollouter repeats the events of a lease: its newest line has all of them and is kept.
     """
     newest = {line.key: line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     lines = [line for line in lines if line.event != GENERATED or newest[line.key] is line]
@@ -117,7 +116,7 @@ def aligned(lines: list[LogLine]) -> list[LogLine]:
     for line in lines:
         if line.event == GENERATED:
             line.shift = _late(leased.get((line.attempt, line.actor, line.lease)), line.since)
-            # The first, where it had the group more than once.
+            # The first, if it had the group more than once.
             ends[line.attempt, line.actor] = min(line.last_event, ends.get((line.attempt, line.actor), line.last_event))
     shifts: dict[tuple[int, str], float] = {}
     for line in lines:
@@ -130,5 +129,5 @@ def aligned(lines: list[LogLine]) -> list[LogLine]:
 
 
 def _late(cause: float | None, effect: float) -> float:
-    """Seconds by which an effect is to be put off."""
+    """Seconds by which an effect must move."""
     return cause - effect if cause is not None and 0 < cause - effect < CLOCK_SLACK_S else 0.0

@@ -1,8 +1,8 @@
-"""The lines of the logs that speak of one prompt group, in words; see story.py. Pure.
+"""Puts the log lines of one prompt group into words; see history.py. Pure.
 
-A line that a program prints with the uid is told by what it says of itself. Calls of an episode are numbered as they
-came, turns as they were answered, both from 0, as ChatReply.node has it. Fails with KeyError, TypeError or ValueError
-for an event that is none of rollouter/serving/group_events.py.
+Other lines with the uid show their own text. Calls of an episode are numbered in the order of arrival, turns in the
+order of answers, both from 0. Raises KeyError, TypeError or ValueError for an event that
+rollouter/serving/group_events.py does not have.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from asyncrl.text.numbers import duration, fixed
 STAGES_SAID = 4
 FORKS = {
     "root": "forks: it has other tools or template options",
-    "branch": "forks: its messages go on from no answer",
+    "branch": "forks: its messages continue no answer",
     "edited": "forks: what comes before an answer was changed",
     "assistant": "forks: it holds an answer that was not sampled here",
     "history": "forks: the chat template renders an earlier answer in another way",
-    "cut": "forks: an answer was cut, and the chat template cannot go on from that",
-    "no-extension": "forks: the chat template cannot go on from the answer",
+    "cut": "forks: an answer was cut, and the chat template cannot continue it",
+    "no-extension": "forks: the chat template cannot continue the answer",
 }
-"""Words for forks, by the causes of rollouter/episode/conversation.py."""
+"""Words for forks, by cause (rollouter/episode/conversation.py)."""
 TAKEN_INTO = {
     "buffered": "taken into the buffer",
     "filtered": "filtered: all of its rewards are equal",
@@ -36,8 +36,8 @@ TAKEN_INTO = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Happening:
-    """Something that befell the group."""
+class GroupEvent:
+    """An event in the history of a group."""
 
     wall: float
     """Unix time (s)."""
@@ -51,12 +51,12 @@ class Happening:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
-    """Happenings of the group ``uid`` by what a line says."""
+def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
+    """Events of the group ``uid`` in a line."""
 
-    def told(what: str, text: str, wall: float = line.wall, sample: int = -1, **facts: Any) -> Happening:
+    def told(what: str, text: str, wall: float = line.wall, sample: int = -1, **facts: Any) -> GroupEvent:
         at, actor = wall + line.shift, line.actor
-        return Happening(wall=at, attempt=line.attempt, actor=actor, what=what, text=text, sample=sample, facts=facts)
+        return GroupEvent(wall=at, attempt=line.attempt, actor=actor, what=what, text=text, sample=sample, facts=facts)
 
     match line.event:
         case group_log.LEASED:
@@ -72,9 +72,9 @@ def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
             if line.left_out:
                 yield told("events left out", f"{line.left_out} more events of its samples are not kept")
             if line.end == "running":
-                yield told("running", "it goes on; this is the last word on it")
+                yield told("running", "still running at this last report")
             elif line.end == "given up":
-                yield told("given up", "gives it up: it ends or makes way")
+                yield told("given up", "gives it up: it ends or is preempted")
             else:
                 yield told("delivered", line.end if ": " in line.end else f"{line.end} to the learner")
         case group_log.ORPHANED:
@@ -104,7 +104,7 @@ def words_of(line: LogLine, uid: str) -> Iterator[Happening]:
 
 def _asked(call: int, version: int, waited: float, cause: str, parent: int | None, tokens: int, new: int) -> str:
     kind, _, fork = cause.partition(":")
-    why = FORKS.get(fork, fork) if kind == "fork" else "the first" if parent is None else f"goes on from turn {parent}"
+    why = FORKS.get(fork, fork) if kind == "fork" else "the first" if parent is None else f"continues turn {parent}"
     context = f"{tokens} tokens of context, {new} of them new"
     return f"call {call} ({why}): {context}; generation began at version {version} after {duration(waited)}"
 

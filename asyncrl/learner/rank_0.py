@@ -45,7 +45,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.actors import RunFinished
 from asyncrl.runtime.services import ActorServices
 from asyncrl.sft.conversations import Conversations
-from asyncrl.telemetry.group_log import RESTORED, StoryLog
+from asyncrl.telemetry.group_log import RESTORED, GroupLog
 from asyncrl.telemetry.trace import STEPS, WEIGHTS, Trace
 
 
@@ -82,7 +82,7 @@ class Rank0:
         state = restored.state if restored is not None else None
         self.progress = progress = Progress(step=state.step if state is not None else 0)
         self._config, self._services, self._tasks, self._run_dir = config, services, tasks, run_dir
-        self._group_log, self._send_line = StoryLog(services.name), send_line
+        self._group_log, self._send_line = GroupLog(services.name), send_line
         self._controller, self._writer, self._reports = controller, writer, reports
         self._grace_watch = GraceWatch(config)
         self.intake = intake = Intake(

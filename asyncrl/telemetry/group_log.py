@@ -1,11 +1,9 @@
-"""Lines of an actor's log on what it does with prompt groups: the source of ``asyncrl-top RUN --explain UID``.
+"""Log lines of an actor on prompt groups: the source of ``asyncrl-top RUN --explain UID``.
 
-A line has the form of every other line of the log (actor, event, level info, timestamp), and ``uid``, or ``uids`` where
-the same befell several groups. It is written past structlog, which would take ten times as long: there is a line for
-every group, so that a rehearsal of a cluster on a laptop writes hundreds a second.
+A line has the fields of every log line (actor, event, level info, timestamp), and ``uid`` or ``uids``. It bypasses
+structlog, which takes ten times as long: a simulated cluster on a laptop writes hundreds of these lines a second.
 
-Nothing is written where the log is not set up, or where its level is above info. As everywhere in the log, a line that
-cannot be written is lost.
+Nothing is written if the log is not set up or its level is above info. A line that cannot be written is lost.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ EVALUATED = "evaluated"
 _encode = msgspec.json.Encoder().encode
 
 
-class StoryLog:
-    """The writer of one actor's lines."""
+class GroupLog:
+    """Writes the lines of one actor."""
 
     def __init__(self, actor: str) -> None:
         self._actor = actor
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def write(self, event: str, **facts: Any) -> None:
         """Write a line. ``facts`` have ``uid`` or ``uids``."""
         if logging.writes("info"):
             stamp = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

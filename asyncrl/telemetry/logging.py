@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on standard error, which the node agent keeps in the actor's log file.
 
-A line that cannot be written, as on a full disk, stays in memory with those that follow it, and is written before the
-next line that can be; the oldest beyond MOST_BYTES are lost and counted. Logging never fails.
+Lines that cannot be written, for example on a full disk, stay in memory in order and are written later. The oldest
+beyond MOST_BYTES are lost and counted. Logging never fails.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def configure_logging(level: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            # Before the timestamp, which would be one of the facts that are told.
+            # Before the timestamp, which does not belong to the text of an event.
             _pass_on,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             # Without the values of local variables: keys of sessions and of the run are among them.
@@ -54,14 +54,14 @@ def configure_logging(level: str) -> None:
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_level),
-        # Torn and lost lines are those of the whole process.
+        # The whole process counts its torn and lost lines together.
         logger_factory=lambda *_: _lines,
         cache_logger_on_first_use=True,
     )
 
 
 def listen(listener: Callable[[str, str], None]) -> None:
-    """Have each line of level warning and above told to ``listener`` as well: its level and its text."""
+    """Call ``listener`` with the level and the text of each line of level warning and above."""
     global _listener
     _listener = listener
 
@@ -91,7 +91,7 @@ def lost_lines() -> int:
 
 
 def write_line(line: str) -> None:
-    """Write a line that is whole already, as the others are."""
+    """Write a complete line."""
     _lines.msg(line)
 
 

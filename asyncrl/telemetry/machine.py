@@ -1,10 +1,9 @@
 """Use of a host by a process: processors, memory, GPUs. Linux.
 
-Invariant: reading takes one file under /proc for each process of the family, whatever else runs on the host and however
-many threads they have; members are looked up every LOOK_S, which takes a file for each of their threads. A process
-that ends while it is read counts as nothing, and so does another that has got its number. GPUs are asked
-through NVML, which is loaded only where a process may use any and the driver has it, by a thread of its own, since a
-driver in trouble may not answer.
+Invariant: a read opens one file under /proc for each process of the family. Every LOOK_S a search for new members opens
+one file for each of their threads. A process that ends during a read counts as 0, and so does another process with its
+number. A separate thread asks NVML for GPUs, because a broken driver may not answer; NVML is loaded only if a process
+may use a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ NVML = "libnvidia-ml.so.1"
 
 
 class ProcessTimes:
-    """Processors and memory of this process, and with ``family`` of all that it has started."""
+    """Processors and memory of this process, and with ``family`` of its descendants."""
 
     def __init__(self, *, family: bool) -> None:
         self._family = family
@@ -65,7 +64,7 @@ class ProcessTimes:
 
 
 def family(root: int) -> Iterator[int]:
-    """A process and all that descend from it, as far as they are still its children's children."""
+    """A process and its descendants, by the present parents."""
     todo = [root]
     # The list grows while it is gone through.
     for count, pid in enumerate(todo):
@@ -146,14 +145,14 @@ def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
 
 
 def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
-    """Use of a GPU; None where it does not say how much memory is used. A part of a GPU does not say how busy it is."""
+    """Use of a GPU; None if its memory use is unknown. A part of a GPU does not report its utilisation."""
     used, memory = _Utilisation(), _Memory()
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
-    told = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
+    known = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
     return Gpu(
         index=index,
-        utilisation=used.gpu / 100 if told else None,
+        utilisation=used.gpu / 100 if known else None,
         memory_bytes=memory.used,
         memory_total_bytes=memory.total,
     )

@@ -1,7 +1,7 @@
-"""Lines of metrics.jsonl, of any writer: what one says, which of them still stand, and reading the file of them.
+"""Lines of metrics.jsonl: checking, reading, and the lines that a restarted learner voids.
 
-Invariant: of a line that is passed on, ``step``, ``start`` and ``weights/version`` are whole numbers where there are
-any, ``kind`` is text, and every figure is a number that fits into a float, true, false or null.
+Invariant: in an accepted line ``step``, ``start`` and ``weights/version`` are whole numbers, ``kind`` is text, and each
+value is a number that fits into a float, true, false or null.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LARGEST = 10**300
 
 
 def room_for(line: Line, room: int) -> int:
-    """Most lines that may wait in front of ``line`` in a queue of ``room``. Those of updates, of which a step has one
-    for each replica, leave half of it to others."""
+    """Most lines that may wait before ``line`` in a queue of ``room``. Lines of updates, one per replica and step, may
+    fill half of it."""
     return room // 2 if line.get("kind") == "update" else room
 
 
 def parse_line(text: bytes) -> Line | None:
-    """The line; None for text that is no line of metrics."""
+    """The line; None for other text."""
     try:
         line = from_json(text)
     except ValueError:
@@ -38,26 +38,26 @@ def parse_line(text: bytes) -> Line | None:
 
 
 def is_sound(line: Line) -> bool:
-    """Whether a line is as a run writes it."""
+    """Whether a line has the form that a run writes."""
     whole = (line[key] for key in WHOLE if key in line)
     return (
         isinstance(line.get("kind", ""), str)
         and all(type(value) is int and -1 <= value <= LARGEST_WHOLE for value in whole)
-        and all(_is_figure(key, value) for key, value in line.items())
+        and all(_is_value(key, value) for key, value in line.items())
     )
 
 
-def _is_figure(key: str, value: object) -> bool:
+def _is_value(key: str, value: object) -> bool:
     if isinstance(value, int):
         return abs(value) <= LARGEST
     if isinstance(value, str):
-        # Among keys with a group, those of updates alone have words.
+        # Among keys with a group only those of updates have text.
         return "/" not in key or key.startswith("weights/")
     return value is None or isinstance(value, float)
 
 
 def number_in(line: Line, key: str) -> float | None:
-    """A finite number in a line; None where there is none: JSON as Python writes it knows NaN and Infinity too."""
+    """A finite number in a line, or None. Python's JSON also has NaN and Infinity."""
     value = line.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
@@ -65,13 +65,13 @@ def number_in(line: Line, key: str) -> float | None:
 
 
 def busy_s(line: Line) -> float | None:
-    """Seconds in which a trained step could not be broken off: to train and to publish; None if they are unknown."""
+    """Seconds that a step could not be interrupted: training and publishing; None if unknown."""
     train_s = number_in(line, "time/train_s")
     return None if train_s is None else train_s + (number_in(line, "time/publish_s") or 0.0)
 
 
 def is_eval_mean(key: str) -> bool:
-    """Whether this figure is the mean reward of an evaluation."""
+    """Whether this key is the mean reward of an evaluation."""
     # A component may be called mean, too.
     return key.startswith("eval/") and key.endswith("/mean") and "/component/" not in key
 
@@ -101,7 +101,7 @@ def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def served_versions(line: Line) -> tuple[int, int] | None:
-    """The oldest and the newest version that sampled the responses of a line of kind eval; None where none is told.
+    """The oldest and the newest version that sampled an evaluation's line; None if unknown.
 
     Its step is that at which its round was complete: engines may have served older weights.
     """
@@ -113,7 +113,7 @@ def served_versions(line: Line) -> tuple[int, int] | None:
 
 
 def versions_in_words(line: Line) -> str:
-    """served_versions for people; empty where none is told."""
+    """``served_versions`` in words; empty if unknown."""
     served = served_versions(line)
     if served is None:
         return ""
@@ -122,16 +122,15 @@ def versions_in_words(line: Line) -> str:
 
 
 def without_first(train: Sequence[Line]) -> list[Line]:
-    """Lines of kind train, in order, without the first of each learner: that step waits for engines and evaluations,
-    and tells nothing of the others. The first line of all is taken for such a one."""
+    """Train lines in order, without the first of each learner: that step waits for engines and evaluations. The first
+    line of all counts as such a line."""
     return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
 
 
 def is_voided(line: Line, by: Line) -> bool:
-    """Whether ``line``, of any kind, tells of what was undone, by the line ``by`` of a step.
+    """Whether the line ``by`` of a step voids ``line``, of any kind.
 
-    A learner that was started again goes on from its checkpoint: its first step voids what its predecessors told of the
-    same step and later ones.
+    A restarted learner resumes from its checkpoint. Its first step voids earlier lines of this step and later ones.
     """
     goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
     return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
@@ -140,11 +139,10 @@ def is_voided(line: Line, by: Line) -> bool:
 def read_metrics(
     path: Path, kinds: Collection[str] | None = None, of_updates: Collection[str] | None = None
 ) -> list[Line]:
-    """The lines of a metrics file that tell of the run as it stands; none if there is no such file.
+    """The valid lines of a metrics file; empty if there is no file.
 
-    ``kinds`` are those wanted, and ``of_updates`` the figures of updates, which are many in a large run; all without
-    them. Lines that a learner that was started again has voided are left out (is_voided), and so are texts that are no
-    line of metrics.
+    ``kinds`` selects kinds of lines, and ``of_updates`` keys of update lines, which are many in a large run. Voided lines
+    (is_voided) and other text are left out.
     """
     if not path.exists():
         return []

@@ -1,10 +1,9 @@
-"""State-time ledgers: in which state a serial resource has spent its life.
+"""State-time ledgers: the seconds that a serial resource has spent in each state.
 
 A serial resource does one thing at a time: an engine, a rank of the learner, a worker of the reward pool. It is in
-exactly one state of the closed set of its kind, and a state says whom or what it waits for, if it does.
+exactly one state of its kind's closed set, and names the actor or thing that the state waits for.
 
-Invariant: the times of all states add up to the time since the ledger was made, or since ``born``; there is no gap and
-no overlap.
+Invariant: the times of all states add up to the age of the ledger, without gaps or overlaps.
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ Kind = Literal["actor", "engine", "rank", "worker", "player"]
 
 STATES: dict[Kind, dict[str, str]] = {
     "actor": {
-        "starting": "its code is loaded, or it sets itself up",
-        "ready": "it serves whoever calls",
+        "starting": "it loads its code or sets itself up",
+        "ready": "it serves calls",
     },
     "engine": {
-        "starting": "the process, its model or its kernels come up; nothing is served",
+        "starting": "the process, its model or its kernels start; it does not serve",
         "waiting": "it serves and has nothing to generate (for leases, or for new weights before the first)",
-        "generating": "at least one request is running",
-        "pausing": "an update is due, and what runs ends or is aborted",
-        "paused": "idle for an update, and waits for its turn or for the bytes",
+        "generating": "at least one request runs",
+        "pausing": "an update is due, and running requests end or are aborted",
+        "paused": "idle for an update, waiting for its turn or for the bytes",
         "loading": "weights are replaced",
-        "probing": "new weights are held against the learner's own log-probs before anything is admitted",
-        "restarting": "it has died and another one comes up",
+        "probing": "new weights are compared with the learner's log-probs before requests are admitted",
+        "restarting": "it has died, and another one starts",
     },
     "rank": {
         "starting": "imports, rendezvous, the model, the newest checkpoint",
         "waiting": "for groups, for the dataloader, or for the last evaluations",
-        "following": "a rank above 0 waits for what rank 0 wants done",
+        "following": "a rank above 0 waits for the next command of rank 0",
         "training": "a step: batch, forward, backward, optimizer",
         "publishing": "weights are gathered and written for the engines",
-        "checkpointing": "a checkpoint is staged; it is written while training goes on",
-        "exporting": "the model is written for others",
-        "done": "everything is trained and written",
+        "checkpointing": "a checkpoint is staged; it is written during training",
+        "exporting": "the model is exported",
+        "done": "all steps are trained and all files are written",
     },
     "worker": {
-        "starting": "its process comes up and imports the function",
+        "starting": "its process starts and imports the function",
         "idle": "it has no task",
         "scoring": "it runs the reward function",
     },
     "player": {
-        "starting": "its process comes up and imports the code of the user",
+        "starting": "its process starts and imports the user's code",
         "idle": "it has no episode",
-        "playing": "at least one episode is open, whatever that waits for",
+        "playing": "at least one episode is open",
     },
 }
 """Meaning of each state, by kind of resource."""
@@ -60,21 +59,21 @@ class StateLedger:
     """Seconds spent in each state of ``kind``. Safe to read from other threads."""
 
     def __init__(self, now: Callable[[], float], kind: Kind = "actor", *, born: float | None = None) -> None:
-        """``born`` is when its life began, where that was before now."""
+        """``born`` is the start of the resource, if that was earlier."""
         self._now = now
         self._states = STATES[kind]
         self.entered: Callable[[str, str], None] = lambda state, awaiting: None
-        """Listener that is told of each state that is entered, and whom or what it waits for."""
+        """Called with each new state, and with the actor or thing that it waits for."""
         self._lock = threading.Lock()
         self._seconds: dict[str, float] = {}
         self._since = now() if born is None else born
         self.state = "starting"
         self.awaiting = ""
-        """Whom or what the state waits for; empty when it waits for nothing."""
+        """The actor or thing that the state waits for; empty without one."""
 
     def enter(self, state: str, awaiting: str = "") -> None:
-        """Be in ``state`` from now on."""
-        assert state in self._states, f"{state!r} is none of {', '.join(self._states)}"
+        """Enter ``state``."""
+        assert state in self._states, f"unknown state {state!r}; known: {', '.join(self._states)}"
         with self._lock:
             now = self._now()
             self._seconds[self.state] = self._seconds.get(self.state, 0.0) + now - self._since
@@ -90,7 +89,7 @@ class StateLedger:
             return ResourceRecord(name, self.state, self.awaiting, here, seconds)
 
     def present(self) -> tuple[str, str, float]:
-        """The state, whom or what it waits for, and the seconds since it was entered."""
+        """The state, the actor or thing that it waits for, and the seconds since it was entered."""
         with self._lock:
             return self.state, self.awaiting, self._now() - self._since
 

@@ -1,14 +1,13 @@
-"""The timeline of an actor: what each of its tracks did when, kept for a while. Pure, but for the clocks it is given.
+"""The timeline of an actor: the newest spans of each of its tracks. Pure, except for the clocks.
 
-A track is something serial: the actor itself, a slot of an engine, a worker process, the steps of a learner. It does
-one thing at a time: what it enters ends what it did before. So spans of one track never overlap, and what has not
-ended yet is known as such.
+A track is serial: the actor itself, a slot of an engine, a worker process, the steps of a learner. A new span ends the
+one before, so spans of a track never overlap.
 
-Invariants: at most ``kept`` spans that have ended are kept, of the last ``window_s`` seconds, and it is always the
-oldest that go; times are read from the monotonic clock and told as Unix time by one offset for the whole process, so
-that no step of the wall clock tears them apart. Safe to use from several threads, a track from one at a time.
+Invariants: at most ``kept`` ended spans of the last ``window_s`` seconds are kept, the newest ones. Times come from the
+monotonic clock with one offset to Unix time, so a set wall clock does not tear spans apart. Threads may share a trace; one
+thread at a time uses a track.
 
-The file is in the trace event format of Chrome, which Perfetto reads: ``X`` for what has ended, ``B`` for what goes on.
+The file has Chrome's trace event format, which Perfetto reads: ``X`` for an ended span, ``B`` for an open one.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from asyncrl.messages.monitor import TraceSpan
 
 SPANS_IN_PART = 1000
 SPANS_KEPT = 16_384
-"""Spans that one actor keeps at most; about 8 MB."""
+"""Most spans of one actor; about 8 MB."""
 SPANS_OF_RUN = 262_144
-"""Spans that all actors keep, where they are many: a file of about 40 MB, which a browser still shows."""
+"""Most spans of all actors of a large run: a file of about 40 MB, which a browser still shows."""
 LEAST_SPANS_KEPT = 256
-"""Spans that one actor keeps however many there are: a few rounds of its slots."""
+"""Spans that each actor may keep in any case: a few rounds of its slots."""
 Fact = str | int | float | bool
 
 # Places of the tracks of an actor, from the top.
@@ -47,7 +46,7 @@ class Track:
         """End of the last span."""
 
     def enter(self, name: str, **facts: Fact) -> None:
-        """Be at ``name`` from now on."""
+        """Begin the span ``name``."""
         trace = self._trace
         if trace.on:
             with trace.lock:
@@ -56,18 +55,18 @@ class Track:
                 self._open = name, now, facts
 
     def leave(self, **facts: Fact) -> None:
-        """Do nothing from now on; ``facts`` are added to those of what has ended. Harmless where nothing was done."""
+        """End the open span, if there is one, and add ``facts`` to it."""
         trace = self._trace
         if trace.on:
             with trace.lock:
                 self._close(trace.now(), facts)
 
     def add(self, name: str, began: float, **facts: Fact) -> None:
-        """Add a span that has just ended and ``began`` then, on the clock of the trace. Nothing is open."""
+        """Add a span that began at ``began``, on the clock of the trace, and ends now. No span may be open."""
         trace = self._trace
         if trace.on:
             with trace.lock:
-                assert self._open is None, f"{self.name} is at something else"
+                assert self._open is None, f"{self.name} has an open span"
                 now = trace.now()
                 self._open = name, min(now, max(began, self._ended)), facts
                 self._close(now, {})
@@ -89,7 +88,7 @@ class Trace:
     ) -> None:
         self.now = now
         self.on = window_s > 0
-        """Whether anything is kept at all."""
+        """Whether spans are kept."""
         self.lock = threading.Lock()
         self._window_s = window_s
         self._offset = wall() - now()
@@ -97,7 +96,7 @@ class Trace:
         self._spans: deque[tuple[Track, str, float, float, dict[str, Fact]]] = deque(maxlen=kept)
 
     def track(self, name: str, order: int) -> Track:
-        """The track of this name. ``order`` is its place among the others, and no other's."""
+        """The track of this name. ``order`` is its place, which no other track has."""
         with self.lock:
             track = self._tracks.get(name)
             if track is None:
@@ -112,14 +111,14 @@ class Trace:
         spans.append(span)
 
     def parts(self) -> Iterator[list[TraceSpan]]:
-        """Spans kept at the first call, in order of their end, SPANS_IN_PART at a time; those that go on come last.
+        """The kept spans in order of their end, SPANS_IN_PART at a time; open spans come last.
 
-        Making the spans takes longer than finding them, so that the holder of an event loop does it part by part.
+        Making the spans takes long, so an event loop does it part by part.
         """
         with self.lock:
             horizon = self.now() - self._window_s
             ended = [span for span in self._spans if span[3] >= horizon]
-            # Facts are added to these when they end.
+            # Copies: a span gets more facts when it ends.
             running = [
                 TraceSpan(track.name, track.order, open[0], open[1] + self._offset, -1.0, dict(open[2]))
                 for track in self._tracks.values()
@@ -131,7 +130,7 @@ class Trace:
             yield running[at : at + SPANS_IN_PART]
 
     def _span(self, track: Track, name: str, began: float, end: float, facts: dict[str, Fact]) -> TraceSpan:
-        # Taken from each other as Unix times, so that exactly the end comes out where both are added again.
+        # By subtraction of Unix times, so that began plus seconds is exactly the end.
         since = began + self._offset
         return TraceSpan(track.name, track.order, name, since, (end + self._offset) - since, facts)
 
@@ -142,7 +141,7 @@ def spans_kept(actors: int) -> int:
 
 
 def _tid(pid: int, order: int) -> int:
-    """Number of a track. No other's in the file, nor a process's: some readers take equal ones for the same thing."""
+    """Number of a track, which no other track and no process has: some readers confuse equal numbers."""
     return pid * 100_000 + order
 
 
@@ -162,13 +161,13 @@ def _placing(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[
 
 
 def span_events(pid: int, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
-    """Spans as they stand in the file, in whole microseconds of Unix time."""
+    """Spans as events of the file, in whole microseconds of Unix time."""
     found = []
     for span in spans:
         began = round(span.began * 1e6)
         event: dict[str, Any] = {"ph": "B", "name": span.name, "pid": pid, "tid": _tid(pid, span.order), "ts": began}
         if span.seconds >= 0:
-            # Both ends are rounded, so that what comes next begins where this ends.
+            # Both ends are rounded, so that the next span begins where this one ends.
             event |= {"ph": "X", "dur": round((span.began + span.seconds) * 1e6) - began}
         if span.facts:
             event["args"] = span.facts

@@ -11,7 +11,7 @@ from run_files import groups
 from trace_files import generation, load, slots
 
 from asyncrl.errors import UsageError
-from asyncrl.explain.story import explain, read_story
+from asyncrl.explain.history import explain, read_history
 from asyncrl.messages.monitor import RequestTrace, TraceWritten
 from asyncrl.runtime.actor import CONTROLLER
 from asyncrl.telemetry import logging
@@ -137,7 +137,7 @@ def test_the_log_of_a_group_that_was_resumed_twice_matches_its_samples(tmp_path,
     twice = [group for group in groups(system.run_dir) if any(t["resumes"] == 2 for t in group["trajectories"])]
     assert twice, "updates met no response three times"
     for group in twice:
-        story = read_story(system.run_dir, group["uid"])
+        story = read_history(system.run_dir, group["uid"])
         for trajectory in group["trajectories"]:
             sample, [sequence] = trajectory["sample"], trajectory["sequences"]
             spans, tokens_of_all = [span[:3] for span in sequence["spans"]], len(sequence["tokens"])
@@ -185,7 +185,7 @@ def test_the_log_of_a_group_continues_with_another_rollouter_when_the_first_dies
     system = live(tmp_path, kill)
     again = []
     for group in groups(system.run_dir):
-        story = read_story(system.run_dir, group["uid"])
+        story = read_history(system.run_dir, group["uid"])
         if any(h.what == "orphaned" for h in story):
             again.append([h.what for h in story if h.sample < 0])
             assert "its holder rollouter/1 has died" in explain(system.run_dir, group["uid"])

@@ -32,7 +32,7 @@ from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.group_log import GroupLog
 from asyncrl.telemetry.logging import get_logger
 from asyncrl.telemetry.metrics import Figures, Histograms
 from asyncrl.telemetry.states import StateLedger
@@ -235,7 +235,7 @@ class Loop:
             schedule=schedule,
             lines=cast(Any, self._lines),
             checkpoints=cast(Any, _Checkpoints()),
-            group_log=StoryLog("learner/0"),
+            group_log=GroupLog("learner/0"),
             track=trace.track("steps", STEPS),
             supervised=None,
             teacher=None,

@@ -22,7 +22,7 @@ from asyncrl.learner.metrics.truncation_watch import TruncationWatch
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import TAKEN, StoryLog
+from asyncrl.telemetry.group_log import TAKEN, GroupLog
 
 
 class Deliveries:
@@ -40,7 +40,7 @@ class Deliveries:
         components: ComponentNames,
         dataloader: DataloaderLink,
         teacher: ServedTeacher | None,
-        group_log: StoryLog,
+        group_log: GroupLog,
     ) -> None:
         self.learning = LearningWatch(config)
         self._truncation = TruncationWatch(config)

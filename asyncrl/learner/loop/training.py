@@ -48,7 +48,7 @@ from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.learner.publishing.versions import Versions
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, StoryLog
+from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, GroupLog
 from asyncrl.telemetry.trace import Track
 from asyncrl.trajectories import is_truncated, versions_of
 
@@ -72,7 +72,7 @@ class Training:
         schedule: VersionSchedule,
         lines: StepLines,
         checkpoints: RunCheckpoints,
-        group_log: StoryLog,
+        group_log: GroupLog,
         track: Track,
         supervised: SupervisedSteps | None,
         teacher: ServedTeacher | None,

@@ -19,7 +19,7 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.dataloader import Outcome
-from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, StoryLog
+from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, GroupLog
 
 
 class GroupRecords:
@@ -34,7 +34,7 @@ class GroupRecords:
         evals: EvalCollector,
         dataloader: DataloaderLink,
         lines: StepLines,
-        group_log: StoryLog,
+        group_log: GroupLog,
     ) -> None:
         self.rounds_written = set(evals.closed)
         """Evaluation rounds whose line is written, as NAME@ROUND."""

@@ -1,9 +1,8 @@
 """Changes between two snapshots: rates of counters, shares of states. Pure.
 
-An actor's figures are as old as its last heartbeat, so a rate divides by the time between the two heartbeats and not
-by that between the snapshots. Invariant: what cannot be known is None or left out, never 0: the rate of a figure that
-is absent, of an actor that has not been heard in between or was started again since the older snapshot; the shares of a
-resource of which it is not known what it did before.
+The metrics of an actor are as old as its last heartbeat, so a rate divides by the time between two heartbeats.
+Invariant: an unknown rate or share is missing, never 0. Rates are unknown without a value, without a heartbeat between
+the snapshots, and after a restart of the actor. Shares are unknown without the resource's earlier times.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ Shares = dict[str, float]
 
 
 class Interval:
-    """Two snapshots of one run, ``older`` before ``newer``; without an older one there are no rates, and shares are
-    those of whole lives."""
+    """Two snapshots of one run. Without an older one there are no rates, and shares cover whole lives."""
 
     def __init__(self, older: Snapshot | None, newer: Snapshot) -> None:
-        # By age, which goes on evenly where a clock is set.
+        # By age: a wall clock may be set.
         self.seconds = 0.0 if older is None else max(0.0, newer.run.age_s - older.run.age_s)
         self._older = {} if older is None else {actor.name: actor for actor in older.actors}
 
     def before(self, actor: ActorView) -> ActorView | None:
-        """The same process in the older snapshot; None if it was another one or there was none."""
+        """The same process in the older snapshot, if that has it."""
         found = self._older.get(actor.name)
         return found if found is not None and found.incarnation == actor.incarnation else None
 
@@ -41,23 +39,23 @@ class Interval:
         return max(0.0, value - before.metrics.get(name, 0.0)) / seconds if seconds > 0.1 else None
 
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
-        """Seconds that a resource spent in each state meanwhile; since its start, if that was later.
+        """Seconds that a resource spent in each state in the interval, or since its start.
 
-        A resource of which the older snapshot tells nothing, and that is older than that, was starting at first.
-        Seconds that then do not fit in between are of a time that nothing is known of: such a resource has none here.
+        A resource that is older than the interval, but missing in the older snapshot, was starting at first. If its
+        seconds exceed the interval even so, nothing is returned.
         """
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
         if before is not None:
             earlier = next((each.spent for each in before.resources if each.name == resource.name), {})
         spent = resource.spent
-        # A resource that was replaced inside its actor begins at nothing.
+        # A resource that was replaced inside its actor begins at 0.
         if sum(spent.values()) < sum(earlier.values()) - 1e-6:
             earlier = {}
         if not earlier and 0.0 < self.seconds < (age := sum(spent.values())):
             left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
             cut = {**spent, "starting": left}
-            # But for rounding.
+            # Up to rounding.
             return _spent(cut) if sum(cut.values()) <= self.seconds + 1e-6 else {}
         return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
@@ -71,7 +69,7 @@ class Interval:
         return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
 
     def histogram(self, actor: ActorView, name: str) -> Histogram | None:
-        """Values that a histogram has taken in meanwhile."""
+        """Values that a histogram took in the interval."""
         after, before = actor.histograms.get(name), self.before(actor)
         if after is None:
             return None
@@ -87,19 +85,19 @@ def _spent(seconds: dict[str, float]) -> dict[str, float]:
 
 
 def total(values: Iterable[float | None]) -> float | None:
-    """Sum of the known values; None if there are none."""
+    """Sum of the known values, if any."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean of the known values; None if there are none."""
+    """Mean of the known values, if any."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
-    """The mean over time of a level that is known at some of these (time, level), in order of time; None if at none."""
+    """The mean over time of a level, from (time, level) in order of time; None if no level is known."""
     known = [(at, level) for at, level in moments if level is not None]
     whole = known[-1][0] - known[0][0] if known else 0.0
     if whole <= 0.0:
@@ -108,6 +106,6 @@ def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def median(values: Iterable[float | None]) -> float | None:
-    """Median of the known values; None if there are none."""
+    """Median of the known values, if any."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

@@ -1,11 +1,10 @@
 """The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
 
-A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack and compressed with
-Zstandard. The size is bounded: when all segments together are over ``most_bytes``, two neighbours become one with
-every second of their snapshots, those first that are recorded most densely, and of these the oldest. So a run of any
-length stays there as a whole, its past more coarsely. Invariant: a segment that is read while it is written, or whose
-writer died, gives every snapshot before the torn one. Fails with OSError where something cannot be written; the reader
-skips what it cannot read.
+A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack, compressed with
+Zstandard. If all segments exceed ``most_bytes``, two neighbours become one with every second of their snapshots: the
+densest ones first, and of these the oldest. So the recording covers a run of any length, its past more coarsely.
+Invariant: a segment with a torn end gives every snapshot before it. Raises OSError if a write fails; the reader skips
+unreadable parts.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 FOLDER = "monitor"
 LARGEST_SNAPSHOT_BYTES = 1 << 28
 SEGMENTS = 16
-"""Number of segments, about, that share the space."""
+"""Approximate number of segments."""
 LOOK_BACK = 8
-"""Number of segments, and of snapshots in each, in which a readable one is looked for."""
+"""Segments, and snapshots in each, that are searched for a readable one."""
 LEVEL = 3
 """Level of the compression by Zstandard."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
@@ -48,16 +47,16 @@ class RecordingFile:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Paths in the folder, in order of name; none where there is no such folder. Raises OSError."""
+    """Paths in the folder, in order of name; empty without the folder. Raises OSError."""
     try:
-        # A glob would take a folder that may not be read for an empty one.
+        # A glob returns nothing for a folder without permission.
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
 def segments(run_dir: Path) -> list[RecordingFile]:
-    """Segments of a run, in order of time. Raises OSError where they may not be known."""
+    """Segments of a run, in order of time. Raises OSError."""
     named = [(_NAME.fullmatch(path.name), path) for path in entries_of(run_dir / FOLDER)]
     return sorted(RecordingFile(int(match[1]), int(match[2]), path) for match, path in named if match)
 
@@ -82,7 +81,7 @@ class Recorder:
         return self._size + sum(self._sizes.values())
 
     def record(self, wall: float, snapshot: bytes) -> None:
-        """Keep a snapshot, as it is in MessagePack. Raises OSError; the recording then lacks this one."""
+        """Append a snapshot in MessagePack. Raises OSError; the recording then lacks this one."""
         if self._path is None:
             self._begin()
         assert self._path is not None
@@ -107,12 +106,12 @@ class Recorder:
         """Make one segment of two, with every second snapshot, until there is room."""
         while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 2:
             paths = sorted(self._sizes)
-            # The newest stays as it was recorded.
+            # The newest keeps all of its snapshots.
             pairs = pairwise(paths[:-1])
             first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
             entries = [entry for path in (first, second) for entry in _entries(path)]
             replace_file(first, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
-            # Last, so that a writer that dies before it leaves some snapshots twice, and loses none.
+            # Last: if the writer dies before, some snapshots are there twice, and none is lost.
             second.unlink()
             for path in (first, second):
                 self._strides.pop(path, None)
@@ -123,7 +122,7 @@ class Recorder:
         """Seconds from one snapshot of a segment to the next."""
         if path not in self._strides:
             walls = [wall for wall, _ in _entries(path)]
-            # A segment in which the clock was set back is not the densest one.
+            # A clock that was set back does not make a segment dense.
             seconds = sum(abs(later - earlier) for earlier, later in pairwise(walls))
             self._strides[path] = seconds / (len(walls) - 1) if len(walls) > 1 else 0.0
         return self._strides[path]
@@ -138,19 +137,18 @@ def _append(path: Path, body: bytes) -> None:
 
 
 def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
-    """(wall, snapshot as ``decode`` takes it), segment after segment: what a time bar holds of a long recording."""
+    """(wall, encoded snapshot for ``decode``), segment after segment."""
     seen: set[float] = set()
     for segment in segments(run_dir):
         for wall, body in _entries(segment.path):
-            # A writer that died while it thinned may have left some twice.
+            # A writer that died while it thinned may have left some snapshots twice.
             if wall not in seen:
                 seen.add(wall)
                 yield wall, body
 
 
 def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
-    """Entries as ``read_bodies`` gives them, in the order of recording: of the last ``seconds``, and as far as the
-    segments go that these begin in; older ones are not read."""
+    """Entries as in ``read_bodies``, from the segments that hold the last ``seconds``; older segments are not read."""
     parts: list[list[tuple[float, bytes]]] = []
     newest = -math.inf
     for segment in reversed(segments(run_dir)):
@@ -158,13 +156,13 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
         newest = max([newest, *(wall for wall, _ in parts[-1])])
         if parts[-1] and parts[-1][0][0] < newest - seconds:
             break
-    # Of those that a writer which died while it thinned has left twice, the place in the later segment counts.
+    # If a dead writer left a snapshot twice, the later place counts.
     backwards = dict(chain.from_iterable(map(reversed, parts)))
     return list(backwards.items())[::-1]
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
-    """The newest snapshot of an attempt that can be read; None if the newest segments hold none."""
+    """The newest readable snapshot of an attempt, in the newest segments; else None."""
     own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
     for segment in reversed(own[-LOOK_BACK:]):
         for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):
@@ -174,7 +172,7 @@ def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
 
 
 def decode(body: bytes) -> Snapshot | None:
-    """A recorded snapshot; None where it is not one of a schema that is known here."""
+    """A recorded snapshot; None if it is damaged or of another schema."""
     try:
         if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
             return None
@@ -185,7 +183,7 @@ def decode(body: bytes) -> Snapshot | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
-    """The entries up to the first byte that is none or cannot be read. Raises PermissionError."""
+    """The entries before the first unreadable byte. Raises PermissionError."""
     try:
         with path.open("rb") as file:
             unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
@@ -198,5 +196,5 @@ def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
     except PermissionError:
         raise
     except (OSError, msgpack.OutOfData, msgpack.UnpackException, ValueError):
-        # Its end, what a writer that died has left, or damage; or one that lives has thinned the segment away.
+        # The end, a torn entry or damage; or a live writer has removed the segment.
         return

@@ -21,7 +21,7 @@ from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import RETRY_S, VersionSchedule
 from asyncrl.messages.dataloader import Supply
-from asyncrl.telemetry.group_log import StoryLog
+from asyncrl.telemetry.group_log import GroupLog
 from asyncrl.telemetry.trace import STEPS, Trace
 
 ASKED_S = 1.0
@@ -118,7 +118,7 @@ class Scene:
             schedule=schedule,
             lines=SimpleNamespace(put=put),  # type: ignore[arg-type]
             checkpoints=SimpleNamespace(begin=begin, overdue=False),  # type: ignore[arg-type]
-            group_log=StoryLog("learner/0"),
+            group_log=GroupLog("learner/0"),
             track=Trace(clock.now, clock.wall, window_s=0.0).track("steps", STEPS),
             supervised=None,
             teacher=None,
