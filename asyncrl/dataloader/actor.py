@@ -65,7 +65,7 @@ class Dataloader(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._story = GroupLog(self.name)
+        self._group_log = GroupLog(self.name)
         self._prompts: PromptSet
         self._eval_prompts: dict[str, PromptSet] = {}
         self._source: RestoreInputs
@@ -194,7 +194,7 @@ class Dataloader(Actor):
             self._forget_ages(book, orphans)
             for uids, by_learner in ((held.uids, True), (sorted(set(orphans).difference(held.uids)), False)):
                 if uids:
-                    self._story.write(SETTLED, uids=uids, held=by_learner)
+                    self._group_log.write(SETTLED, uids=uids, held=by_learner)
             self.log.info("orphans settled", orphans=len(orphans), held=len(held.uids))
             self._changed()
 
@@ -348,7 +348,7 @@ class Dataloader(Actor):
         if orphans:
             self._orphaned.set()
         if new := [uid for uid in orphans if uid not in self._known_orphans]:
-            self._story.write(ORPHANED, uids=new, of=rollouter)
+            self._group_log.write(ORPHANED, uids=new, of=rollouter)
         self._known_orphans = set(orphans)
 
     @handler
@@ -392,7 +392,7 @@ class Dataloader(Actor):
                 if not isinstance(lease.prompt, EvalPrompt):
                     # A lease that is given again keeps its age.
                     self._leased.setdefault(lease.prompt.uid, self.clock.now())
-            self._story.write(
+            self._group_log.write(
                 LEASED,
                 to=ask.rollouter,
                 served=ask.served_version,
@@ -421,7 +421,7 @@ class Dataloader(Actor):
             raise RestoreNeeded
         book.give_back(caller.name, caller.incarnation, request.uids)
         self._forget_ages(book, request.uids)
-        self._story.write(RETURNED, uids=request.uids, by=caller.name)
+        self._group_log.write(RETURNED, uids=request.uids, by=caller.name)
         if request.leaving:
             book.left(caller.name, caller.incarnation, request.holding)
             if book.orphans:

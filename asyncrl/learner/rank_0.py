@@ -207,7 +207,7 @@ class Rank0:
     def _restore_groups(self, restored: Contents | None, origin: Origin) -> IntakeState | None:
         """The groups and outcomes of a checkpoint; groups that other settings made are generated again instead."""
         if restored is None:
-            self._group_log.tell(RESTORED, step=0, uids=[])
+            self._group_log.write(RESTORED, step=0, uids=[])
             return None
         state, log = restored.state, self._services.log
         buffered, filtered = restored.buffered, restored.filtered
@@ -218,7 +218,7 @@ class Rank0:
             self._services.counters.add("groups/given_back", len(buffered))
             buffered, filtered, failed, lengths = [], [], 0, []
         uids = [group.lease.uid for group in buffered]
-        self._group_log.tell(RESTORED, step=state.step, version=state.version, uids=uids)
+        self._group_log.write(RESTORED, step=state.step, version=state.version, uids=uids)
         path = str(restored.path)
         log.info("continues from a checkpoint", version=state.version, step=state.step, path=path, buffered=len(uids))
         return IntakeState(state.ledger, buffered, filtered, failed, lengths)

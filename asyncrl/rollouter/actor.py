@@ -63,7 +63,7 @@ class Rollouter(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._story = GroupLog(self.name)
+        self._group_log = GroupLog(self.name)
         config, services = self.config, self.services
         self._host = EngineHost(config, lambda: make_engine(config, self.name), self.clock, self.states, self.awaits)
         self._policy = Policy(config, services, self._host, self.trace)
@@ -220,7 +220,7 @@ class Rollouter(Actor):
             end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
         finally:
             del self._accounts[lease.uid]
-            self._story.write(GENERATED, **account.facts(end))
+            self._group_log.write(GENERATED, **account.facts(end))
 
     @handler
     def open_leases(self, request: OpenLeases, caller: Caller) -> LeasesHeld:
@@ -285,7 +285,7 @@ class Rollouter(Actor):
         while True:
             await asyncio.sleep(STORY_S)
             for account in self._accounts.values():
-                self._story.write(GENERATED, **account.facts("running"))
+                self._group_log.write(GENERATED, **account.facts("running"))
 
     async def _report_stats(self) -> None:
         while True:

@@ -141,8 +141,8 @@ def read_metrics(
 ) -> list[Line]:
     """The valid lines of a metrics file; empty if there is no file.
 
-    ``kinds`` selects kinds of lines, and ``of_updates`` keys of update lines, which are many in a large run. Voided lines
-    (is_voided) and other text are left out.
+    ``kinds`` selects kinds of lines, and ``of_updates`` keys of update lines, which are many in a large run. Voided
+    lines (is_voided) and other text are left out.
     """
     if not path.exists():
         return []

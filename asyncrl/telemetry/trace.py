@@ -4,8 +4,8 @@ A track is serial: the actor itself, a slot of an engine, a worker process, the 
 one before, so spans of a track never overlap.
 
 Invariants: at most ``kept`` ended spans of the last ``window_s`` seconds are kept, the newest ones. Times come from the
-monotonic clock with one offset to Unix time, so a set wall clock does not tear spans apart. Threads may share a trace; one
-thread at a time uses a track.
+monotonic clock with one offset to Unix time, so a set wall clock does not tear spans apart. Threads may share a trace;
+one thread at a time uses a track.
 
 The file has Chrome's trace event format, which Perfetto reads: ``X`` for an ended span, ``B`` for an open one.
 """

@@ -118,7 +118,7 @@ def test_turns_of_an_episode_are_told(logs, tmp_path):
         "call 0: resumed at version 3",
         "call 0 gave turn 0: 9 tokens (stop): 7 at version 2, 2 at version 3; it calls search, look",
         "turn 0 is worth 0.250",
-        "call 1 (goes on from turn 0): 60 tokens of context, 11 of them new; generation began at version 3 after 0 s",
+        "call 1 (continues turn 0): 60 tokens of context, 11 of them new; generation began at version 3 after 0 s",
         "call 1 gave turn 1: 5 tokens (length): 5 at version 3; 2 calls of tools cannot be read",
         "failed: generation: ValueError: no",
         "episode began at episodes/0, attempt 2",
@@ -185,7 +185,7 @@ def test_a_death_and_another_lease(logs, tmp_path):
     assert verdict(read_history(tmp_path, UID)).startswith("to be generated again")
     logs.leased(0.7, to="rollouter/1", number=1, attempt=1)
     assert "leased to rollouter/1 (lease 1, newest version 2, deaths 1)" in explain(tmp_path, UID)
-    assert verdict(read_history(tmp_path, UID)).endswith("nothing is known of it since")
+    assert verdict(read_history(tmp_path, UID)).endswith("nothing is known since")
     logs.generated(1.0, 0.701, [[0.1, "began", 3], [0.2, "finished", 9, "length", [[3, 0, 9]]]], actor="rollouter/1")
     assert whats(tmp_path) == [
         *("leased", "began", "running", "orphaned", "to be leased again"),
@@ -198,7 +198,7 @@ def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_lease(l
     events = [[0.1, "began", 2], [0.5, "aborted", 60]]
     logs.generated(0.3, 0.001, events[:1], end="running")
     logs.generated(1.0, 0.001, events, end="given up")
-    assert verdict(read_history(tmp_path, UID)) == "given up by rollouter/0; nothing is known of it since"
+    assert verdict(read_history(tmp_path, UID)) == "given up by rollouter/0; nothing is known since"
     # It was on its way to the learner.
     logs.taken(0.9)
     assert verdict(read_history(tmp_path, UID)) == "in the learner's buffer, not trained so far"
@@ -206,7 +206,7 @@ def test_what_a_rollouter_gave_up_is_not_said_to_be_unheard_of_since_its_lease(l
     assert verdict(read_history(tmp_path, UID)) == "to be generated again: returned by rollouter/0"
     logs.leased(1.3, to="rollouter/1", number=2)
     logs.generated(2.0, 1.301, events, actor="rollouter/1", lease=2, end="given up")
-    assert verdict(read_history(tmp_path, UID)) == "given up by rollouter/1; nothing is known of it since"
+    assert verdict(read_history(tmp_path, UID)) == "given up by rollouter/1; nothing is known since"
 
 
 def test_a_learner_that_goes_on_from_before_undoes_what_was_trained_and_leaves_what_its_checkpoint_holds(
@@ -298,7 +298,7 @@ def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_pa
     # What was said of an earlier lease is not said of this one.
     logs.leased(0.8, to="rollouter/1")
     logs.generated(1.5, 0.9, events, actor="rollouter/1")
-    assert verdict(read_history(tmp_path, UID)) == "delivered; the learner's word on it is not known"
+    assert verdict(read_history(tmp_path, UID)) == "delivered; what the learner did with it is unknown"
     if into == "evaluation":
         logs.line(2.0, "learner/0", "evaluated", uids=[UID], step=5)
         assert verdict(read_history(tmp_path, UID)) == "evaluated, after step 5"
@@ -307,14 +307,14 @@ def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_pa
 def test_lines_are_written_as_the_log_writes_them_and_only_where_it_does(monkeypatch):
     written = []
     monkeypatch.setattr(logging, "write_line", written.append)
-    story = GroupLog("learner/0")
+    group_log = GroupLog("learner/0")
     for level, writes in ((None, False), (10, True), (20, True), (30, False)):
         monkeypatch.setattr(logging, "_level", level)
         written.clear()
-        story.write(TAKEN, uid=UID, into="buffered")
+        group_log.write(TAKEN, uid=UID, into="buffered")
         assert writes == bool(written)
     monkeypatch.setattr(logging, "_level", 20)
-    story.write(TAKEN, uid=UID, into="buffered")
+    group_log.write(TAKEN, uid=UID, into="buffered")
     line = json.loads(written[-1])
     assert datetime.fromisoformat(line.pop("timestamp")).tzinfo is not None
     assert line == {"actor": "learner/0", "event": "taken", "level": "info", "uid": UID, "into": "buffered"}

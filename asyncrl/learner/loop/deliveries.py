@@ -60,11 +60,11 @@ class Deliveries:
         uid = group.lease.uid
         if group.lease.purpose != "train":
             is_new = self._evals.add(group)
-            self._group_log.tell(TAKEN, uid=uid, by=sender, into="evaluation" if is_new else "duplicate")
+            self._group_log.write(TAKEN, uid=uid, by=sender, into="evaluation" if is_new else "duplicate")
             self._progress.news.announce()
             return is_new
         taken = self._intake.deliver(group, self._clock.now())
-        self._group_log.tell(TAKEN, uid=uid, by=sender, into=taken)
+        self._group_log.write(TAKEN, uid=uid, by=sender, into=taken)
         self._counters.add(f"groups/{taken}")
         if taken == "duplicate":
             return False

@@ -267,7 +267,7 @@ class Training:
         lengths = intake.end_step()
         if self._teacher is not None:
             self._teacher.keep(intake.claims)
-        self._group_log.tell(TRAINED, step=step.step, version=version, uids=[group.lease.uid for group in groups])
+        self._group_log.write(TRAINED, step=step.step, version=version, uids=[group.lease.uid for group in groups])
         self._dataloader.changed()
         self._count(metrics, plan, trained)
         line = {
@@ -304,7 +304,7 @@ class Training:
         self._counters.add("learner/empty_steps")
         self._counters.add("groups/filtered", len(groups))
         for group in groups:
-            self._group_log.tell(NOT_TRAINED, uid=group.lease.uid, reason=MASKED, outcome="filtered")
+            self._group_log.write(NOT_TRAINED, uid=group.lease.uid, reason=MASKED, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
         text = _masked(groups, self._progress.step + 1, self._progress.version, self._config)
         self._notify("empty_step", text, count=count)

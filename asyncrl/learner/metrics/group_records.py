@@ -57,9 +57,9 @@ class GroupRecords:
             left_out, self._intake.left_out = self._intake.left_out, []
             quarantined, self._intake.quarantined = self._intake.quarantined, []
             for prompt in left_out:
-                self._group_log.tell(NOT_TRAINED, uid=prompt.uid, reason=prompt.reason, outcome="left out")
+                self._group_log.write(NOT_TRAINED, uid=prompt.uid, reason=prompt.reason, outcome="left out")
             for item in quarantined:
-                self._group_log.tell(NOT_TRAINED, uid=item.uid, reason=item.reason)
+                self._group_log.write(NOT_TRAINED, uid=item.uid, reason=item.reason)
             step, version = self._progress.step, self._progress.version
             await self._lines.quarantined(step, quarantined)
             filtered, self._intake.filtered_samples = self._intake.filtered_samples, []
@@ -75,7 +75,7 @@ class GroupRecords:
             version = metrics.get("weights/version", self._progress.version)
             await self._lines.samples("evaluation", name, step, version, shown)
             self.rounds_written.add(round)
-            self._group_log.tell(EVALUATED, uids=[group.lease.uid for group in groups], step=self._progress.step)
+            self._group_log.write(EVALUATED, uids=[group.lease.uid for group in groups], step=self._progress.step)
             for group in groups:
                 self._intake.outcomes.outcome(Outcome(group.lease.uid, "evaluated"))
             self._dataloader.changed()

@@ -49,7 +49,7 @@ def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
     assert answered.startswith("call 0 gave turn 0: ") and answered.endswith("; it calls look")
     assert worth == [f"turn 0 is worth {value}" for value in ("0.500", "0.500", "0.000")]
     assert refused.startswith("call 1 was refused: messages[0]")
-    assert goes_on.startswith("call 2 (goes on from turn 0): ")
+    assert goes_on.startswith("call 2 (continues turn 0): ")
     tokens, new = next(event[7:9] for event in account.events if event[1:3] == ["asked", 2])
     assert 0 < new < tokens
     assert (aborted, resumed) == ("call 2: aborted with 1 tokens", "call 2: resumed at version 1")
