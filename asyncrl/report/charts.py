@@ -1,7 +1,7 @@
 """The charts of a report, made from the lines of metrics.jsonl and from recorded spans. Pure.
 
-Each is one or more panels; none where there is nothing to show. Long runs are thinned: neighbours are put together, by
-mean or by maximum, so that no curve has more than MOST_POINTS.
+Each chart has panels, or none without data. In long runs neighbouring points are joined, by mean or by maximum, so no
+curve has more than MOST_POINTS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.telemetry.metrics_line import (
 
 MOST_POINTS = 600
 HALF, THIRD = 540, 360
-"""Widths of panels that stand beside others."""
+"""Widths of panels that share a row."""
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, BROWN = (
     *("#3b6fb6", "#e08a2c", "#4f9d5d", "#c8504b", "#8566ad", "#9aa3ad", "#3aa3a0", "#8c6d4f"),
 )
@@ -128,7 +128,7 @@ class _StepsOfVersions:
         self._lines = known
 
     def of(self, line: Line) -> float:
-        """The step of the newest version that an evaluation sampled; of one that does not tell, its own."""
+        """The step of the newest version that an evaluation sampled, or else its own step."""
         served = served_versions(line)
         if served is None or not self._lines:
             return float(line["step"])
@@ -142,7 +142,7 @@ class _StepsOfVersions:
 
 
 def learning(train: Sequence[Line]) -> list[Panel]:
-    """Panels that tell whether the policy learns."""
+    """Panels that show whether the policy learns."""
     return [
         panel
         for title, unit, zero, curves in (

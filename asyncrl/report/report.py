@@ -1,9 +1,9 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
-Made from the run folder alone, of a run that lives or has ended: metrics.jsonl, config.json and the recorded snapshots.
-Parts that there are none of, or that cannot be read, are named. All text of the run is escaped, and the page forbids
-itself to load anything. It is read without its script, too, which says the values under the pointer and zooms.
-Fails with UsageError where there is no run or no place for a file, and OSError where the page cannot be written.
+It needs only the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. Missing
+or unreadable parts are named. All text of the run is escaped, and the page's policy forbids loading. Its script only
+shows values under the pointer and zooms. Raises UsageError without a run or without a place for the file, and OSError
+if the page cannot be written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
     snapshots = _snapshots(run_dir)
     last = ended(snapshots[-1], lives=lives) if snapshots else None
     name = html.escape(run_dir.resolve().name)
-    no_lines = "metrics.jsonl has nothing of it."
+    no_lines = "metrics.jsonl has no such lines."
     no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
     sections = [
         (
@@ -71,15 +71,15 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             "the weights that sampled it.",
         ),
         *_evaluations(train, evals),
-        ("Learning", charts.learning(train), no_lines, "Of each step."),
-        ("Staleness", charts.staleness(train), no_lines, "Of trained tokens, in versions of the weights."),
+        ("Learning", charts.learning(train), no_lines, "Values of each step."),
+        ("Staleness", charts.staleness(train), no_lines, "Versions between sampling and training of a token."),
         ("Utilisation", charts.utilisation(spans(snapshots)), no_recording, "Shares of time by state (UTC)."),
-        ("Step", charts.step_breakdown(train), no_lines, "What a training step waited for and did."),
+        ("Step", charts.step_breakdown(train), no_lines, "Parts of a training step."),
         ("Weight updates", charts.weight_stall(train, updates), no_lines, "Generation time lost."),
         ("Lengths", charts.lengths(train), no_lines, "Tokens of a response."),
         *_episodes(train),
         ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
-        ("Ledger", charts.ledger(train), no_lines, "What became of the prompt groups since the run's start."),
+        ("Ledger", charts.ledger(train), no_lines, "Prompt groups by outcome, since the start of the run."),
     ]
     body = [
         f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
@@ -223,7 +223,7 @@ def write_user_file(path: Path, text: str) -> None:
     """Put ``text`` (UTF-8) where a user has named, whole or not at all, with the rights of a file that it replaces.
 
     A link is followed. A target that is no regular file, as a device or a folder, is left alone. Raises UsageError
-    where no file can be, and OSError, of which ``filename`` is what the user named.
+    where no file can be, and OSError with the ``filename`` that the user named.
     """
     mode = _mode(path)
     target = Path(os.path.realpath(path))
@@ -236,7 +236,7 @@ def write_user_file(path: Path, text: str) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The rights of the file that is there; None if there is none."""
+    """The rights of the existing file, if there is one."""
     try:
         found = path.stat().st_mode
     except FileNotFoundError:

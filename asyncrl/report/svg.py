@@ -1,7 +1,7 @@
 """Curves, bars and areas as SVG in HTML, with what a script of the page (report.js) needs to say values and to zoom.
 
-Without the script the picture is whole. All text is escaped. Invariant: what is drawn is finite and within its frame,
-whatever finite numbers are given. Pure.
+The script is optional. All text is escaped. Invariant: for all finite numbers the drawing is finite
+and within its frame. Pure.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class _Frame:
 
 
 def ticks(low: float, high: float, most: int, steps: Iterable[float] = ()) -> list[float]:
-    """Round values from ``low`` to ``high``, apart by the least of ``steps`` that makes no more than ``most`` of them,
-    or by 1, 2 or 5 of a power of ten."""
+    """Round values from ``low`` to ``high``, at most ``most``. Their distance is the smallest possible of ``steps``, or
+    1, 2 or 5 times a power of ten."""
     least = (high - low) / most
     step = next((each for each in steps if each >= least), None)
     if step is None:
@@ -245,7 +245,7 @@ def _short(value: float) -> str:
 
 
 def _said(tick: float, span: float) -> str:
-    """A tick with as many digits as tell it from its neighbours."""
+    """A tick with as many digits as distinguish it from its neighbours."""
     digits = 4 if not tick else math.floor(math.log10(abs(tick))) - math.floor(math.log10(span)) + 3
     if 1e4 <= abs(tick) < 1e15 and digits <= 4:
         return count(tick)

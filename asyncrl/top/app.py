@@ -33,29 +33,29 @@ from asyncrl.top.view import View
 from asyncrl.top.widgets import Block, DetailScreen, HelpScreen, PaneView
 
 WIDE = (150, 40)
-"""Width and height from which on all panes are seen at once."""
+"""Width and height from which on all panes are visible."""
 LEAST = (60, 16)
-"""Width and height below which there is no room for anything."""
+"""Width and height below which nothing is drawn."""
 DRAW_S = 0.8
 TICK_S = 0.25
 LOOK_S = 2.0
-"""Time between two looks whether a run has ended, at the end of its replay (s)."""
+"""Seconds between two checks whether a run has ended, at the end of its replay."""
 OWN_HEIGHT = ("learner", "staleness", "episodes")
-"""Panes that are as high as what is in them, where all are seen."""
+"""Panes that are as high as their content, if all are visible."""
 NOTE_S = 8.0
-"""Time for which the outcome of a trace is told (s)."""
+"""Seconds for which a note is shown."""
 WRITING_S = 60.0
-"""Time for which it is told that a trace is written (s); after less there is an outcome."""
+"""Seconds for which the start of a trace is shown; its outcome comes earlier."""
 
 TOO_SMALL = """\
 needs {width}×{height}, better 80×24:
 this terminal is {columns}×{rows}. Make it larger, or
 print everything once: asyncrl-top RUN --once
-q quits; the run does not notice"""
+q quits; the run continues"""
 
 
 class Top(App[int]):
-    """The application of the terminal; the module tells its rules."""
+    """The application of the terminal; see the module."""
 
     CSS = """
     Screen { background: #1c2029; color: #d5dae5; }
@@ -106,7 +106,7 @@ class Top(App[int]):
         Binding("question_mark,h", "help", show=False),
         Binding("s", "sort", show=False),
         Binding("r", "reverse", show=False),
-        # Before anything else is done with keys: what is typed right after it is meant for the filter.
+        # With priority: the next keys belong to the filter.
         Binding("slash", "filter", show=False, priority=True),
         Binding("escape", "unfilter", show=False),
         Binding("space", "freeze", show=False),
@@ -116,7 +116,7 @@ class Top(App[int]):
         Binding("tab", "next(1)", show=False, priority=True),
         Binding("shift+tab", "next(-1)", show=False, priority=True),
         *(Binding(str(number), f"pane({number})", show=False) for number in range(1, len(PANES) + 1)),
-        # Before a table takes them for itself.
+        # With priority: tables use the arrows too.
         Binding("left", "go('step', -1)", show=False, priority=True),
         Binding("right", "go('step', 1)", show=False, priority=True),
         Binding("less_than_sign,comma", "go('seek', -0.05)", show=False),
@@ -126,22 +126,22 @@ class Top(App[int]):
     ]
 
     def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
-        # Then Textual leaves colours out altogether, and does not make greys of them.
+        # With NO_COLOR Textual would draw greys.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.source = source
         self.view: View | None = None
         self.failure: AsyncRLError | None = None
-        """Reason that there is nothing to see."""
+        """Reason that no snapshot came."""
         self.ascii_only = ascii_only
         self._history = source.history
         self._choice = Choice()
         self._frozen = False
         self._away: Away | Waiting | None = None
         self._over = ""
-        """Reason that nothing more comes; empty while more may."""
+        """Reason that no more snapshots come; empty while they may."""
         self._drawn_at = 0.0
         self._stale = False
-        """Whether there is something that is not drawn."""
+        """Whether a newer snapshot is not drawn yet."""
         self._seen: PaneName = "rollouters"
         self._wide = False
         self._header, self._pipeline, self._time, self._tab_line, self._foot = (
@@ -176,8 +176,8 @@ class Top(App[int]):
         self._arrange(event.size)
 
     def _arrange(self, size: Size | None = None) -> None:
-        """Show all panes at once, or one of them, or none."""
-        # While a new size is told the app still has the old one.
+        """Show all panes, one pane, or none."""
+        # During a resize the app still has the old size.
         columns, rows = size or self.size
         small = columns < LEAST[0] or rows < LEAST[1]
         self._wide = columns >= WIDE[0] and rows >= WIDE[1]
@@ -203,7 +203,7 @@ class Top(App[int]):
                 else:
                     self._away = None
                     self._history.add(seen)
-                    # Drawn by a tick, after the next question: only one that waits gets the controller's last answer.
+                    # A tick draws it, after the next request: only an open request gets the last snapshot.
                     self._stale = True
             self._over = "the run has ended"
         except AsyncRLError as error:
@@ -216,7 +216,7 @@ class Top(App[int]):
 
     @work
     async def _await_end(self, replay: Replay, whole: Callable[[], Replay | None]) -> None:
-        """Look from time to time whether the run has ended too, where a replay ends before it."""
+        """At the end of the replay of a live run, check whether the run has ended."""
         while replay.lives:
             await asyncio.sleep(LOOK_S)
             if not replay.at_end:
@@ -236,7 +236,7 @@ class Top(App[int]):
             replay.advance(TICK_S)
             self._stale |= replay.position != before
         now = time.monotonic()
-        # The tick that is nearest to DRAW_S draws, be it a little before it.
+        # The tick nearest to DRAW_S draws.
         if self._stale and not self._frozen and now - self._drawn_at >= DRAW_S - TICK_S / 2:
             self._drawn_at, self._stale = now, False
             self._draw()
@@ -310,7 +310,7 @@ class Top(App[int]):
 
     def action_filter(self) -> None:
         if self.focused is self._filter:
-            # After the keys that were typed before it.
+            # After the keys typed before.
             self._filter.post_message(Key("slash", "/"))
         elif self.screen is self.screen_stack[0]:
             self._filter.display = True
@@ -336,7 +336,7 @@ class Top(App[int]):
         self._draw()
 
     def action_freeze(self) -> None:
-        """Stop drawing, or go on; in a replay play or stop."""
+        """Freeze or continue; in a replay play or stop."""
         replay = self.source.replay
         if replay is None:
             self._frozen = not self._frozen
@@ -345,12 +345,12 @@ class Top(App[int]):
         self._draw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Whether a key is meant for this: the arrows of the filter's text are not."""
+        """Whether the app takes a key: the filter keeps its arrows."""
         step = action == "go" and parameters[0] == "step"
         return not step or (self.source.replay is not None and self.focused is not self._filter)
 
     def action_go(self, how: Literal["step", "seek", "faster"], by: Any) -> None:
-        """Go elsewhere in a replay, or at another speed."""
+        """Move in a replay, or change its speed."""
         if self.source.replay is not None:
             getattr(self.source.replay, how)(by)
             self._draw()
@@ -360,7 +360,7 @@ class Top(App[int]):
             self.push_screen(HelpScreen())
 
     def action_samples(self) -> None:
-        """Show the groups of RUN/samples; in a replay those up to the step that is seen."""
+        """Show the groups of RUN/samples; in a replay up to its step."""
         if self.screen is self.screen_stack[0]:
             self.push_screen(SamplesScreen(self.source.run_dir, until=self._last_step))
 
@@ -375,7 +375,7 @@ class Top(App[int]):
     @work(exclusive=True, group="trace")
     async def action_trace(self) -> None:
         if self.source.trace is None:
-            self._say("a trace needs a living run")
+            self._say("a trace needs a live run")
             return
         self._say("the trace is being written", WRITING_S)
         try:
@@ -384,6 +384,6 @@ class Top(App[int]):
             self._say(f"no trace: {error}")
 
     def _say(self, note: str, seconds: float = NOTE_S) -> None:
-        """Show a note for a while, in the place of the one before."""
+        """Show a note for a while, instead of the previous one."""
         self.clear_notifications()
         self.notify(to_ascii(printable(note)) if self.ascii_only else printable(note), timeout=seconds, markup=False)

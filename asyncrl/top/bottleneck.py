@@ -1,12 +1,11 @@
-"""The stage of the pipeline that sets the pace: who waits on whom. Pure; the figures come from state-time ledgers.
+"""The bottleneck: the stage of the pipeline that sets the pace. Pure; its facts come from state-time ledgers.
 
 The flow is dataloader → rollouters → reward → learner → weights, and back: the gate admits a prompt when earlier ones
-are trained. docs/monitor.md has the rules: the last stage in the direction of flow that is occupied for SATURATED of
-its time sets the pace; where none is, what couples the stages does. Nothing is said of less than MIN_WINDOW_S.
+are trained. The rules are in docs/monitor.md. The last stage in the direction of flow that is busy for SATURATED of its
+time sets the pace. If no stage is, a rule that couples the stages does. There is no verdict on less than MIN_WINDOW_S.
 
-Shares of a stage are taken over the time of all of its resources; a dead one has none, and starting counts as
-occupied, since others wait for it just so. The learner's are those of rank 0: the other ranks do what it wants done,
-and their waiting for it tells nothing of whether it waits for groups.
+Shares of a stage cover the time of all its resources. A dead resource has no time, and starting counts as busy, because
+others wait for it. The learner's shares are those of rank 0: the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import Literal
 SATURATED = 0.8
 MIN_WINDOW_S = 3.0
 WAITS = 0.05
-"""Share of waiting that is worth a word."""
+"""Share of waiting from which on the verdict names it."""
 
 Stage = Literal["dataloader", "rollouters", "reward", "learner", "weights"]
 """Stages in the order of flow."""
 
 Kind = Literal["work", "weights", "upkeep", "start", "wait"]
 KINDS: tuple[Kind, ...] = ("work", "weights", "upkeep", "start", "wait")
-"""Kinds of states to the flow. Upkeep are checkpoints and what the user keeps."""
+"""Kinds of states for the flow. Upkeep is checkpoints and exports."""
 
 KIND_OF: dict[str, Kind] = {
     "generating": "work",
@@ -49,7 +48,7 @@ KIND_OF: dict[str, Kind] = {
 
 
 def kind_of(state: str) -> Kind:
-    """Kind of a state to the flow; an unknown one is taken for work, as it keeps its resource from waiting."""
+    """Kind of a state for the flow; an unknown state counts as work."""
     return KIND_OF.get(state, "work")
 
 
@@ -63,7 +62,7 @@ def by_kind(shares: Mapping[str, float]) -> dict[Kind, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """Facts of the stages over a window; levels are means over it. An empty mapping or None is unknown."""
+    """Facts about the stages over a window; levels are means. An empty mapping or None is unknown."""
 
     running: bool = True
     window_s: float
@@ -72,24 +71,24 @@ class Flow:
     reward: Mapping[str, float] = field(default_factory=dict)
     learner: Mapping[str, float] = field(default_factory=dict)
     dataloader_busy: float | None = None
-    """Share in which its event loop used a processor."""
+    """Share of time in which its event loop used a processor."""
     generating: float | None = None
-    """Trajectories that are leased and not generated so far, those that wait for an engine included."""
+    """Trajectories that are leased and not finished, including waiting ones."""
     at_reward: float | None = None
-    """Trajectories that are being scored, or wait for their score."""
+    """Trajectories at the reward pool."""
     lag: float | None = None
-    """Versions that the engines are behind, the mean."""
+    """Versions that the engines are behind, as a mean."""
     gate_open: bool | None = None
     """Whether there was room for leases all the time."""
     episodes: Mapping[str, float] = field(default_factory=dict)
-    """Episodes that are open, by stage."""
+    """Open episodes by stage."""
     exhausted: bool = False
     """Whether nothing is left to be leased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Verdict on who waits on whom: ``stage`` is null when nothing can be said; ``why`` is a sentence either way."""
+    """The bottleneck, if there is one, and a sentence on the reason."""
 
     stage: Literal["gate", "episodes", Stage] | None
     """The gate is the dataloader's; ``episodes`` is the user's code that plays them."""
@@ -102,7 +101,7 @@ def find_bottleneck(flow: Flow) -> Verdict:
         return Verdict(stage=None, why="")
     if flow.window_s < MIN_WINDOW_S or not (flow.rollouters and flow.learner):
         return Verdict(stage=None, why="measuring")
-    return _saturated(flow) or _nobody(flow)
+    return _saturated(flow) or _unsaturated(flow)
 
 
 def _saturated(flow: Flow) -> Verdict | None:
@@ -127,19 +126,19 @@ def _saturated(flow: Flow) -> Verdict | None:
 
 
 def _episodes(flow: Flow) -> Verdict | None:
-    """Verdict where most episodes are with the user's code: an engine is at work all the time with few of them, too."""
+    """The verdict if most episodes run the user's code: a few episodes can keep an engine busy."""
     with_user = {stage: level for stage, level in flow.episodes.items() if stage not in NOT_USERS}
     users, every = sum(with_user.values()), sum(flow.episodes.values())
     if every < 1 or users <= every / 2:
         return None
     most = max(with_user, key=lambda stage: with_user[stage])
     at = _STAGES_SAID.get(most, f"in {most}")
-    why = f"{users:.0f} of {every:.0f} are with their own code, {with_user[most]:.0f} of them {at}"
+    why = f"{users:.0f} of {every:.0f} run their own code, {with_user[most]:.0f} of them {at}"
     return Verdict(stage="episodes", why=f"{why}{_others(flow, but='episodes')}")
 
 
 NOT_USERS = frozenset({"queue", "engine", "paused", "score", "judge"})
-"""Stages in which an episode waits for the run, and not for the user's code."""
+"""Stages in which an episode waits for the run."""
 _STAGES_SAID = {
     "start": "before their first call of the policy",
     "user": "between two calls of the policy",
@@ -147,14 +146,14 @@ _STAGES_SAID = {
 }
 
 
-def _nobody(flow: Flow) -> Verdict:
+def _unsaturated(flow: Flow) -> Verdict:
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
     at_reward, generating = flow.at_reward, flow.generating
     if at_reward is not None and generating is not None and at_reward > generating:
         why = f"{at_reward:.0f} of {at_reward + generating:.0f} trajectories are with it"
         return Verdict(stage="reward", why=f"{why}{_others(flow, but='reward')}")
-    # Neither the rollouters nor the learner are saturated: both of them wait.
+    # Neither the rollouters nor the learner are busy: both wait.
     others = _others(flow, but="dataloader").removeprefix("; ")
     if flow.lag is not None and flow.lag >= 1.0:
         return Verdict(stage="weights", why=f"engines are {flow.lag:.1f} versions behind; {others}")
@@ -170,14 +169,14 @@ def _occupied(kinds: Mapping[Kind, float]) -> float:
 
 
 def _does(shares: Mapping[str, float]) -> str:
-    """Words for the share that is occupied, and for the state with most of it."""
+    """Words for the busy share, and for the state with most of it."""
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
     whole, most = _percent(_occupied(by_kind(shares))), _percent(shares[state])
     return f"{state} {most} of the time" if most == whole else f"busy {whole} of the time ({state} {most})"
 
 
 def _others(flow: Flow, *, but: str) -> str:
-    """Words for how much rollouters and learner wait for what, as the end of a sentence."""
+    """Words for the waits of rollouters and learner, as the end of a sentence."""
     said = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)
     if but != "rollouters" and waits >= WAITS:

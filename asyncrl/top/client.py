@@ -51,7 +51,7 @@ class WatchedRun:
 
     def has_restarted(self) -> bool:
         """Whether a later attempt has started in the run folder. Blocks."""
-        return self.run_dir is not None and _start_of(self.run_dir) not in (None, self.start)
+        return self.run_dir is not None and start_of(self.run_dir) not in (None, self.start)
 
     @property
     def is_over(self) -> bool:
@@ -85,7 +85,7 @@ class NotStarted(UsageError):
     """The controller of the run has not started."""
 
 
-def _start_of(run_dir: Path) -> object:
+def start_of(run_dir: Path) -> object:
     """A value that differs for each start of a controller in the folder; None without one."""
     try:
         found = (run_dir / PRIVATE / ADDRESS_FILE).stat()
@@ -113,7 +113,7 @@ def _from_folder(run_dir: Path, keys: Path | None) -> WatchedRun:
     private = run_dir / PRIVATE
     if not private.exists():
         raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
-    start = _start_of(run_dir)
+    start = start_of(run_dir)
     try:
         address = str(read_json_object(private / ADDRESS_FILE).get("address"))
         split_address(address)

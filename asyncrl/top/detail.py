@@ -122,7 +122,7 @@ def _facts(actor: ActorView) -> list[Line]:
 
 
 def _resource(resource: Resource, width: int) -> list[Line]:
-    """The bar of a resource and beside it its states, on as many lines as they need."""
+    """The bar of a resource and its states, on as many lines as they need."""
     spent = resource.spent
     whole = sum(spent.values())
     shares = {state: seconds / whole for state, seconds in spent.items()} if whole > 0 else {}
@@ -163,7 +163,7 @@ def _log_lines(text: str, width: int) -> list[Text]:
 
 
 def _entry(lead: str, text: str, level: str, width: int, most: int) -> list[Text]:
-    """A text beside its time and level, on at most so many lines."""
+    """A text after its time and level, on at most so many lines."""
     said = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most)
     leads = [lead, *[""] * (len(said) - 1)]
     return [Text("", end="").join([fit([(each, "dim")], LEAD), part]) for each, part in zip(leads, said, strict=True)]

@@ -1,4 +1,4 @@
-"""The snapshots that rates, shares and the verdict are taken from, and the levels at the moment of each. Pure."""
+"""The snapshots for rates, shares and the verdict, with the levels at each moment. Pure."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Moment:
 
     @property
     def age_s(self) -> float:
-        """Age of the run, which goes on evenly where a clock is set."""
+        """Age of the run, by a monotonic clock."""
         return self.snapshot.run.age_s
 
     @property
@@ -116,11 +116,11 @@ class History:
     def __init__(self) -> None:
         self._earlier: deque[Moment] = deque()
         self._latest: deque[Moment] = deque()
-        """Moments of the last RATES_S, and the one before them, so that rates are of that time."""
+        """Moments of the last RATES_S, and the one before them."""
 
     def add(self, snapshot: Snapshot) -> None:
-        """Take a snapshot. One of the same age as the newest replaces it; one that is younger, or of another run or
-        attempt, begins anew."""
+        """Add a snapshot. One of the same age replaces the newest; a younger one, or one of another run or attempt,
+        starts a new history."""
         if self._latest:
             last = self._latest[-1].snapshot
             same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
@@ -136,13 +136,13 @@ class History:
             if len(self._earlier) > 1 and moment.age_s - self._earlier[-2].age_s < 2 * window / KEPT:
                 self._earlier.pop()
             self._earlier.append(moment)
-        # The last one from before the window stays, so that the window is covered as a whole.
+        # One before the window stays, so that the window is complete.
         while len(self._earlier) > 1 and self._earlier[1].age_s <= snapshot.run.age_s - window:
             self._earlier.popleft()
 
     @staticmethod
     def window_s(snapshot: Snapshot) -> float:
-        """Seconds that shares are taken over: a few steps, and whole ones, so that these are seen evenly."""
+        """Seconds that shares cover: a few whole steps."""
         step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
         if step_s is None or step_s <= 0.0:
             return SHORTEST_S

@@ -18,8 +18,8 @@ PROBE = 1 << 18
 
 
 def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
-    """The last lines up to ``until`` (Unix time, s), or of all, oldest first; None when there is no such file that can
-    be read, as when it is on another host. Of a last line longer than ``BYTES`` its end."""
+    """The last lines up to ``until`` (Unix time, s), oldest first; None if the file is missing or unreadable, for
+    example on another host. A last line longer than ``BYTES`` loses its beginning."""
     path = run_dir / "logs" / f"attempt_{attempt}" / f"{actor.replace('/', '-')}.log"
     try:
         with path.open("rb") as file:
@@ -31,12 +31,12 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
             lines = file.read(end - begin).decode(errors="replace").splitlines()
     except OSError:
         return None
-    # The first of a part of a file may be torn: it is shown only where it is all that there is.
+    # The first line of a part may be torn: it is shown only without others.
     return ((lines[1:] if begin else []) or lines)[-LINES:]
 
 
 def _end_of(file: BinaryIO, size: int, until: float) -> int:
-    """Offset at which the first line begins that is later; ``size`` if there is none."""
+    """Offset of the first later line; ``size`` without one."""
     # The first line with a timestamp that begins at ``late`` or after it is later, and that of ``early`` is not.
     early, late = 0, size
     while late - early > BYTES:

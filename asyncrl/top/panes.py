@@ -164,7 +164,7 @@ def sorted_next(choice: Choice) -> Choice:
 
 
 def _in_order(entries: Sequence[Entry], choice: Choice) -> list[Entry]:
-    """In the order chosen; those of which nothing is known come last."""
+    """In the chosen order; unknown values come last."""
     value = SORTS[choice.sort]
     known = sorted(entries, key=lambda entry: _index(entry[1]))
     valued = [(value(entry), entry) for entry in known]

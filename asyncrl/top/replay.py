@@ -1,8 +1,7 @@
 """The sources of snapshots for the terminal: a live run, or a recording with a position.
 
-Recorded snapshots stay encoded until they are shown. Invariant: the last snapshot of an ended run shows its end; for a
-run that was killed as a whole it is made from the last snapshot that was recorded or seen. Raises UsageError if nothing
-is recorded, or nothing can be read.
+Recorded snapshots stay encoded until they are shown. Invariant: the last snapshot of an ended run shows its end. For a
+killed run it is made from the last recorded or seen snapshot. Raises UsageError if nothing is recorded or readable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A snapshot with those before it: rates, shares of time, and the verdict on the bottleneck. Pure.
 
-Panes draw from a View. Invariant: an unknown value is None and never 0. Nothing is said of what an actor does that is
-gone or silent, but its counters stay.
+Panes draw from a View. Invariant: an unknown value is None, never 0. The activity of an actor that is
+gone or silent is unknown, but its counters stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPEN = 0.5
 
 
 class View:
-    """What asyncrl-top shows: the newest snapshot of a history, of which there must be one."""
+    """The newest snapshot of a history that is not empty, with its past."""
 
     def __init__(self, history: History) -> None:
         assert history.newest is not None
@@ -156,7 +156,7 @@ class View:
 
     @cached_property
     def buffered(self) -> float | None:
-        """Groups in the learner's buffer; after the end of the run there is none."""
+        """Groups in the learner's buffer; unknown after the end of the run."""
         told = total(actor.metrics.get("buffer/groups") for actor in self.living("learner")[:1])
         return told if told is not None or self.run.phase in OVER else self.number("buffer/groups")
 

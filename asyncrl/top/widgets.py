@@ -24,7 +24,7 @@ from asyncrl.top.view import View
 LOG_S = 2.0
 """Time between two reads of the end of a log (s)."""
 SIDES = 3
-"""Columns beside the lines of a screen: its padding and the scrollbar."""
+"""Columns that padding and scrollbar take."""
 
 
 class Block(Static):
@@ -64,9 +64,7 @@ class Lines(VerticalScroll):
 
 
 class Rows(DataTable[Text]):
-    """The rows of a table. Cells are drawn again only where they change, and the cursor stays with its actor where a
-    row is one.
-    """
+    """The rows of a table. Only changed cells are drawn again, and the cursor stays with its actor."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("k", "cursor_up", show=False),
@@ -123,14 +121,14 @@ class PaneView(Vertical):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
     def __init__(self, name: str, choose: Callable[[str], None], draw: Callable[[], None]) -> None:
-        """``choose`` is told the actor that an entry is about; ``draw`` is called once the pane has another width."""
+        """``choose`` gets the actor of an entry; ``draw`` is called after a change of width."""
         self._lines, self._rows, self._about = Lines(classes="lines"), Rows(), ""
         super().__init__(self._lines, self._rows, id=name, classes="pane")
         self._choose, self._draw = choose, draw
 
     @property
     def room(self) -> int:
-        """Width of a line, beside the scrollbar."""
+        """Width of a line, without the scrollbar."""
         return self.size.width - 1
 
     def show(self, pane: Pane, *, tall: bool) -> None:

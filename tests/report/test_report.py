@@ -194,7 +194,7 @@ def test_what_there_is_none_of_is_said(run_dir, tmp_path):
     assert page.figures == {}
     shown = " ".join(page.text)
     assert "No snapshots of this run were recorded." in shown
-    assert shown.count("metrics.jsonl has nothing of it.") == 8
+    assert shown.count("metrics.jsonl has no such lines.") == 8
     write_lines(run_dir, step(1))
     assert sorted(written(run_dir, tmp_path).figures) == [0, 1, 2, 4, 5, 6, 7, 8]
 

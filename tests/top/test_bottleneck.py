@@ -76,7 +76,7 @@ BOTH_WAIT = "rollouters wait 70 % for {}, the learner waits 70 % for groups"
         *(
             (
                 flow(episodes={stage: 48.0, "close": 3.0, "engine": 13.0}),
-                f"51 of 64 are with their own code, 48 of them {said}; {BOTH_WAIT.format('calls')}",
+                f"51 of 64 run their own code, 48 of them {said}; {BOTH_WAIT.format('calls')}",
             )
             for stage, said in (("tool search", "in tool search"), ("user", "between two calls of the policy"))
         ),

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import time
+from functools import partial
 
 import pytest
 from driven import known, recording, settled, shown, text_of, until
@@ -14,7 +15,7 @@ from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Event
 from asyncrl.top import app as terminal
 from asyncrl.top import replay as sources
-from asyncrl.top.client import Away, WatchedRun
+from asyncrl.top.client import Away, NotStarted, WatchedRun, start_of
 from asyncrl.top.history import SHORTEST_S
 from asyncrl.top.replay import Replay, Source, ending, open_replay, recent_history
 from asyncrl.top.view import View
@@ -210,6 +211,40 @@ async def test_it_draws_at_a_pace_whatever_it_reads_and_what_a_picture_takes_is_
     pauses = [later - earlier for earlier, later in itertools.pairwise(drawn_at)]
     assert min(pauses) >= terminal.DRAW_S - terminal.TICK_S / 2 - 0.01
     assert min(pauses) < 1.5 * terminal.DRAW_S
+
+
+async def test_a_viewer_of_a_folder_waits_for_the_start_and_follows_a_resumed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "AGAIN_S", 0.02)
+    monkeypatch.setattr(sources, "find_target", lambda run, keys: find())
+    address, attempts = (
+        tmp_path / "private" / "controller.json",
+        iter(([Run().at(98.0), Run(phase="done").at(100.0)], [Run(steps=777).at(20.0)])),
+    )
+
+    def find():
+        if not address.exists():
+            raise NotStarted("no controller")
+        return WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, start=start_of(tmp_path))
+
+    async def watched(_target):
+        for snapshot in next(attempts):
+            yield snapshot
+        if snapshot.run.phase == "running":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(sources, "watch", watched)
+    feed = partial(sources.follow_folder, tmp_path, None, lambda run_dir: True)
+    async with shown(Source(feed=feed)) as (app, pilot):
+        await until(pilot, "the run has not started")
+        address.parent.mkdir()
+        address.write_text("{}")
+        await until(pilot, "the run has ended; a resumed run is shown here")
+        assert "done" in text_of(app).splitlines()[0]
+        # Another file, as a new controller writes it.
+        (tmp_path / "new").write_text("{}")
+        (tmp_path / "new").replace(address)
+        await until(pilot, "step 10/777")
+        assert "running" in text_of(app).splitlines()[0]
 
 
 async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The metrics of the learner and the keys of metrics.jsonl; the modules beside this one write those lines."""
+"""The metrics of the learner and the keys of metrics.jsonl; the modules of this package write those lines."""
 
 from asyncrl.telemetry.catalogue import SECONDS, VERSIONS, Declaring
 

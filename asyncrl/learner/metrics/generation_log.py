@@ -1,9 +1,8 @@
-"""The rollouters' reports of their work, so that a step can be held against them: tokens, updates, overlap. Pure.
+"""The rollouters' reports on their work, by step: sampled tokens, updates, overlap. Pure.
 
-Statistics arrive up to an interval late; ``covers`` tells whether everything up to a time has arrived. The tokens of a
-report count evenly over the time from the report before it, so a step that lies between two reports has its part of
-them. Where steps are long and rollouters many, two reports that follow each other are held as one of both times.
-Invariant: each token counts in one step at most, whenever the lines of the steps are written.
+Reports arrive up to an interval late; ``covers`` returns whether all reports up to a time are here. The tokens of a
+report count evenly over the time since the previous one, so a step between two reports gets its part. To bound memory,
+two consecutive reports may be joined. Invariant: each token counts in at most one step.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 
 MOST_HELD = 1 << 15
-"""Reports, and intervals, above which some are held as one."""
+"""Reports, and intervals, above which some are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class _Source:
     tokens: Tokens
     heard: float
     idle: bool = False
-    """Whether it has said that it generates nothing."""
+    """Whether it reported that it generates nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,7 @@ class _Report:
 class GenerationLog:
     """Statistics of all rollouters. Times are wall clock, in seconds.
 
-    ``succeeds``: an earlier learner had reports too, so that the tokens of a rollouter that is new here are not known
-    since the last of them.
+    ``succeeds``: an earlier learner had reports too. So tokens of a new rollouter since its last report are unknown.
     """
 
     succeeds: bool = False
@@ -78,7 +76,7 @@ class GenerationLog:
         """Take a rollouter's statistics, which came at ``now``."""
         source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
-            # A new incarnation counts from 0. One that an earlier learner knew counts from what it says first.
+            # A new incarnation counts from 0; one that an earlier learner knew from its first report.
             known = Tokens(0, 0) if source is not None or not self.succeeds else tokens
             began = now - _extent(stats.sampling)
             source = self._sources[name] = _Source(incarnation, known, began)
@@ -93,16 +91,13 @@ class GenerationLog:
         self._updates += [(name, update) for update in stats.updates]
 
     def covers(self, time: float, *, now: float, patience_s: float) -> bool:
-        """Whether every rollouter that generates has been heard of since ``time``.
-
-        One that was silent for ``patience_s`` is not waited for.
-        """
+        """Whether each rollouter that generates has reported since ``time``, or was silent for ``patience_s``."""
         return all(
             source.idle or source.heard >= time or source.heard < now - patience_s for source in self._sources.values()
         )
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
-        """Tokens of [start, end); None if no statistics cover any of that time. Forgets those before ``end``."""
+        """Tokens of [start, end); None if no report covers any of it. Forgets reports before ``end``."""
         told = [each for each in self._reports if each.until > start]
         self._reports = [each for each in told if each.until > end]
         if not told and not any(source.idle for source in self._sources.values()):
@@ -118,14 +113,14 @@ class GenerationLog:
         return taken
 
     def overlap(self, start: float, end: float) -> float:
-        """Share of [start, end) in which tokens were being sampled anywhere; forgets intervals before ``start``."""
+        """Share of [start, end) in which any engine sampled tokens; forgets intervals before ``start``."""
         self._intervals = merge([(a, b) for a, b in self._intervals if b > start])
         covered = sum(max(0.0, min(b, end) - max(a, start)) for a, b in self._intervals)
         return covered / (end - start) if end > start else 0.0
 
 
 def in_pairs(reports: Sequence[_Report]) -> list[_Report]:
-    """The reports, where two of a rollouter that follow each other become one; those of each in order of time."""
+    """The reports with consecutive pairs of a rollouter joined; those of each rollouter in order of time."""
     found: list[_Report] = []
     single: dict[str, _Report] = {}
     for report in reports:
@@ -161,10 +156,7 @@ SUMS = ("stall_s", "bytes", "encoded_bytes")
 
 
 def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
-    """Figures of the weight updates of a step: means over the updates and, for lost or moved amounts, sums.
-
-    A mean is absent when there was nothing to take it over.
-    """
+    """Metrics of the weight updates of a step: means, or sums of lost time and of bytes. Without updates no mean."""
     found: dict[str, float] = {"weights/updates": len(updates)}
     found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
     if updates:

@@ -1,7 +1,6 @@
 """One notice if a measured step is longer than preempt.grace_s allows. Pure.
 
-The median of STEPS steps counts, so that a slow first step, which compiles, says nothing. Without a line's times
-nothing is said.
+The median of STEPS steps counts, because the first step compiles and is slow. A line without times does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ STEPS = 3
 
 
 class GraceWatch:
-    """The watch of one run."""
+    """Watches the duration of steps."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

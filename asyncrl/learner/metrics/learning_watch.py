@@ -1,9 +1,8 @@
-"""Notices that nothing can be learnt, and says why, once each: no learning rate, no gradient, no signal in the rewards.
+"""Detects that the run cannot learn, with one notice per reason: no learning rate, no gradient, no signal in rewards.
 Pure.
 
-A run with such a fault goes on as any other, and its reward stays where it is. Invariant: a notice holds exactly
-and for some time (STEPS steps, or as many groups), so a run that learns is told nothing; a figure that a line does not
-have tells nothing either way.
+Invariant: a notice needs an exact condition over STEPS steps, or as many groups, so a run that learns gets none. A
+missing number in a line changes nothing.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from asyncrl.telemetry.metrics_line import number_in
 from asyncrl.text.numbers import fixed
 
 STEPS = 3
-"""Steps in a row, or groups of as many steps, after which a fault is told."""
+"""Steps in a row, or groups of as many steps, before a notice."""
 LEAST_GROUPS = 32
-"""Equal rewards of fewer groups in a row may be chance where a step takes few."""
+"""Least number of groups: equal rewards of fewer groups may be chance."""
 FILTERED_SHARE = 0.5
-"""Share of the filtered groups at which the run ends: from there on it is told that it will."""
+"""Share of the limit of filtered groups from which on a notice says that the run will end."""
 
 
 class LearningWatch:
-    """The watch for runs that cannot learn."""
+    """Watches whether the run can learn."""
 
     def __init__(self, config: Config) -> None:
         self._obstacles = obstacles(config)
         self._learner = config.learner
         self._max_tokens = config.rollout.max_tokens
-        self._told: set[str] = set()
+        self._given: set[str] = set()
         self._still = 0
         """Steps in a row with a gradient of 0."""
         self._groups = 0
@@ -99,7 +98,7 @@ class LearningWatch:
         )
 
     def _once(self, key: str, text: str) -> list[Notice]:
-        if key in self._told:
+        if key in self._given:
             return []
-        self._told.add(key)
+        self._given.add(key)
         return [Notice(key=key, text=text)]

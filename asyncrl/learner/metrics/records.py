@@ -1,13 +1,11 @@
 """The files that the learner writes: metrics.jsonl, quarantine.jsonl and samples/.
 
 Each file is append-only and has one JSON object a line, with the learner's start number. A reader keeps the last line
-of a step, and skips a line that is not JSON: a killed process may leave a torn one. ``samples/`` holds the text of a
-few groups of each kind: trained in ``step_N.jsonl``, filtered in ``filtered_N.jsonl``, of an evaluation in
-``eval_NAME_N.jsonl``.
+of a step, and skips torn lines of a killed process. ``samples/`` holds the text of a few groups: trained in
+``step_N.jsonl``, filtered in ``filtered_N.jsonl``, of an evaluation in ``eval_NAME_N.jsonl``.
 
-A line that cannot be written, as on a full disk, stays in memory with those that follow it in its kind of file, and is
-written later, in order. Memory for them is bounded by MOST_BYTES; the oldest lines beyond that are lost and counted.
-No method raises OSError. To be used by one thread at a time.
+Lines that cannot be written, for example on a full disk, stay in memory in order and are written later. The oldest
+beyond MOST_BYTES are lost and counted. No method raises OSError. One thread at a time may use it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The lines of metrics.jsonl, the samples of each step and quarantined prompts: in order, off the training path.
+"""Writes the lines of metrics.jsonl, the samples of steps and quarantined prompts, in order and off the training path.
 
-A step's line waits, for a limited time, until the rollouters have reported on the time of its training; with it
-go the lines of the weight updates that ended meanwhile. Nobody is told of a step before its line: by the first line of
-a learner they forget what an earlier one told of that step and later ones. Sampled tokens are counted from the end of
-one step's training to the end of the next one's, and left out where not all of them are known. A line that cannot be
-written waits in memory (records.py), is tried again every RETRY_S, before a checkpoint and at the end, and is reported
-to the user; training does not wait for it.
+A step's line waits for a limited time until the rollouters have reported on its training. The lines of weight updates
+that ended since then follow it. No other line of a step comes before its own: the first line of a restarted learner
+voids earlier lines of that step and later ones. Sampled tokens count from the end of one step's training to the end of
+the next, and are left out if a report is missing. A line that cannot be written waits in memory (records.py) and is
+tried again every RETRY_S, before a checkpoint and at the end. The user gets a notice; training does not wait.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.samples import TRAINED, SampleKind
 
 STATS_WAIT_S = 3.0
-"""Longest that a metrics line waits for the rollouters' statistics of its step."""
+"""Longest wait of a metrics line for the rollouters' reports on its step (s)."""
 LINES_PENDING = 64
 RETRY_S = 1.0
-"""Pause between two tries to write lines that could not be written."""
+"""Pause between two attempts to write waiting lines (s)."""
 LAST_TRY_S = 10.0
-"""Longest time that the end of a run waits until such lines can be written."""
+"""Longest wait at the end of a run for writing such lines (s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
