@@ -175,9 +175,9 @@ def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
     from asyncrl.launcher.run_folder.private import is_living
-    from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target
+    from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target, follow, follow_folder
     from asyncrl.top.history import History
-    from asyncrl.top.replay import Source, follow, follow_folder, recent_history
+    from asyncrl.top.replay import Source, recent_history
 
     run, keys = living_run(given.run), Path(given.keys) if given.keys else None
     run_dir = Path(run) if Path(run).is_dir() else None

@@ -23,9 +23,8 @@ from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.observation.open_waits import OpenWaits
-from asyncrl.controller.observation.recent_lines import RecentLines, is_proper
+from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
-from asyncrl.controller.observation.snapshot_builder import LONGEST_TEXT
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
 from asyncrl.controller.state.reserve import SINKS
 from asyncrl.controller.state.run_state import RunStateMachine

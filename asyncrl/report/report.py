@@ -31,7 +31,7 @@ from asyncrl.telemetry.snapshots.recording import decode, read_bodies
 from asyncrl.text.json_text import read_json_object
 from asyncrl.text.numbers import exact, fixed, percent
 from asyncrl.text.phase import phase_and_reason
-from asyncrl.top.replay import ended
+from asyncrl.top.client import ended
 
 MOST_SNAPSHOTS = 240
 MOST_EVENTS = 50

@@ -9,6 +9,7 @@ Refused if the controller does not accept the keys.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import socket
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
@@ -24,6 +26,7 @@ from asyncrl.runtime.calls.server import CROWDED
 from asyncrl.runtime.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
 from asyncrl.snapshot import OVER, Snapshot
+from asyncrl.telemetry.snapshots.recording import decode, read_latest
 from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
 from asyncrl.text.json_text import read_json_object
 from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
@@ -194,6 +197,71 @@ async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
             f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
             f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
         ) from error
+
+
+def ended(last: Snapshot, *, lives: bool) -> Snapshot:
+    """The last snapshot of a run; a run that is not alive and has no recorded end has failed."""
+    run, actors = last.run, last.actors
+    if lives or run.phase in OVER:
+        return last
+    why = "it was killed, stopped at once, or its host went down"
+    why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
+    return replace(
+        last,
+        run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
+        actors=[replace(actor, condition="dead") for actor in actors],
+    )
+
+
+def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
+    """The end of a run that is not alive, from the recording or from ``seen``; None without either. Blocks."""
+    last = seen
+    try:
+        entries = read_latest(run_dir, 0.0)
+    except OSError:
+        entries = []
+    for _, body in reversed(entries):
+        if (found := decode(body)) is not None:
+            # An end is newer than any other snapshot, even if the clock was set back.
+            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
+            if newer and (seen is None or found.run.run_id == seen.run.run_id):
+                last = found
+            break
+    return None if last is None else ended(last, lives=False)
+
+
+async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
+    """Snapshots of one attempt, the last of them of its end. Raises as ``watch`` does."""
+    last: Snapshot | None = None
+    async for seen in watch(target):
+        yield seen
+        if isinstance(seen, Snapshot):
+            last = seen
+    if target.run_dir is not None and (last is None or last.run.phase not in OVER):
+        end = await asyncio.to_thread(ending, target.run_dir, last)
+        if end is not None:
+            yield end
+
+
+async def follow_folder(
+    run_dir: Path, keys: Path | None, lives: Callable[[Path], bool]
+) -> AsyncIterator[Snapshot | Away | Waiting]:
+    """Snapshots of the run in a folder: waits for its start, and follows each attempt that resumes it."""
+    while True:
+        try:
+            target = await asyncio.to_thread(find_target, str(run_dir), keys)
+        except NotStarted:
+            yield Waiting("the run has not started; waiting for its controller")
+            await asyncio.sleep(AGAIN_S)
+            continue
+        target = dataclasses.replace(target, lives=lives)
+        async for seen in follow(target):
+            yield seen
+            if isinstance(seen, Away) and await asyncio.to_thread(target.has_restarted):
+                break
+        while not await asyncio.to_thread(target.has_restarted):
+            yield Waiting("the run has ended; a resumed run is shown here")
+            await asyncio.sleep(AGAIN_S)
 
 
 # --- addresses ---

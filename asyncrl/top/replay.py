@@ -6,8 +6,6 @@ killed run it is made from the last recorded or seen snapshot. Raises UsageError
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,12 +13,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from asyncrl.errors import UsageError
-from asyncrl.snapshot import OVER, Snapshot
+from asyncrl.snapshot import Snapshot
 from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_latest, segments
-from asyncrl.top.client import AGAIN_S, Away, NotStarted, Waiting, WatchedRun, find_target, watch
+from asyncrl.top.client import Away, Waiting, ended
 from asyncrl.top.history import LONGEST_S, RATES_S, History
 
 LEAST_S = 0.001
@@ -134,37 +130,6 @@ class Replay:
         return ended(snapshot, lives=self.lives)
 
 
-def ended(last: Snapshot, *, lives: bool) -> Snapshot:
-    """The last snapshot of a run; a run that is not alive and has no recorded end has failed."""
-    run, actors = last.run, last.actors
-    if lives or run.phase in OVER:
-        return last
-    why = "it was killed, stopped at once, or its host went down"
-    why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
-    return replace(
-        last,
-        run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
-        actors=[replace(actor, condition="dead") for actor in actors],
-    )
-
-
-def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """The end of a run that is not alive, from the recording or from ``seen``; None without either. Blocks."""
-    last = seen
-    try:
-        entries = read_latest(run_dir, 0.0)
-    except OSError:
-        entries = []
-    for _, body in reversed(entries):
-        if (found := decode(body)) is not None:
-            # An end is newer than any other snapshot, even if the clock was set back.
-            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
-            if newer and (seen is None or found.run.run_id == seen.run.run_id):
-                last = found
-            break
-    return None if last is None else ended(last, lives=False)
-
-
 def open_replay(run_dir: Path, *, lives: bool) -> Replay:
     """The recording of a run, which may be alive. Raises UsageError."""
     folder, entries = run_dir / FOLDER, read_latest(run_dir, math.inf)
@@ -190,40 +155,6 @@ def recent_history(run_dir: Path) -> History:
     replay = Replay(entries, lives=True)
     replay.jump(replay.end)
     return replay.history()
-
-
-async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
-    """Snapshots of one attempt, the last of them of its end. Raises as ``watch`` does."""
-    last: Snapshot | None = None
-    async for seen in watch(target):
-        yield seen
-        if isinstance(seen, Snapshot):
-            last = seen
-    if target.run_dir is not None and (last is None or last.run.phase not in OVER):
-        end = await asyncio.to_thread(ending, target.run_dir, last)
-        if end is not None:
-            yield end
-
-
-async def follow_folder(
-    run_dir: Path, keys: Path | None, lives: Callable[[Path], bool]
-) -> AsyncIterator[Snapshot | Away | Waiting]:
-    """Snapshots of the run in a folder: waits for its start, and follows each attempt that resumes it."""
-    while True:
-        try:
-            target = await asyncio.to_thread(find_target, str(run_dir), keys)
-        except NotStarted:
-            yield Waiting("the run has not started; waiting for its controller")
-            await asyncio.sleep(AGAIN_S)
-            continue
-        target = dataclasses.replace(target, lives=lives)
-        async for seen in follow(target):
-            yield seen
-            if isinstance(seen, Away) and await asyncio.to_thread(target.has_restarted):
-                break
-        while not await asyncio.to_thread(target.has_restarted):
-            yield Waiting("the run has ended; a resumed run is shown here")
-            await asyncio.sleep(AGAIN_S)
 
 
 Feed = Callable[[], AsyncIterator[Snapshot | Away | Waiting]]

@@ -14,10 +14,10 @@ from top.pictures import WALL, Run
 from asyncrl.errors import ActorFailed
 from asyncrl.snapshot import Event
 from asyncrl.top import app as terminal
-from asyncrl.top import replay as sources
-from asyncrl.top.client import Away, NotStarted, WatchedRun, start_of
+from asyncrl.top import client as sources
+from asyncrl.top.client import Away, NotStarted, WatchedRun, ending, start_of
 from asyncrl.top.history import SHORTEST_S
-from asyncrl.top.replay import Replay, Source, ending, open_replay, recent_history
+from asyncrl.top.replay import Replay, Source, open_replay, recent_history
 from asyncrl.top.view import View
 from asyncrl.top.widgets import Rows
 

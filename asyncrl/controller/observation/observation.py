@@ -15,16 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.controller.observation.recent_lines import is_proper
-from asyncrl.controller.observation.snapshot_builder import (
-    Constants,
-    RecentEvents,
-    RecentMetrics,
-    build_snapshot,
-    view_actors,
-    view_self,
-)
-from asyncrl.controller.observation.snapshots import Snapshots
+from asyncrl.controller.observation.recent_lines import RecentEvents, RecentMetrics, is_proper
+from asyncrl.controller.observation.snapshots import Constants, Snapshots, build_snapshot, view_actors, view_self
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.disk import in_words
 from asyncrl.messages.monitor import EventRecord, Heartbeat

@@ -1,4 +1,4 @@
-"""The newest lines of metrics for readers that follow the run step by step, and the check of a line. Pure.
+"""The newest lines of metrics and events, for snapshots and for readers that follow the run step by step. Pure.
 
 Lines are numbered from 1. A reader that falls too far behind misses the oldest lines, and never gets one twice.
 """
@@ -6,19 +6,24 @@ Lines are numbered from 1. A reader that falls too far behind misses the oldest 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from asyncrl.messages.actors import NOTICE, READY, Notice
-from asyncrl.telemetry.metrics_line import is_sound
+from asyncrl.snapshot import EVENTS, TRAIN_LINES, UPDATE_LINES, Event
+from asyncrl.telemetry.metrics_line import is_sound, is_voided
 
 LONGEST_LINE = 1 << 18
 """Most bytes of a line, in JSON."""
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
+LONGEST_TEXT = 500
+MOST_EVALS = 64
+"""Most evaluations whose newest line is kept."""
 
 
 def is_proper(line: Mapping[str, Any]) -> bool:
@@ -60,3 +65,73 @@ class RecentLines:
         skipped = len(self._lines) - (self.last - first)
         lines = list(islice(self._lines, skipped, skipped + LINES_IN_REPLY))
         return lines, first + len(lines)
+
+
+@dataclass(slots=True)
+class RecentMetrics:
+    """The newest lines of metrics.jsonl."""
+
+    learner: int = -1
+    """Incarnation of the learner that sent the newest train line; -1 if unknown."""
+    train: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=TRAIN_LINES))
+    updates: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=UPDATE_LINES))
+    evals: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, line: dict[str, Any], by: int = -1) -> None:
+        """Add a line from an actor of incarnation ``by``, or from the recording."""
+        match line.get("kind"):
+            case "train":
+                self.learner = by
+                self._void(line)
+                self.train.append(line)
+            case "update":
+                self.updates.append(line)
+            case "eval":
+                names = {key.split("/")[1] for key in line if key.startswith("eval/") and key.count("/") > 1}
+                name = min(names, default="")
+                if name in self.evals or len(self.evals) < MOST_EVALS:
+                    self.evals[name] = line
+
+    def _void(self, line: dict[str, Any]) -> None:
+        """Remove lines of steps that a restarted learner trains again."""
+        for lines in (self.train, self.updates):
+            kept = [other for other in lines if not is_voided(other, line)]
+            lines.clear()
+            lines.extend(kept)
+        self.evals = {name: other for name, other in self.evals.items() if not is_voided(other, line)}
+
+    @property
+    def all(self) -> tuple[Iterable[dict[str, Any]], ...]:
+        """Lines by kind, the oldest first."""
+        return self.train, self.updates, self.evals.values()
+
+    @property
+    def step(self) -> int:
+        """Step of the newest line of training; 0 without one."""
+        return int(self.train[-1].get("step", 0)) if self.train else 0
+
+
+@dataclass(slots=True)
+class RecentEvents:
+    """The newest EVENTS events of a run."""
+
+    kept: deque[Event] = field(default_factory=lambda: deque(maxlen=EVENTS))
+    _number: int = 0
+    _recalled: frozenset[tuple[str, float, str]] = frozenset()
+
+    def add(self, wall: float, level: str, actor: str, text: str) -> None:
+        """Add an event at ``wall`` (Unix, s)."""
+        self._number += 1
+        self.kept.append(Event(number=self._number, wall=wall, level=level, actor=actor, text=text[:LONGEST_TEXT]))
+
+    def recall(self, earlier: Iterable[Event]) -> None:
+        """Put the events of an earlier controller before the present ones."""
+        since = list(self.kept)
+        self.kept.clear()
+        for event in (*earlier, *since):
+            self.add(event.wall, event.level, event.actor, event.text)
+        self._recalled = frozenset((event.actor, event.wall, event.text) for event in earlier)
+
+    def is_recalled(self, wall: float, actor: str, text: str) -> bool:
+        """Whether an earlier controller had this event."""
+        return (actor, wall, text[:LONGEST_TEXT]) in self._recalled

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asyncrl.controller.observation.snapshot_builder import SILENT_BEATS, Constants, view_actors
+from asyncrl.controller.observation.snapshots import SILENT_BEATS, Constants, view_actors
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.runtime import heartbeat_delta

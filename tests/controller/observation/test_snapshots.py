@@ -20,7 +20,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller import actor as actor_module
 from asyncrl.controller.observation import observation as observation_module
 from asyncrl.controller.observation import snapshots as snapshots_module
-from asyncrl.controller.observation.snapshot_builder import MOST_EVALS, RecentMetrics
+from asyncrl.controller.observation.recent_lines import MOST_EVALS, RecentMetrics
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchSnapshot
