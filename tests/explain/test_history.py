@@ -1,4 +1,4 @@
-"""Stories from logs as they are: torn, of several attempts, by clocks that differ, and of which much is missing."""
+"""Histories from real logs: torn, of several attempts, with different clocks, and incomplete."""
 
 import contextlib
 import json
@@ -168,7 +168,7 @@ def test_whatever_is_cut_off_or_mixed_up_never_breaks_the_story(tmp_path_factory
             at = data.draw(st.integers(0, len(content)))
             content = content[:at] + data.draw(st.binary(max_size=3)) + content[at + data.draw(st.integers(0, 9)) :]
         path.write_bytes(content)
-    # Where enough was cut out, nothing is left to tell.
+    # If enough is cut out, nothing is known.
     with contextlib.suppress(UsageError):
         assert explain(folder, UID).startswith(f"prompt group {UID}: ")
 
@@ -295,7 +295,7 @@ def test_the_learners_word_counts_where_the_rollouter_logs_after_it(logs, tmp_pa
     logs.line(0.6, "dataloader/0", "orphaned", uids=[UID], of="rollouter/0")
     logs.line(0.7, "dataloader/0", "settled", uids=[UID], held=True)
     assert verdict(read_history(tmp_path, UID)) == said
-    # What was said of an earlier lease is not said of this one.
+    # Events of an earlier lease do not belong to this one.
     logs.leased(0.8, to="rollouter/1")
     logs.generated(1.5, 0.9, events, actor="rollouter/1")
     assert verdict(read_history(tmp_path, UID)) == "delivered; what the learner did with it is unknown"

@@ -291,7 +291,7 @@ def test_without_a_configuration_there_is_a_report_that_says_why(run_dir, tmp_pa
 
 def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_later_ones(run_dir):
     before = [step(1), update(1), evaluation(2), step(2), step(3), evaluation(3)]
-    # Of the old one something comes late, and counts: it was true then.
+    # A late line of the old learner counts: it was true then.
     after = [step(2, start=2), evaluation(3), step(1, start=3)]
     write_lines(run_dir, *before, *after[:2])
     assert read_metrics(run_dir / "metrics.jsonl") == [before[0], before[1], *after[:2]]
@@ -301,7 +301,7 @@ def test_a_learner_that_goes_back_voids_what_was_told_of_the_same_steps_and_late
 
 
 def test_of_updates_only_what_is_drawn_is_held(run_dir, tmp_path, monkeypatch):
-    """A thousand replicas tell of a million of them in a thousand steps."""
+    """A thousand replicas write a million of them in a thousand steps."""
     held = []
     monkeypatch.setattr(report, "read_metrics", lambda *what: held.extend(read_metrics(*what)) or held)
     of_2 = {"step": 2, "weights/load_s": 0.1}

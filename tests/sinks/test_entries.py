@@ -1,4 +1,4 @@
-"""Figures that go to the sinks, and their names there."""
+"""Values that go to the sinks, and their names there."""
 
 import math
 import re
@@ -27,7 +27,7 @@ def test_only_finite_numbers_are_figures():
         ([train(1), train(2), evaluation(2)], [(1, True), (2, False), (2, False)]),
         # An update has the step in which it ended, whatever version it is of.
         ([train(4), update(3) | {"step": 4}, train(5)], [(4, True), (4, False), (5, False)]),
-        # A learner went on from its checkpoint of step 3.
+        # A learner resumed from its checkpoint of step 3.
         ([train(5), train(4, start=2), train(5, start=2)], [(5, True), (4, True), (5, False)]),
         # As after the sinks were started again.
         ([update(41), train(42)], [(41, False), (42, True)]),
@@ -90,7 +90,7 @@ def everything():
     return lines, replace(snapshot(), actors=[actor])
 
 
-def test_whatever_is_measured_reaches_prometheus_as_what_it_is_and_under_a_name_of_its_own():
+def test_every_metric_reaches_prometheus_with_its_kind_and_a_name_of_its_own():
     found = families_of(*everything())
     for metric in catalogue.every():
         for kind in set(metric.kinds) & set(HEARD):

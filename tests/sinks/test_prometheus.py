@@ -76,7 +76,7 @@ def test_it_is_scraped_over_http(sink, tmp_path):
     assert found["asyncrl_resource_seconds_total", *who, *states] == 90
     spoken = scrape(address, Accept="application/openmetrics-text; version=1.0.0")
     assert figures(spoken, parse_open)["asyncrl_step",] == 3
-    # What a learner undoes is shown no more.
+    # Voided steps are not shown.
     sink.write(train(1, start=2))
     assert "asyncrl_eval_mean" not in scrape(address)
 
@@ -135,7 +135,7 @@ def test_connections_that_there_is_no_descriptor_for_wait_and_cost_no_core(sink,
 
 
 def test_an_end_does_not_wait_for_clients(sink, monkeypatch):
-    # Nobody else cuts the client off.
+    # Only the endpoint cuts the client off.
     monkeypatch.setattr(prometheus, "CONNECTION_S", 3600.0)
     with socket.create_connection(where(sink), timeout=30) as client:
         assert scrape(sink.address) is not None

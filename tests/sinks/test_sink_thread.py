@@ -58,7 +58,7 @@ def put(thread, *steps):
         thread.put(train(step))
 
 
-def test_a_sink_that_blocks_holds_up_nobody_and_what_has_no_room_is_counted(thread, fake):
+def test_a_sink_that_blocks_delays_no_other_and_lines_without_room_are_counted(thread, fake):
     fake.go.clear()
     put(thread, 0)
     assert fake.at_work.wait(30)
@@ -70,7 +70,7 @@ def test_a_sink_that_blocks_holds_up_nobody_and_what_has_no_room_is_counted(thre
     fake.go.set()
     thread.end()
     assert thread.join(30)
-    # Of snapshots only the newest waits.
+    # Only the newest snapshot waits.
     assert fake.taken == [0, 199, *range(1, 11)]
     assert (fake.opened, fake.closed, thread.lost) == (1, 1, 0)
 

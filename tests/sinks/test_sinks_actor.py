@@ -83,7 +83,7 @@ class Cluster:
         return await self.controller.watch_run(WatchRun(**seen), self.system.caller("agent/0"))
 
     async def notices(self, least=0):
-        """Texts of what the user was told, when there are as many."""
+        """Texts of the notices, once there are as many."""
         found, state = [], await self.state(seen_line=0)
         while True:
             found += [line["text"] for line in state.lines if line["kind"] == "notice"]
@@ -135,7 +135,7 @@ async def test_those_that_are_started_again_go_on_and_bring_out_all_that_is_ther
         address = cluster.run_dir / "monitor" / "prometheus.json"
         await until(address.exists)
         await cluster.kill(NAME)
-        # A process takes its threads along; here that of the endpoint goes on to its end, and takes the file away.
+        # A process ends its threads; here the thread of the endpoint continues and removes the file.
         await until(lambda: all(thread.name != "sink prometheus" for thread in threading.enumerate()))
         address.unlink(missing_ok=True)
         cluster.feed(*(train(step) for step in range(2, 501)))
@@ -206,7 +206,7 @@ async def test_temporary_files_go_with_the_actor_or_with_its_successor(tmp_path,
         assert cluster.sinks.ready
 
 
-async def test_a_configuration_that_no_restart_mends_is_no_failure_of_the_run(tmp_path, monkeypatch):
+async def test_an_invalid_configuration_of_sinks_is_no_failure_of_the_run(tmp_path, monkeypatch):
     def refuse(_):
         raise ConfigError(["sinks.prometheus.host: nothing is there"])
 

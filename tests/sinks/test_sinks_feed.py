@@ -95,7 +95,7 @@ async def test_lines_without_room_are_counted_and_those_that_nobody_takes(feed, 
     answer = await ask(feed)
     assert steps(answer) == list(range(AT_ONCE)) and not answer.last
     feed.close()
-    # Nobody has said that those of the answer came.
+    # The sinks have not confirmed the lines of the answer.
     assert counters["sinks/dropped"] == 8 + ROOM
 
 

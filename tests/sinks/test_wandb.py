@@ -91,7 +91,7 @@ def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_pat
     run = wandb_files.run_of(path)
     assert (run.project, run.display_name) == ("trials", "trial")
     assert {item.key: json.loads(item.value_json) for item in run.config.update}["learner"] == {"steps": 40}
-    # Nobody has written the key down.
+    # The key is in no file.
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
     assert [entry["step"] for entry in wandb_files.history(second)] == [3]
@@ -116,6 +116,6 @@ def test_its_service_is_killed_and_it_goes_on_with_another_though_its_id_cannot_
             left.wait(30)
     written = [entry["step"] for path in wandb_files.files(run_dir) for entry in wandb_files.history(path)]
     assert LATER in written
-    # The actor removes its folder of temporary files (actor.py); here there is none.
+    # The actor removes its folder of temporary files (actor.py); here no actor runs.
     for left in Path(tempfile.gettempdir()).iterdir():
         shutil.rmtree(left)

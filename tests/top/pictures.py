@@ -23,7 +23,7 @@ HELD_OUT = {
 
 @dataclass
 class Run:
-    """A run that goes on evenly: ``at(t)`` is its snapshot after t seconds."""
+    """A steady run: ``at(t)`` is its snapshot after t seconds."""
 
     rollouters: int = 4
     hosts: int = 2
@@ -313,7 +313,7 @@ def _resource(name: str, shares: dict[str, float], t: float) -> Resource:
 
 
 def empty() -> Snapshot:
-    """The controller is there, and nobody else."""
+    """Only the controller is there."""
     return Snapshot(
         wall=WALL,
         run=RunView(

@@ -1,4 +1,4 @@
-"""Who is named as the one that all wait for."""
+"""The bottleneck of a pipeline."""
 
 from typing import get_args
 
@@ -50,7 +50,7 @@ CASES = {
     "engines on old weights": (flow(lag=2.0), "weights"),
     "engines that come up again": (flow({"restarting": 0.9, "generating": 0.1}), "rollouters"),
     "checkpoints": (flow(learner={"checkpointing": 0.7, "training": 0.2, "waiting": 0.1}), "learner"),
-    "a gate of which nothing is known": (flow(gate_open=None), None),
+    "an unknown gate": (flow(gate_open=None), None),
     "the end": (flow(exhausted=True), None),
     "too early": (flow(window_s=1.0), None),
     "not running": (flow(running=False), None),
@@ -101,7 +101,7 @@ FLOWS = (shares("engine"), shares("worker"), shares("rank"))
 
 
 @given(*FLOWS, st.floats(0.0, 1.0))
-def test_whoever_is_named_as_saturated_is_the_last_that_is(rollouters, reward, learner, busy):
+def test_the_bottleneck_is_the_last_busy_stage(rollouters, reward, learner, busy):
     found = find_bottleneck(flow(rollouters, reward, learner, dataloader_busy=busy)).stage
     occupied = {"dataloader": busy}
     for stage, each in (("rollouters", rollouters), ("reward", reward), ("learner", learner)):

@@ -78,7 +78,7 @@ async def controller(tmp_path, config, incarnation=7):
 
 @pytest.mark.parametrize("curve", [False, True])
 async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
-    """I6: no request but those for viewers is served to one, whatever it is."""
+    """I6: a viewer may send only the requests for viewers."""
     async with controller(tmp_path, config_with(curve)) as actor:
         with Viewer(find_target(str(tmp_path))) as viewer:
             async for snapshot in viewer.snapshots():
@@ -229,7 +229,7 @@ async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_
 
 @pytest.mark.parametrize("what", ["its folder is gone", "all of it was killed"])
 async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
-    """A run that was killed leaves its folder behind, and nobody holds its lock."""
+    """A killed run leaves its folder behind, without a lock."""
     monkeypatch.setattr("asyncrl.top.client.ANSWER_S", 1.5)
     private = tmp_path / "private"
     async with asyncio.timeout(20):

@@ -66,7 +66,7 @@ def test_of_a_long_log_little_is_read(written, looked_at):
 
 
 def test_a_long_stretch_without_timestamps_is_not_read_again_and_again(written, looked_at):
-    printed = ["of somebody else " * 10] * 25_000
+    printed = ["of another user " * 10] * 25_000
     read = written([line(1), *printed, line(5), *printed, line(9)])
     assert read(BEGAN + 6) == printed[: log_tail.LINES]
     assert sum(looked_at) < 2 * sum(len(each) + 1 for each in printed) + 20 * log_tail.PROBE

@@ -48,7 +48,7 @@ async def test_a_pane_leads_to_the_actor_that_it_is_about():
 
 
 async def test_the_newest_events_stay_in_sight():
-    """Whoever the newest are of, and of whom else there are some: the cursor is at its place."""
+    """The cursor stays at the top, whichever actors the newest events have."""
     actors = ["reward/0", *["dataloader/0", "reward/0"] * 40, "learner/0"]
     events = [Event(number=n, wall=WALL + n, level="info", actor=each, text=f"{n}.") for n, each in enumerate(actors)]
     history = known(Run(events=events[:-1]).between())
@@ -144,7 +144,7 @@ async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
             await gate.join()
         await pilot.press("s")
         await until(pilot, "state▴")
-        assert "step 50/1000" in text_of(app) and "frozen" in text_of(app), "what is drawn anew is what was seen"
+        assert "step 50/1000" in text_of(app) and "frozen" in text_of(app), "a frozen screen shows the frozen view"
         await pilot.press("space")
         await until(pilot, "step 100/1000")
         await gate.put(Away("no answer", 12.0))
@@ -162,7 +162,7 @@ async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
 
 @pytest.fixture
 def drawn_at(monkeypatch):
-    """The times at which pictures were begun, each of which takes a while."""
+    """The times at which drawing began; each drawing takes a while."""
     began = []
 
     def slow(history):
@@ -174,7 +174,7 @@ def drawn_at(monkeypatch):
     return began
 
 
-async def test_it_asks_on_before_it_draws_so_that_the_last_answer_finds_a_question(drawn_at):
+async def test_it_asks_again_before_it_draws_so_that_the_last_answer_finds_a_request(drawn_at):
     """A controller is soon gone after it."""
     run, coming, drawn_when_asked = Run(steps=1000), asyncio.Event(), []
 
@@ -192,7 +192,7 @@ async def test_it_asks_on_before_it_draws_so_that_the_last_answer_finds_a_questi
         assert app.view.run.phase == "done"
 
 
-async def test_it_draws_at_a_pace_whatever_it_reads_and_what_a_picture_takes_is_part_of_it(drawn_at):
+async def test_it_draws_at_a_pace_and_the_time_of_drawing_is_part_of_it(drawn_at):
     run, coming, asked = Run(steps=1000), asyncio.Event(), []
 
     async def feed():
@@ -267,7 +267,7 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
         assert "step 51/1000" in head
 
 
-async def test_of_a_run_whose_recording_cannot_be_read_the_end_is_made_of_what_was_seen(tmp_path, monkeypatch):
+async def test_the_end_of_a_run_with_an_unreadable_recording_comes_from_the_last_snapshot(tmp_path, monkeypatch):
     # A folder that leads to itself: root, too, cannot read it.
     (tmp_path / "monitor").symlink_to("monitor")
     first = [Run(steps=1000).at(100.0)]

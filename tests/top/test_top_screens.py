@@ -1,6 +1,6 @@
 """The screens of asyncrl-top over recorded states, compared as text.
 
-ASYNCRL_UPDATE_SCREENS=1 writes the screens anew, to be read before they are committed.
+ASYNCRL_UPDATE_SCREENS=1 updates the screens; read them before you commit.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ async def compare(name, pilot):
     with contextlib.suppress(TimeoutError):
         await until(pilot, path.read_text())
     await settled(pilot)
-    assert text_of(pilot.app) == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 writes it anew"
+    assert text_of(pilot.app) == path.read_text(), f"{path} differs; ASYNCRL_UPDATE_SCREENS=1 updates it"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_once_a_run_steps_its_start_is_not_what_sets_the_pace():
 # --- numbers ---
 
 
-def test_the_first_step_of_a_learner_foretells_nothing():
+def test_the_first_step_of_a_learner_counts_in_no_mean():
     def told(*lines):
         snapshot = Run().at(100.0)
         train = [{"step": 7 + n, "start": start, "time/step_s": seconds} for n, (start, seconds) in enumerate(lines)]
@@ -142,7 +142,7 @@ def test_the_first_step_of_a_learner_foretells_nothing():
     assert told((1, 22.0), (1, 2.0), (2, 40.0), (2, 4.0)).step_mean("time/step_s") == 3.0
 
 
-def test_of_who_stands_still_or_is_gone_nothing_is_told_of_what_he_does():
+def test_the_activity_of_a_silent_or_gone_actor_is_unknown():
     *before, last = SLOW["rollouters"].between()
     for number in range(4):
         last = with_actor(last, f"rollouter/{number}", condition="silent")
@@ -186,7 +186,7 @@ def test_replicas_are_behind_as_their_rows_say():
     assert seen(Run().between()).behind == (0, 4)
 
 
-def test_the_cost_of_a_version_is_told_of_the_newest_step_that_has_one():
+def test_the_cost_of_a_version_is_that_of_the_newest_step_with_one():
     snapshots = Run().between()
     view = seen(snapshots)
     first, second, *_ = lines_of("weights", view, 120)
@@ -240,7 +240,7 @@ def test_in_the_learner_pane_a_0_stands_out_and_what_is_no_number_is_absent():
         ({"resources": [Resource(name="engine", state="restarting", state_s=2.0, seconds={})]}, "engine restarting"),
     ],
 )
-def test_who_is_down_is_named_before_any_bottleneck(change, down):
+def test_actors_that_are_down_come_before_the_bottleneck(change, down):
     *before, newest = Run().between()
     newest = with_actor(newest, "rollouter/1", **change)
     view = seen([*before, newest])
@@ -252,7 +252,7 @@ def test_who_is_down_is_named_before_any_bottleneck(change, down):
     assert seen([replace(newest, run=replace(newest.run, phase="draining"))]).down == []
 
 
-def test_what_one_snapshot_does_not_tell_is_not_told():
+def test_what_one_snapshot_cannot_show_is_unknown():
     metrics = {"rollout/in_flight": 0.0, "rollout/oldest_s": 0.0}
     view = seen([with_actor(Run().at(100.0), "rollouter/0", metrics=metrics)])
     assert cells("rollouters", view, "oldest")["rollouter/0"] == "–", "nothing in flight has no age"
@@ -336,7 +336,7 @@ def test_staleness_is_shown_up_to_the_limit_however_large_that_is(most, last):
 
 
 @pytest.mark.parametrize("width", [40, 100])
-def test_the_help_tells_the_same_at_every_width_and_is_cut_nowhere(width):
+def test_the_help_has_the_same_words_at_every_width_and_is_never_cut(width):
     lines = [line.plain for line in help_page(width)]
     assert max(map(len, lines)) <= width and "…" not in " ".join(lines).replace("1 … 8", "")
     words = sorted(" ".join(line.plain for line in help_page(72)).split())
@@ -414,7 +414,7 @@ def test_sorting_and_filtering():
     ],
     ids=["absent", "dead"],
 )
-def test_what_an_actor_has_not_told_is_not_shown_as_0(facts, said):
+def test_unknown_facts_of_an_actor_are_not_shown_as_0(facts, said):
     snapshot = Run().at(100.0)
     view = seen([replace(snapshot, actors=[*snapshot.actors, ActorView(name="rollouter/9", **facts)])])
     lines = [line.plain.rstrip() for line in detail(view, "rollouter/9", None, 80)]

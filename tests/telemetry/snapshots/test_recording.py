@@ -1,4 +1,4 @@
-"""The recording of a run: bounded, whole, and readable whatever became of its writer."""
+"""The recording of a run: bounded, whole, and readable after the death of its writer."""
 
 import io
 from pathlib import Path
@@ -15,7 +15,7 @@ from asyncrl.telemetry.snapshots.recording import Recorder, decode, read_bodies,
 from asyncrl.top.replay import recent_history
 
 
-def picture(number, size=0, set_back=0.0):
+def numbered(number, size=0, set_back=0.0):
     run = RunView(
         name="r", run_id="1", phase="running", attempt=1, age_s=float(number), step=number, steps=9, version=number
     )
@@ -24,7 +24,7 @@ def picture(number, size=0, set_back=0.0):
 
 
 def put(recorder, number, size=0, set_back=0.0):
-    snapshot = picture(number, size, set_back)
+    snapshot = numbered(number, size, set_back)
     recorder.record(snapshot.wall, msgspec.msgpack.encode(snapshot))
 
 
@@ -36,7 +36,7 @@ def test_attempts_and_successors_follow_one_another(tmp_path):
     for attempt, number in ((1, 0), (1, 1), (2, 2), (10, 3)):
         put(Recorder(tmp_path, attempt, 1 << 20), number, size=3)
     assert steps(tmp_path) == [0, 1, 2, 3]
-    assert read_recording(tmp_path)[2] == picture(2, 3)
+    assert read_recording(tmp_path)[2] == numbered(2, 3)
     assert [segment.number for segment in segments(tmp_path)] == [0, 1, 0, 0]
     # One that cannot be read takes only itself.
     unreadable = segments(tmp_path)[1].path
@@ -111,7 +111,7 @@ def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
     put(recorder, 0)
     recorder.record(1.0, msgspec.msgpack.encode({"schema": 2, "planets": 8}))
     # It may look like one of ours and mean something else.
-    recorder.record(2.0, msgspec.msgpack.encode(msgspec.structs.replace(picture(7), schema=SCHEMA + 1)))
+    recorder.record(2.0, msgspec.msgpack.encode(msgspec.structs.replace(numbered(7), schema=SCHEMA + 1)))
     put(recorder, 1)
     assert steps(tmp_path) == [0, 1]
 
@@ -123,7 +123,7 @@ def test_a_segment_that_is_thinned_away_while_it_is_read_is_left_out(tmp_path):
     second = segments(tmp_path)[1].path
     bodies = read_bodies(tmp_path)
     read = [next(bodies)[0]]
-    # What is read next was listed before.
+    # The next segment was listed before.
     second.unlink()
     read += [wall for wall, _ in bodies]
     assert read == [1001.0, 1003.0]
