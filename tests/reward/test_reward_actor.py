@@ -125,7 +125,6 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
             for at, (kind, told) in enumerate(kinds.items())
         }
         said = served.actor.heartbeat(1)
-        assert said.progress == 99
         assert 99 in served.actor.pulse()
         counts = {"scored": 99, "failed": 9, "timed_out": 1, "workers_killed": 1, "queued": 0, "running": 0}
         assert {f"reward/{name}": count for name, count in counts.items()}.items() <= said.counters.items()

@@ -266,7 +266,7 @@ async def test_what_a_host_that_leaves_is_told_a_successor_of_the_controller_wou
     agent = cluster.caller(found.agent)
     with nothing_written():
         # Not even when it can be parked no longer.
-        with pytest.raises(RemoteError, match="members.json is not written so far") as caught:
+        with pytest.raises(RemoteError, match="members.json is not written yet") as caught:
             await agent.call(HostLeft(), timeout=1.0)
         assert caught.value.retryable
         call = agent.call(HostLeft())
