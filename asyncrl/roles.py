@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Place = Literal["head", "ranks", "engines", "beside engines", "free cores"]
-"""Hosts of a role, by the rules of launcher/terms/placement.py. Any role may be on the head, or where most cores are
+"""Hosts of a role, by the rules of launcher/common/placement.py. Any role may be on the head, or where most cores are
 free; "ranks" is the learner's rule, by its GPUs or cores, "engines" the rollouters', "beside engines" that of episode
 hosts."""
 

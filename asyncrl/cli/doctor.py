@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from asyncrl.chat.messages import Message
     from asyncrl.chat.renderer import Renderer
     from asyncrl.config import Config
-    from asyncrl.launcher.fleet.hostfile import HostLine
-    from asyncrl.launcher.fleet.start import StartCommand
+    from asyncrl.launcher.hosts.hostfile import HostLine
+    from asyncrl.launcher.hosts.start import StartCommand
     from asyncrl.tokenizer import Tokenizer
 
 PROGRAM = "asyncrl-doctor"
@@ -204,9 +204,9 @@ def _targets(
     import socket
 
     from asyncrl.doctor.examination import REMOTE
-    from asyncrl.launcher.fleet.addresses import is_this_host
-    from asyncrl.launcher.fleet.hostfile import HostLine, read_hostfile, select_hosts
-    from asyncrl.launcher.fleet.start import LocalStart, SshStart
+    from asyncrl.launcher.hosts.addresses import is_this_host
+    from asyncrl.launcher.hosts.hostfile import HostLine, read_hostfile, select_hosts
+    from asyncrl.launcher.hosts.start import LocalStart, SshStart
 
     here = LocalStart(words=REMOTE)
     if hostfile is None:

@@ -55,7 +55,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(PROGRAM, DESCRIPTION, EPILOG)
-    parser.add_argument("run", metavar="RUN", help="folder or name of a run, living or not")
+    parser.add_argument("run", metavar="RUN", help="folder or name of a run, live or not")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     parser.add_argument("--version", metavar="N", type=int, help="of this version of the weights (the newest there is)")
     parser.add_argument(

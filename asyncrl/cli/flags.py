@@ -77,7 +77,7 @@ def split_ssh_args(text: str) -> tuple[str, ...]:
 def split_flags(parser: Parser, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Dotted flags, ``--a.b VALUE`` or ``--a.b=VALUE``, and the other arguments.
 
-    Of a repeated key the last counts. Ends the program on wrong usage.
+    The last value of a repeated key counts. Ends the program on wrong usage.
     """
     parser.takes_keys = True
     overrides: dict[str, str] = {}

@@ -16,16 +16,16 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.cli import living
+from asyncrl.cli import live_run_commands
 from asyncrl.cli.flags import Parser, split_flags, split_ssh_args
 from asyncrl.cli.output import complain, flushed
-from asyncrl.launcher.terms.signals import heeded
+from asyncrl.launcher.common.signals import heeded
 from asyncrl.text.printable import say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.launcher.fleet.hostfile import HostLine
-    from asyncrl.launcher.fleet.start import StartCommand
+    from asyncrl.launcher.hosts.hostfile import HostLine
+    from asyncrl.launcher.hosts.start import StartCommand
     from asyncrl.launcher.terminal.detach import Detached
 
 PROGRAM = "asyncrl-launch"
@@ -42,35 +42,33 @@ Before anything starts, model, tokenizer, prompts, reward function, ports, disk,
 --dry-run --generate N loads the engine on this host, samples a response to each of the first N prompts, scores them
 with the reward function and prints them.
 
-Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 let a run make way: it delivers what is finished, writes a checkpoint
-within preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN has it make way from another
-terminal, by the run's folder or its name under runs/, on its head's machine, also where the launcher was killed; its
-exit code is 0 if the run has ended and can go on from a checkpoint, or had nothing to lose, and 1 if not, or if it does
-not end.
+Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 preempt a run: it delivers finished groups, writes a checkpoint within
+preempt.grace_s, and ends; a second Ctrl-C or SIGTERM ends it at once. --stop RUN preempts it from another terminal on
+the head's machine, by the run's folder or its name under runs/, even if the launcher was killed. Its exit code is 0 if
+the run has ended and can be resumed from a checkpoint, or had nothing to lose, else 1.
 
 --detach starts a run that outlives the terminal, and returns once it runs, or with the exit code of a start that
 failed. The output goes to launcher.log among the run's logs.
 
---resume auto goes on with the run of run.dir and run.name, from its newest whole checkpoint and in the same folder; of
-NAME, NAME-2 and so on it takes the one whose newest checkpoint was written last. --resume PATH goes on with that run
-folder, or from exactly that checkpoint (newer ones are set aside). It prints each key that changed, with both values
-and what the change applies to. The prompts, the seed and the geometry of a batch must not have changed, unless
---allow-changed-data, -seed or -batch allows it.
+--resume auto resumes the run of run.dir and run.name in its folder, from its newest whole checkpoint; of NAME, NAME-2
+and so on it takes the one with the newest checkpoint. --resume PATH resumes that run folder, or exactly that checkpoint
+(newer ones are set aside). It prints each key that changed, both values, and what the change applies to. The prompts,
+the seed and the geometry of a batch must not change, unless --allow-changed-data, -seed or -batch allows it.
 
 --hosts FILE runs on the hosts of a file (a line each: NAME, or NAME slots=GPUS), which are reached by ssh without a
 password; asyncrl is installed at the same path on each. This host is the head if it is among them, else the first is.
 
---join RUN --hosts FILE adds hosts with rollouters to a living run, by its folder on its head's machine; its
-configuration is the run's. The command stays with them; Ctrl-C drains them, and the run goes on. --leave HOST RUN
-drains a host that has rollouters only; --within SECONDS is the time to finish what is begun (supervision.drain_s).
---bring-back NAME RUN tries a replica again, as rollouter/3, that the run has set aside.
+--join RUN --hosts FILE adds hosts with rollouters to a live run, by its folder on its head's machine; its
+configuration is the run's. The command follows them; Ctrl-C drains them, and the run continues. --leave HOST RUN
+drains a host that has rollouters only; --within SECONDS is the time to finish groups (supervision.drain_s).
+--bring-back NAME RUN starts a replica again that the run has set aside, as rollouter/3.
 
 --slurm --nodes N submits a job that runs this on N nodes of a SLURM cluster; with --dry-run its script is shown.
 --inside-slurm is what that script calls: it runs on the nodes of its own job, and resumes a run that is there already.
 
-Exit codes: 0 done; 1 failed; 2 wrong usage; 75 asked to end, by whatever, with a complete checkpoint to resume from;
-78 wrong configuration; asked to end during the start or without any checkpoint: 130 by Ctrl-C, 129 by a closed
-terminal, 143 by SIGTERM or --stop, 140 by SIGUSR2.
+Exit codes: 0 done; 1 failed; 2 wrong usage; 75 preempted, with a complete checkpoint to resume from; 78 wrong
+configuration; ended during the start or without a checkpoint: 130 by Ctrl-C, 129 by a closed terminal, 143 by SIGTERM
+or --stop, 140 by SIGUSR2.
 """
 
 
@@ -113,20 +111,20 @@ def _main(argv: list[str]) -> int:
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
-    speaks_to_living = living.is_meant(given)
-    if speaks_to_living:
-        living.check(parser, given, overrides)
+    speaks_to_live_run = live_run_commands.is_meant(given)
+    if speaks_to_live_run:
+        live_run_commands.check(parser, given, overrides)
     elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
     from asyncrl.errors import AsyncRLError, ConfigError
 
-    if given.hosts is None and not speaks_to_living and (given.include or given.exclude or given.ssh_args):
+    if given.hosts is None and not speaks_to_live_run and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
-    if given.json and (not given.dry_run or given.slurm or speaks_to_living):
+    if given.json and (not given.dry_run or given.slurm or speaks_to_live_run):
         parser.error("--json belongs to --dry-run: it shows the resolved configuration")
     _check_slurm_flags(parser, given)
-    _check_generate(parser, given, speaks_to_living)
+    _check_generate(parser, given, speaks_to_live_run)
     detached: Detached | None = None
     if given.detach:
         from asyncrl.launcher.terminal.detach import Detached, detach
@@ -136,8 +134,8 @@ def _main(argv: list[str]) -> int:
             return answer
         detached = answer
     try:
-        if speaks_to_living:
-            return living.run(given)
+        if speaks_to_live_run:
+            return live_run_commands.run(given)
         if given.slurm:
             return _submit(given, overrides)
         return _run(given, overrides, detached, without_resume(argv))
@@ -172,11 +170,11 @@ def _parser() -> Parser:
         help="with --dry-run: sample responses to the first N prompts, and score them",
     )
     parser.add_argument("--detach", action="store_true", help="start a run that outlives this terminal")
-    parser.add_argument("--resume", metavar="auto|PATH", help="go on with a run: the newest of run.name, or this one")
+    parser.add_argument("--resume", metavar="auto|PATH", help="resume a run: the newest of run.name, or this one")
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
     parser.add_host_arguments("run on")
-    living.add_arguments(parser)
+    live_run_commands.add_arguments(parser)
     parser.add_argument("--slurm", action="store_true", help="submit this as a job of SLURM")
     parser.add_argument("--nodes", metavar="N", type=int, help="of the job")
     parser.add_argument("--sbatch-args", metavar="ARGS", help="further arguments of sbatch, as in --time=4:00:00")
@@ -203,7 +201,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
     dry_run: bool | Literal["json"] = "json" if given.json else given.dry_run
     lines: list[HostLine] | None = None
     if given.hosts is not None:
-        from asyncrl.launcher.fleet.hostfile import read_hostfile, select_hosts
+        from asyncrl.launcher.hosts.hostfile import read_hostfile, select_hosts
 
         lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
     config = load_config(given.configs, _with_allowed(given, overrides))
@@ -215,7 +213,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
         return run_hosts(config, nodes, step, resume=resume, dry_run=dry_run, shared=True, everywhere=in_container)
     start: StartCommand | None = None
     if lines is not None:
-        from asyncrl.launcher.fleet.start import SshStart
+        from asyncrl.launcher.hosts.start import SshStart
 
         start = SshStart(config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
     return run_hosts(
@@ -279,11 +277,11 @@ def _check_slurm_flags(parser: argparse.ArgumentParser, given: argparse.Namespac
         parser.error("--slurm: say how many nodes, as in --nodes 2")
 
 
-def _check_generate(parser: Parser, given: argparse.Namespace, speaks_to_living: bool) -> None:
+def _check_generate(parser: Parser, given: argparse.Namespace, speaks_to_live_run: bool) -> None:
     """Ends the program on wrong usage of --generate."""
     if given.generate is None:
         return
-    if not given.dry_run or given.json or speaks_to_living:
+    if not given.dry_run or given.json or speaks_to_live_run:
         parser.error("--generate belongs to --dry-run, without --json")
     if given.hosts is not None or given.slurm or given.inside_slurm:
         parser.error("--generate samples on this host; leave out --hosts and --slurm")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import Parser
 from asyncrl.cli.output import complain, flushed
-from asyncrl.cli.which_run import PROGRAM, living_run, must_be_reachable, run_folder
+from asyncrl.cli.which_run import PROGRAM, live_run_place, must_be_reachable, run_folder
 from asyncrl.text.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
@@ -160,10 +160,10 @@ def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
 
 def _may_live(run_dir: Path) -> bool:
     """Whether a run is alive there, or this user may not know."""
-    from asyncrl.launcher.run_folder.private import is_living
+    from asyncrl.launcher.run_folder.private import is_live
 
     try:
-        return is_living(run_dir)
+        return is_live(run_dir)
     except PermissionError:
         return True
 
@@ -174,16 +174,21 @@ def _may_live(run_dir: Path) -> bool:
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-    from asyncrl.launcher.run_folder.private import is_living
+<<<<<<< HEAD
+    from asyncrl.launcher.run_folder.private import is_live
     from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target, follow, follow_folder
+=======
+    from asyncrl.launcher.run_folder.private import is_live
+    from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target
+>>>>>>> 4e665361 (Name the launcher's parts by what they hold, show the stages of a start, say what to do without a signal, and rewrite the launcher's language)
     from asyncrl.top.history import History
     from asyncrl.top.replay import Source, recent_history
 
-    run, keys = living_run(given.run), Path(given.keys) if given.keys else None
+    run, keys = live_run_place(given.run), Path(given.keys) if given.keys else None
     run_dir = Path(run) if Path(run).is_dir() else None
 
     def found() -> WatchedRun:
-        return replace(find_target(run, keys), lives=is_living)
+        return replace(find_target(run, keys), lives=is_live)
 
     with contextlib.suppress(NotStarted):
         target = found()
@@ -192,7 +197,7 @@ def _watch(given: argparse.Namespace) -> int:
     history = recent_history(run_dir) if run_dir is not None else History()
 
     def feed() -> AsyncIterator[Snapshot | Away | Waiting]:
-        return follow(found()) if run_dir is None else follow_folder(run_dir, keys, is_living)
+        return follow(found()) if run_dir is None else follow_folder(run_dir, keys, is_live)
 
     if not _wants_terminal(given):
         asyncio.run(_take(feed(), history, run, 0.0 if given.json else SHORTEST_S))

@@ -13,7 +13,7 @@ RUNS = "runs"
 
 
 def run_folder(run: str | None, flag: str) -> Path:
-    """The folder of a run, living or not; without RUN that of the newest. Raises UsageError."""
+    """The folder of a run, live or not; without RUN that of the newest. Raises UsageError."""
     from asyncrl.errors import UsageError
 
     if run is not None:
@@ -50,24 +50,24 @@ def _runs() -> list[Path]:
 
 def _lives(path: Path) -> bool:
     """Whether a run lives there that this user may look into."""
-    from asyncrl.launcher.run_folder.private import is_living
+    from asyncrl.launcher.run_folder.private import is_live
 
     try:
-        return is_living(path)
+        return is_live(path)
     except PermissionError:
         return False
 
 
-def living_run(run: str | None) -> str:
+def live_run_place(run: str | None) -> str:
     """Run folder or HOST:PORT to attach to. Raises UsageError, which says what there is instead."""
     from asyncrl.errors import UsageError
-    from asyncrl.launcher.run_folder.private import is_living
+    from asyncrl.launcher.run_folder.private import is_live
 
     if run is None:
         found = _runs()
-        living = next((path for path in found if _lives(path)), None)
-        if living is not None:
-            return str(living)
+        live = next((path for path in found if _lives(path)), None)
+        if live is not None:
+            return str(live)
         if not found:
             raise UsageError(f"no run lives under {Path(RUNS).absolute()}; name its folder, or HOST:PORT with --keys")
         raise UsageError(f"no run lives under {RUNS}; to see the last one again: {PROGRAM} {found[0]} --replay")
@@ -78,16 +78,16 @@ def living_run(run: str | None) -> str:
         raise UsageError(f"{run}: no such run folder, none of that name under {RUNS}, and not HOST:PORT")
     if not (path / "config.json").is_file():
         raise UsageError(f"{path}: this is not the folder of a run (it has no config.json)")
-    if not is_living(path):
+    if not is_live(path):
         raise UsageError(f"{path}: the run has ended; to see it again: {PROGRAM} {path} --replay")
     return str(path)
 
 
 def must_be_reachable(address: str) -> None:
-    """Require that somebody listens there. Raises ActorFailed: an address that was typed wrong is known at once."""
+    """Require that the address accepts connections. Raises ActorFailed, so that a wrong address is reported at once."""
     from asyncrl.errors import ActorFailed
     from asyncrl.top.client import why_unreachable
 
     if why := why_unreachable(address):
-        hint = "that run has ended, or it is at another address, which RUN/private/controller.json on its head tells"
+        hint = "that run has ended, or it is at another address, see RUN/private/controller.json on its head"
         raise ActorFailed("controller/0", f"{address}: {why}; {hint}")

@@ -150,7 +150,7 @@ class Controller(Actor):
         self._said: tuple[int, RunState] | None = None
         """The state as a message, and its number: made once for all callers."""
         self._registered = ParkingLot()
-        self._members = HostChanges(self, self._registry, self._run, self._hosts, tell=self._members_changed)
+        self._members = HostChanges(self, self._registry, self._run, self._hosts, changed=self._members_changed)
         self._failures = FailureDetector(
             self,
             self._registry,
@@ -287,6 +287,7 @@ class Controller(Actor):
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
         """Note a heartbeat."""
+        before = self._with_stage(caller.name)
         if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
             # An actor that has not registered is unknown, which is no error.
             if caller.name in self._registry.entries:
@@ -297,6 +298,9 @@ class Controller(Actor):
         self.counters["heartbeats/left_out"] = self._registry.left_out
         # As the registry has bounded them.
         self._observation.add_events(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
+        if self._run.phase == "starting" and self._with_stage(caller.name) != before:
+            self._run.stage_changed()
+            self._followers.wake()
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
@@ -533,8 +537,14 @@ class Controller(Actor):
         lines, last = self._lines.after(seen_line)
         # While the run drains, actors end in order and no notice says what it waits for.
         waits = self._waits.words(self._registry.hears) if not self._run.drain else []
-        awaited = self._run.waiting_for
+        awaited = [self._with_stage(name) for name in self._run.waiting_for]
         return msgspec.structs.replace(self._state(), lines=lines, last_line=last, waiting_for=awaited, waits=waits)
+
+    def _with_stage(self, name: str) -> str:
+        """An actor that starts, with what it does just now: "learner/0 (checkpoint)"."""
+        entry = self._registry.entries.get(name)
+        beat = entry.heartbeat if entry is not None else None
+        return f"{name} ({beat.awaiting})" if beat is not None and beat.state == "starting" and beat.awaiting else name
 
     def _state(self) -> RunState:
         if self._said is None or self._said[0] != self._run.number:

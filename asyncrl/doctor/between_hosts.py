@@ -13,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.disk import in_bytes
 from asyncrl.doctor.orders import HostFacts
-from asyncrl.launcher.terms.placement import Placed
+from asyncrl.launcher.common.placement import Placed
 from asyncrl.roles import role_of
 
 SKEW_S = 0.5

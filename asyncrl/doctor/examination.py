@@ -47,13 +47,13 @@ from asyncrl.doctor.orders import (
     Time,
 )
 from asyncrl.errors import ConfigError, HostFailed, UsageError
-from asyncrl.launcher.fleet.addresses import by_interface, by_route, interface_of, usable
-from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.fleet.hostfile import HostLine
-from asyncrl.launcher.fleet.start import StartCommand
+from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, RouteQuery, Routes
+from asyncrl.launcher.common.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.hosts.addresses import by_interface, by_route, interface_of, usable
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.start import StartCommand
 from asyncrl.launcher.launch import passed_on
-from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
-from asyncrl.launcher.terms.spec import Checked, CheckOrder, RouteQuery, Routes
 from asyncrl.roles import ROLES, role_of
 
 T = TypeVar("T")

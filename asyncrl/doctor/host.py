@@ -40,11 +40,11 @@ from asyncrl.doctor.orders import (
     Seen,
     Time,
 )
-from asyncrl.launcher.fleet.addresses import find_routes
-from asyncrl.launcher.fleet.checks import answer_check
-from asyncrl.launcher.fleet.hosts import NVIDIA_SMI_S, find_facts
-from asyncrl.launcher.fleet.remote import serve
-from asyncrl.launcher.terms.spec import Checked, CheckOrder, HostOffer, RouteQuery
+from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, HostOffer, RouteQuery
+from asyncrl.launcher.hosts.addresses import find_routes
+from asyncrl.launcher.hosts.checks import answer_check
+from asyncrl.launcher.hosts.host_facts import NVIDIA_SMI_S, find_facts
+from asyncrl.launcher.hosts.remote import serve
 from asyncrl.weights.segments import host_id
 
 UNSTARTED_S = 60

@@ -1,4 +1,4 @@
-"""Orders of asyncrl-doctor to a host, and their answers. The doctor also sends CheckOrder of launcher/terms/spec.py.
+"""Orders of asyncrl-doctor to a host, and their answers. The doctor also sends CheckOrder of the launcher.
 
 Answers of another version can be read: unknown fields are ignored, missing ones are empty.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.launcher.terms.spec import HostOffer
+from asyncrl.launcher.common.agent_messages import HostOffer
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag="begin"):

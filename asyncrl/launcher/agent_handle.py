@@ -23,10 +23,19 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.node.beats import Silence
+from asyncrl.launcher.common.agent_messages import (
+    ARRIVED,
+    KILL,
+    STOP,
+    BeatEvent,
+    EndedEvent,
+    Event,
+    LogEvent,
+    agent_name,
+)
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.node.agent_heartbeat import Silence
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import ARRIVED, KILL, STOP, BeatEvent, EndedEvent, Event, LogEvent, agent_name
 from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.linux import children_of

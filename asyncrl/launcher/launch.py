@@ -3,12 +3,12 @@
 Without a hostfile the only host is this one. The head is this host, if it is one of them, and else the first; it comes
 first from then on. Hosts are reached and prepared in parallel, with ``supervision.start_timeout_s`` as the deadline of
 either; the first that cannot take part ends the launch, and what was begun elsewhere is undone. Nothing is made on disk
-before all hosts are reached and every actor has its place. A way to start commands (``start``) is all that ssh and srun
-have apart.
+before all hosts are reached and every actor has its place. Only the way to start commands (``start``) differs between
+ssh and srun.
 
-Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo what was done until the agents are started. From then on they let
-the run make way, which is to write a checkpoint and to end; a second signal ends it at once (see ``follow``). When
-``run_hosts`` returns, no process of the run is left here.
+Until the agents are started, Ctrl-C, a closed terminal, SIGTERM and SIGUSR2 undo what was done. From then on they
+preempt the run; a second signal ends it at once (follower.py). When ``run_hosts`` returns, no process of the run is
+left here.
 
 Fails with HostFailed for hosts, UsageError for what the command line asks of them, ConfigError for what the
 configuration does.
@@ -38,32 +38,7 @@ from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.errors import ConfigError, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.fleet import addresses
-from asyncrl.launcher.fleet.checks import check_part
-from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.fleet.fanout import Reached
-from asyncrl.launcher.fleet.hostfile import HostLine
-from asyncrl.launcher.fleet.hosts import find_facts
-from asyncrl.launcher.fleet.start import LocalStart, StartCommand, shown
-from asyncrl.launcher.follow import Follower
-from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
-from asyncrl.launcher.plan import plan_rows
-from asyncrl.launcher.run_folder.folders import (
-    RunFolder,
-    create_run_folder,
-    free_run_folder,
-    make_run_keyring,
-    named_in_utf8,
-    private_folder,
-    with_date,
-)
-from asyncrl.launcher.run_folder.private import RUN_ID, in_use, is_living, remove_abandoned
-from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
-from asyncrl.launcher.terminal.detach import Detached
-from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
-from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
-from asyncrl.launcher.terms.spec import (
+from asyncrl.launcher.common.agent_messages import (
     KILL,
     AgentSpec,
     Checked,
@@ -75,6 +50,31 @@ from asyncrl.launcher.terms.spec import (
     Routes,
     agent_name,
 )
+from asyncrl.launcher.common.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.follower import Follower
+from asyncrl.launcher.hosts import addresses
+from asyncrl.launcher.hosts.checks import check_part
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.host_facts import find_facts
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.reached_hosts import ReachedHosts
+from asyncrl.launcher.hosts.start import LocalStart, StartCommand, shown
+from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
+from asyncrl.launcher.plan import plan_rows
+from asyncrl.launcher.run_folder.folders import (
+    RunFolder,
+    create_run_folder,
+    free_run_folder,
+    make_run_keyring,
+    named_in_utf8,
+    private_folder,
+    with_date,
+)
+from asyncrl.launcher.run_folder.private import RUN_ID, in_use, is_live, remove_abandoned
+from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
+from asyncrl.launcher.terminal.detach import Detached
+from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
+from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.text.printable import say
 from asyncrl.wire.keys import VIEWER, Keyring
@@ -104,7 +104,7 @@ def run_hosts(
 
     ``shared`` says that all hosts see the run folder, so that a run is resumed wherever its head is; ``everywhere``,
     that this host too has its part by ``start``, as where that leads into a container. ``detached`` hears of the run's
-    folder, and that the run runs; ``command`` goes on with it where --resume is added. After a dry run ``planned`` is
+    folder, and that the run runs; ``command`` with --resume resumes it. After a dry run ``planned`` is
     called with the configuration as it was resolved.
     """
     here = [HostLine(socket.gethostname())]
@@ -140,14 +140,14 @@ class Launch:
     findings: list[Finding] = field(default_factory=list)
     """Findings of the checks before the start."""
     progress: Progress = field(init=False)
-    reached: Reached = field(init=False)
+    reached: ReachedHosts = field(init=False)
     """The hosts but this one."""
 
     def __post_init__(self) -> None:
-        # What is shown instead of a run has standard output to itself, and is a failure where it cannot be written.
+        # A plan alone goes to standard output, and fails if it cannot be written.
         self.progress = Progress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
         limit_s = self.config.supervision.start_timeout_s
-        self.reached = Reached(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))
+        self.reached = ReachedHosts(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))
 
     @property
     def run_dir(self) -> Path:
@@ -298,11 +298,11 @@ class Launch:
     async def _begin(
         self, folder: RunFolder, held: contextlib.ExitStack, members: list[AgentHandle], interrupts: Interrupts
     ) -> None:
-        """Do everything up to living agents, which ``members`` has as they are started."""
+        """Do everything up to live agents, which ``members`` has as they are started."""
         keyring, lock = make_run_keyring(self.config, folder.run_id, len(self.hosts)), -1
         if self.head_is_here:
             lock = held.enter_context(private_folder(folder, self.config, self._files(keyring, 0)))
-        elif is_living(folder.path):
+        elif is_live(folder.path):
             # The head takes the lock; it may have done so for another launch since the run was found.
             raise in_use(folder.path)
         # After the look at who holds the private folder: a resumed run is changed from here on.
@@ -317,7 +317,7 @@ class Launch:
             for name in self.reached.contacts
         }
         await self.reached.ask(specs, Prepared, "prepared")
-        # In the place of the handlers that undo the launch: from here on there are agents to be told.
+        # From here on signals go to the agents, and do not undo the launch.
         interrupts.listen()
         for number, host in enumerate(self.hosts):
             actors = [actor for actor in self.placed if actor.host == host.name]

@@ -12,13 +12,13 @@ import msgspec
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import digests, record
 from asyncrl.config import Config
+from asyncrl.launcher.common.agent_messages import ActorSpec, AgentSpec, EndedEvent
+from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, write_command
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.resume import Resumption
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terminal.summary import summarise
-from asyncrl.launcher.terms.placement import INTERFACE_VARIABLES, Placed
-from asyncrl.launcher.terms.spec import ActorSpec, AgentSpec, EndedEvent
 from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
 from asyncrl.telemetry.metrics_line import read_metrics
 from asyncrl.telemetry.snapshots.recording import last_recorded

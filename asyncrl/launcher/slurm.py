@@ -19,11 +19,11 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, HostFailed, UsageError
-from asyncrl.launcher.fleet.hostfile import HostLine
-from asyncrl.launcher.fleet.start import SlurmStart
+from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.start import SlurmStart
 from asyncrl.launcher.run_folder.folders import named_in_utf8, runs_of_name
 from asyncrl.launcher.run_folder.resume import AUTO
-from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts
 from asyncrl.roles import role_of
 
 ANSWER_S = 60.0
@@ -73,7 +73,7 @@ def start_of(container: str | None) -> SlurmStart:
 
 
 def resume_of(config: Config, given: str | None) -> str | None:
-    """What a job resumes: the run that the user names, else the newest of its name; None if there is none.
+    """The run that a job resumes: the one that the user names, else "auto" if a run of its name exists, else None.
 
     Raises OSError.
     """
@@ -118,7 +118,7 @@ def left_open(config: Config, *, nodes: int, options: str, env: Mapping[str, str
 
 
 def gpus_of_a_node(config: Config, nodes: int) -> int | None:
-    """The fewest GPUs on each of so many nodes with which the run has a place; None if only the nodes can tell."""
+    """The fewest GPUs on each of so many nodes with which the run has a place; None if only the nodes know."""
     learner, rollout = config.learner, config.rollout
     each = rollout.gpus_per_replica if rollout.traits.gpus else 0
     if each is None or (learner.backend != "sim" and learner.device == "auto" and not each):

@@ -79,6 +79,7 @@ class Learner(Actor):
         if not self._is_rank_0:
             timeout_s = self.config.supervision.start_timeout_s
             host, port = await self._controller.find_store(self.context.incarnation, timeout_s)
+            self.states.enter("starting", "model")
             await self._on_thread(lambda: backend.setup(host, port))
             return
         run_dir = self.context.run_dir
@@ -92,6 +93,7 @@ class Learner(Actor):
         # The other ranks find the store by these facts; ``setup`` of the backend waits for them.
         self.facts = {"store_host": host, "store_port": port}
         await self.publish_facts()
+        self.states.enter("starting", "model")
         await self._on_thread(lambda: backend.setup(host, port))
         for index, text in enumerate(backend.given_up):
             self.notify(f"start-up check {index}", text)

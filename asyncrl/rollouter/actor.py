@@ -112,6 +112,7 @@ class Rollouter(Actor):
         player: Player = SingleTurn(self._policy, stops) if single else await self._episodes(stops)
         self._pools.connect()
         self._groups = GroupRunner(self.config, self.services, player, self._pools, self._leases)
+        self.states.enter("starting", "engine")
         await self._host.start()
 
     async def _episodes(self, stops: Stops) -> EpisodePlayer:

@@ -40,7 +40,7 @@ def namespaces() -> None:
 
 @pytest.fixture
 def cluster(namespaces: None, tmp_path: Path) -> Iterator[Cluster]:
-    """The head and the hosts a, b and c. Of the test's folder they share ``tmp_path/shared`` and nothing else."""
+    """The head and the hosts a, b and c. They share only ``tmp_path/shared`` of the test's folder."""
     (tmp_path / "shared").mkdir()
     with Cluster(shared=[tmp_path / "shared"]) as made:
         yield made
@@ -48,7 +48,7 @@ def cluster(namespaces: None, tmp_path: Path) -> Iterator[Cluster]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Under /tmp, of which each host but the head has its own."""
+    """Under /tmp, which differs on each host but the head."""
     made = tmp_path / "alone"
     made.mkdir()
     return made

@@ -79,7 +79,7 @@ class Command:
 
 
 class Launch(Command):
-    """A run, called on the head or another host, in a folder that the test's hosts share only if told so."""
+    """A run, called on the head or another host, in a folder that the hosts share only on request."""
 
     def __init__(
         self,

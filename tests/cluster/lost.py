@@ -1,4 +1,4 @@
-"""A run over the head and the hosts a, b and c, some of which are lost; nobody may die of his own fault."""
+"""A run over the head and the hosts a, b and c, of these some are lost; no actor may die for another reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """SLURM on one machine: the hosts n1 and n2 of a cluster of namespaces, each with slurmd, and slurmctld and the user's
 commands on its head, all held together by munge with a key of its own.
 
-Ends with the cluster below it. What jobs read and write lies in ``shared``, which all hosts see.
+Ends with the cluster below it. Jobs read and write in ``shared``, which all hosts see.
 """
 
 from __future__ import annotations

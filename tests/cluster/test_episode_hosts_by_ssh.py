@@ -21,7 +21,7 @@ HOSTS = "head\na\nb\nc\n"
 
 
 def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, folder):
-    """I1, I6, I7: the learner is on the head, the rollouter on a, the reward pool beside an episode host on b."""
+    """I1, I6, I7: the learner is on the head, the rollouter on a, the reward pool and an episode host are on b."""
     plan = Launch(cluster, folder, HOSTS, *FLAGS, "--data.source=synthetic", "--dry-run")
     code, shown = plan.end()
     assert code == 0, shown
@@ -57,7 +57,7 @@ def test_a_host_that_plays_episodes_leaves(cluster, folder):
     run.wait_to_show("step 4/")
     code, shown = run.leave("c", "--within", "60").end()
     assert code == 0, shown
-    assert shown[-1] == "c has left the run: episodes/2 have ended, and the run goes on without them"
+    assert shown[-1] == "c has left the run: episodes/2 have ended, and the run continues without them"
     run.wait_for_step(4)
     run.is_exact()
     (told,) = (line for line in run.events("rollouter-0", "ended"))

@@ -61,7 +61,7 @@ def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(clus
 
 
 def test_ranks_wait_for_the_host_of_one_of_them_and_start_again_together(cluster, launched):
-    """I1: the gang goes on from a checkpoint once the host is back."""
+    """I1: the ranks resume from a checkpoint once the host is back."""
     # The rank that is left is killed once, which counts.
     run = launched(40, "--learner.ranks=2", max_restarts=1)
     run.wait_for_step(8)

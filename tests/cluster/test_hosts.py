@@ -43,7 +43,7 @@ def test_a_run_over_three_hosts(cluster, folder, curve):
     assert launch.steps_trained == list(range(1, STEPS + 1))
     config = json.loads((launch.run_dir / "config.json").read_text())
     assert config["security"]["curve"] == ("required" if curve == "auto" else "off")
-    # What the other hosts' actors wrote is on the head, to the last line.
+    # The head has the logs of the other hosts' actors, to the last line.
     for name, host in (("rollouter-0", "a"), ("rollouter-1", "b"), ("reward-0", "a")):
         lines = [json.loads(line) for line in launch.log(name).splitlines()]
         assert lines[-1]["event"] == "ended", name
@@ -84,14 +84,14 @@ def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder, lost):
 
 @pytest.mark.parametrize("hosts", ["a\n", "a\nb\n"])
 def test_ctrl_c_reaches_a_head_whose_connection_is_lost(cluster, folder, hosts):
-    """I7: the run makes way, with a checkpoint, as it would have over that connection."""
+    """I7: the run is preempted, with a checkpoint, as over the first connection."""
     launch = Launch(cluster, folder, hosts, "--data.source", "synthetic", "--learner.steps", "4000")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
     launch.wait_to_show("a: the connection is lost")
     launch.process.send_signal(signal.SIGINT)
     code, shown = launch.end()
-    assert "a: is told to make way" in shown
+    assert "a: is asked to preempt the run" in shown
     # Without another host the launcher reads the record of the end on the head.
     assert code == 75, shown
     ended = json.loads((cluster["a"].path(launch.run_dir) / "ended.json").read_text())
@@ -146,7 +146,7 @@ def test_a_lost_connection_alone_ends_nothing_and_ctrl_c_reaches_that_host(clust
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluster, folder, stopped):
-    """I7: the run goes on to its end, or until it is stopped on all hosts."""
+    """I7: the run continues to its end, or until it is stopped on all hosts."""
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000" if stopped else "60")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "asyncrl.cli.launch"), signal.SIGKILL)
@@ -202,7 +202,7 @@ def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, fol
     code, shown = Launch(standing, folder, "head\na\nb\n", "--dry-run", "--exclude", "b").end()
     assert code == 0, shown
     (row,) = [line for line in shown if line.startswith("  a at 10.77.0.2 (eth0): ssh -T -F ")]
-    assert row.endswith(f"-- a '{sys.executable} -m asyncrl.launcher.fleet.remote'")
+    assert row.endswith(f"-- a '{sys.executable} -m asyncrl.launcher.hosts.remote'")
     assert any(line.split()[:2] == ["rollouter/1", "a"] for line in shown)
     assert not any("10.77.0.3" in line for line in shown)
     assert not left(standing, folder)
@@ -399,7 +399,7 @@ def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
 
 @pytest.mark.parametrize("needed", [1, 2])
 def test_ports_that_do_not_get_through(standing, folder, needed):
-    """The deadline of the start names whom nobody has heard of. The run goes on to its end if it can do without; their
+    """The deadline of the start names who is not ready. The run goes on to its end if it can do without; their
     host leaves once its agent has given up, and may join once they get through."""
     blocked = "ip rule {} ipproto tcp dport 7000-7040 blackhole"
     standing["b"].run(blocked.format("add").split())

@@ -39,18 +39,18 @@ class Run(Trained):
         return Command(self.cluster.head, self.folder, "--leave", host, str(self.run_dir), *flags)
 
 
-def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
-    """I1, I6, I7: and whoever asks for what cannot be hears why."""
+def test_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
+    """I1, I6, I7: and a refused command says why."""
     run = Run(cluster, folder, 180, "--supervision.max_restarts=0")
     run.wait_to_show("step 2/")
     private = run.run_dir / "private"
     assert (private.stat().st_mode & 0o777, (private / "launcher-0.0.json").stat().st_mode & 0o777) == (0o700, 0o600)
     joining = run.join("c")
     joining.wait_to_show("c: rollouter/2 serve from now on")
-    keys = json.loads((private / "members.json").read_text())["guests"][0]["keys"]
+    keys = json.loads((private / "members.json").read_text())["hosts"]["agent/2"]["keys"]
     assert list(keys) == ["agent/2", "rollouter/2"]
     assert (private / "members.json").stat().st_mode & 0o777 == 0o600
-    # Of the new host's secrets nothing is anywhere but there.
+    # Only the new host has its secrets.
     secret = json.loads((cluster["c"].path(run.run_dir) / "private-2" / "rollouter-2.0.json").read_text())["secret"]
     assert not [
         file for file in run.run_dir.rglob("*") if file.is_file() and secret in file.read_text(errors="replace")
@@ -60,7 +60,7 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     head, nobody, again = run.leave("head"), run.leave("nowhere"), run.join("c")
     refused = [command.end()[0] for command in (head, nobody, again)]
     assert refused == [2, 2, 2]
-    [told] = [line for line in head.shown.splitlines() if "head cannot leave: it has " in line]
+    [told] = [line for line in head.shown.splitlines() if "head cannot leave: the run cannot continue without " in line]
     assert all(f"{role}/0" in told for role in ("controller", "dataloader", "learner", "parameter_server"))
     assert "no host nowhere takes part in this run; there are head (agent/0), a (agent/1), c (agent/2)" in nobody.shown
     assert "c takes part in this run already, as c (agent/2)" in again.shown
@@ -68,7 +68,7 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     leaving = run.leave("c")
     code, shown = leaving.end()
     assert code == 0, shown
-    assert shown[-1] == "c has left the run: rollouter/2 have ended, and the run goes on without them"
+    assert shown[-1] == "c has left the run: rollouter/2 have ended, and the run continues without them"
     code, shown = joining.end()
     assert (code, shown[-1]) == (0, "c has left the run")
     assert not cluster["c"].processes()
@@ -86,7 +86,7 @@ def test_a_host_joins_serves_and_leaves_while_the_run_goes_on(cluster, folder):
     recorded = read_recording(run.run_dir)
     there = [{actor.name: actor for actor in snapshot.actors} for snapshot in recorded]
     guests = {"agent/2", "rollouter/2"}
-    # Nobody knows its host before it has spoken itself.
+    # The controller learns its host from its first message.
     hosts = [{actors[name].host for actors in there if name in actors} - {""} for name in guests]
     assert hosts[0] == hosts[1] and len(hosts[0]) == 1
     assert any(actors["rollouter/2"].condition == "ready" for actors in there if "rollouter/2" in actors)
@@ -108,7 +108,7 @@ def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
     joining = run.join("c")
     joining.wait_to_show("c: rollouter/3 serve from now on")
     os.kill(process(cluster.head, "asyncrl controller/0"), signal.SIGKILL)
-    # Its successor has heard of nobody who serves so far.
+    # Its successor does not know yet which rollouters serve.
     code, shown = run.leave("b", "--within", "0").end()
     assert code == 0, shown
     run.wait_to_show("b has left the run")
@@ -132,7 +132,7 @@ def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
-def test_a_host_that_cannot_serve_harms_nobody(cluster, folder):
+def test_a_host_that_cannot_serve_does_no_harm(cluster, folder):
     """It is let go with the reason; a launcher that is killed takes its hosts not along; all end with the run."""
     run = Run(cluster, folder, 180)
     run.wait_to_show("step 2/")

@@ -47,7 +47,7 @@ def test_nothing_is_left_however_the_test_ends(namespaces, how):
     died = subprocess.run([sys.executable, "-c", MAKE_AND_DIE, how], capture_output=True, text=True, timeout=60)
     assert died.returncode == (1 if how == "raise" else -signal.SIGKILL), died.stderr
     folder, namespace = died.stdout.split()
-    wait_until(lambda: not living(int(namespace), folder), "the end of all that was in the hosts")
+    wait_until(lambda: not living(int(namespace), folder), "the end of all processes in the hosts")
     assert Path("/proc/net/dev").read_text().count(":") == links
     assert Path(folder).exists() == (how == "kill")
     removed = remove_abandoned()

@@ -19,7 +19,7 @@ def test_i1_successors_at_the_ports_of_the_lost_and_the_fenced_take_their_places
     flags = ("--security.curve", "off", "--network.ports", PORTS)
     run = launched(240, *flags, host_grace_s=60.0, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
-    # Everybody has connections to the pool.
+    # Every actor has connections to the pool.
     lost = run.host_of("reward/0")
     cut = next(name for name in ("a", "b", "c") if name != lost)
     of_host = {run.host_of(name): name for name in (f"rollouter/{index}" for index in range(4))}

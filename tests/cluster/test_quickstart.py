@@ -21,7 +21,7 @@ from tools.quickstart.settings import Settings
 
 pytest.importorskip("vllm")
 UPDATES = 3
-"""Updates of each replica, one of which may be ready long before the other; then the run is asked to make way."""
+"""Updates of each replica, since one may be ready long before the other; then the run is preempted."""
 PROMPTS = 96
 START_S = 600
 """A safety net: loading vLLM twice is a minute of work, on a machine that may have other work."""

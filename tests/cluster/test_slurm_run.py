@@ -1,4 +1,4 @@
-"""The batch scripts and asyncrl-launch --slurm on two nodes: simulated runs that end, make way and are killed."""
+"""The batch scripts and asyncrl-launch --slurm on two nodes: simulated runs that end, are preempted and are killed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Job:
         return [json.loads(line) for line in text.splitlines()]
 
     def check(self, steps: int) -> None:
-        """I1 over all that was written, and I7 on the nodes."""
+        """I1 over all files, and I7 on the nodes."""
         found = audit(self.run_dir, Expected(steps, GROUPS, PROMPTS))
         assert not [problem for problem in found.problems if problem.kind != "unrecorded"], found.problems
         for node in NODES:
@@ -76,7 +76,7 @@ def places(job: Job, attempt: int) -> dict[str, str]:
     return found
 
 
-def test_i1_a_job_that_makes_way_goes_on_where_it_was(slurm: Slurm) -> None:
+def test_i1_a_preempted_job_resumes_where_it_was(slurm: Slurm) -> None:
     """I1: USR2 to the batch script, a checkpoint, exit code 75, back into the queue, and on to the end."""
     job = Job(slurm, "--learner.steps", str(LONG))
     job.wait_to_show("step 4/")
@@ -108,7 +108,7 @@ def test_i1_a_job_that_is_killed_and_queued_again_goes_on(slurm: Slurm) -> None:
 
 
 def test_i7_a_cancelled_job_is_gone_for_good(slurm: Slurm) -> None:
-    """I7: SIGTERM lets the run make way, but SLURM was told to end it."""
+    """I7: SIGTERM preempts the run, but SLURM was asked to end it."""
     job = Job(slurm, "--learner.steps", "4000")
     job.wait_to_show("step 2/")
     slurm.run("scancel", str(job.number))

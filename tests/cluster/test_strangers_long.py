@@ -1,4 +1,4 @@
-"""I6 at length: 100,000 frames that nobody should send, and whoever comes in crowds, at every port of a living run."""
+"""I6 at length: 100,000 invalid frames and crowds of connections, at every port of a live run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Victim:
         assert self._asked == 0.0 or time.monotonic() - self._asked < PATIENCE_S, f"{self.name} does not answer"
 
     def answers(self) -> None:
-        """It has dealt with all that was sent before."""
+        """It has handled every frame before."""
         self.until(lambda: self.look() or self._asked == 0.0, "its answer")
 
     def storm(self, context: zmq.Context[Any]) -> None:

@@ -15,7 +15,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
 from asyncrl.errors import AsyncRLError, DataError, Refused, RemoteError
-from asyncrl.launcher.terms.link import ControllerLink
+from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
@@ -489,3 +489,17 @@ async def test_an_actor_that_starts_in_a_preempted_run_is_preempted_once_it_is_r
     await until(lambda: actor.times == 1)
     life.cancel()
     await asyncio.gather(life, return_exceptions=True)
+
+
+@on_cluster()
+async def test_a_start_names_the_stage_of_each_actor(cluster):
+    name = OTHERS[0]
+    await cluster.register(name, address="")
+    follower = cluster.caller("agent/0")
+    told = await follower.call(WatchRun(seen_line=0))
+    assert name in told.waiting_for
+    peer = cluster.caller(name)
+    await peer.call(WatchRun())
+    peer.cast(Heartbeat(beat=1, progress=0, state="starting", awaiting="model"))
+    while f"{name} (model)" not in told.waiting_for:
+        told = await follower.call(WatchRun(seen=told.number, seen_line=0))

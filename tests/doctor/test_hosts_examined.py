@@ -28,9 +28,9 @@ from asyncrl.doctor.between_hosts import (
 from asyncrl.doctor.host import find_cards, gather_facts, parse_cards
 from asyncrl.doctor.orders import Card, Connect, HostFacts, Listen, Listener
 from asyncrl.doctor.reach import Listeners, connect
-from asyncrl.launcher.fleet.hosts import find_facts
-from asyncrl.launcher.terms.placement import PlacementHost, place
-from asyncrl.launcher.terms.spec import HostOffer
+from asyncrl.launcher.common.agent_messages import HostOffer
+from asyncrl.launcher.common.placement import PlacementHost, place
+from asyncrl.launcher.hosts.host_facts import find_facts
 
 GIB = 1 << 30
 

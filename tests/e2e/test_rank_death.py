@@ -37,7 +37,7 @@ def test_all_ranks_start_again_from_the_newest_checkpoint_when_one_dies(parity_f
         assert re.search(rf"{name} died .* is started again", run.output), run.output
     for name in others:
         assert f"{name} died" not in run.output
-    found = re.search(r"training goes on: step (\d+) ([\d.]+) s after learner/1 died", run.output)
+    found = re.search(r"training continues: step (\d+) ([\d.]+) s after learner/1 died", run.output)
     assert found is not None, run.output
     print(f"from the kill to step {found[1]}: {found[2]} s")
     starts = {line["step"]: line["start"] for line in run.lines("train")}

@@ -83,7 +83,7 @@ def marked(mark: object) -> dict[int, str]:
 
 
 def end_marked(mark: object) -> None:
-    """Kill whatever names ``mark``, so that a failing test leaves nothing."""
+    """Kill every process that names ``mark``, so that a failing test leaves nothing."""
 
     def all_ended() -> bool:
         found = marked(mark)
@@ -119,7 +119,7 @@ class Run:
             self.process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
 
     def close(self) -> None:
-        """Kill the launcher, all below it and all that names its folder."""
+        """Kill the launcher, its descendants and every process that names its folder."""
         pids = list(self.processes()) if self.process.poll() is None else []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -207,12 +207,12 @@ def _take_terminal() -> None:
 def main() -> int:
     from asyncrl.cli.output import flushed
     from asyncrl.config.load import validate_config
-    from asyncrl.launcher.fleet.hostfile import HostLine
+    from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts, with_gpus
+    from asyncrl.launcher.hosts.hostfile import HostLine
     from asyncrl.launcher.launch import Launch
     from asyncrl.launcher.local import ACTOR_ARGV
     from asyncrl.launcher.run_folder.resume import find_resumption
     from asyncrl.launcher.terminal.interrupts import undone_by_signals
-    from asyncrl.launcher.terms.placement import PlacementHost, place, with_episode_hosts, with_gpus
 
     request = json.loads(sys.argv[1])
     config, resumption = validate_config(request["tree"]), None

@@ -5,7 +5,7 @@ BEHAVIOUR_JSON maps an actor's name to what it does beside living on the real ru
     {"die": [SECONDS, EXIT_CODE, TIMES]}   ends unasked; a negative code is a signal
     {"finish": STEPS}                      writes STEPS lines of metrics, then says that the run is finished
     {"finish_on": NAME}                    waits for this file in the run folder before it says so
-    {"preempted": VERSION}                 when the run makes way, says that this checkpoint is complete and all is done
+    {"preempted": VERSION}                 once preempted, says that this checkpoint is complete and all is done
     {"preempted_on": NAME}                 waits for this file in the run folder before it says so
     {"deaf": true}                         does not end when drained
     {"children": true}                     leaves processes behind: in its group, in another, and daemonised

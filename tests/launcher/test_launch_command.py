@@ -52,7 +52,7 @@ def test_help_loads_nothing_heavy():
         "from asyncrl.cli.launch import main\n"
         "try: main(['--help'])\nexcept SystemExit as end: assert not end.code\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "import asyncrl.launcher.fleet.remote\n"
+        "import asyncrl.launcher.hosts.remote\n"
         "heavy.remove('zmq')\n"
         "assert not heavy & set(sys.modules), 'a host answers before it needs the configuration'\n"
     )
@@ -98,7 +98,7 @@ STOP = ["--stop", "runs/x"]
         (["--join", "runs/x"], "--join RUN: name the hosts by --hosts FILE"),
         ([*JOIN, "c.toml"], "--join RUN --hosts FILE: only"),
         ([*JOIN, "--learner.lr", "1"], "so --learner.lr has no place here"),
-        ([*JOIN, "--resume", "auto"], "--join speaks to a run that lives"),
+        ([*JOIN, "--resume", "auto"], "--join is for a live run"),
         (["--leave", "a"], "--leave HOST RUN: name one run folder after the host"),
         ([*LEAVE, "--ssh-args", "-F x"], "only --within SECONDS goes with it"),
         ([*LEAVE, "--within", "-1"], "--within: -1: must be 0 to 86400 seconds"),

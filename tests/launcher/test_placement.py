@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import ConfigError
-from asyncrl.launcher.terms.placement import (
+from asyncrl.launcher.common.placement import (
     PlacementHost,
     describe,
     place,
@@ -195,7 +195,7 @@ def test_reward_pools_are_where_most_cores_are_free(gpus, cpus, asked, hosts):
         ((2, 2, 0, 0), 3, 1, "auto", None, "a b b c d"),
         ((2, 2, 0, 0), 3, 1, "auto", 1, "a b b c"),
         ((2, 2, 0, 0), 3, 1, "auto", 0, "a b b"),
-        # GPUs that nobody uses are for something else, and slots=0 says that there are none.
+        # GPUs may stay unused, and slots=0 means no GPU.
         ((2, 2, 2), 1, 1, "auto", None, "b"),
         # The head has the learner.
         ((0, 2, 0), 2, 1, "cpu", None, "b b c"),
@@ -279,7 +279,7 @@ def test_a_host_that_joins_has_engines_and_hosts_of_episodes():
     assert (env["CUDA_VISIBLE_DEVICES"], env["GLOO_SOCKET_IFNAME"]) == ("2,3", "eth0")
 
 
-# --- what is told ---
+# --- descriptions ---
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_placement_over_hosts(gpus, cpus, ranks, replicas, each, device):
     placed = place(asked, hosts)
     assert placed == place(asked, hosts)
     assert [actor.name for actor in placed] == list(asked.actors) and placed[0].name == "controller/0"
-    # Nobody shares a GPU, and each has what it is to have, on its own host.
+    # No two actors share a GPU, and each has its number of GPUs on its own host.
     given_away = [(actor.host, gpu) for actor in placed for gpu in actor.gpus]
     assert len(given_away) == len(set(given_away))
     offered = {host.name: host for host in hosts}
@@ -365,7 +365,7 @@ def test_placement_over_hosts(gpus, cpus, ranks, replicas, each, device):
         # Ranks see those of all on their host, as under torchrun, where LOCAL_RANK chooses.
         if not actor.name.startswith("learner/"):
             assert actor.env["CUDA_VISIBLE_DEVICES"] == ",".join(actor.gpus)
-    # Ranks of a host follow one another, from the head on; what torch is told agrees with where they are.
+    # Ranks of a host follow one another, from the head on; torch's variables agree with where they are.
     learners = [actor for actor in placed if actor.name.startswith("learner/")]
     assert learners[0].host == "a" and [a.host for a in learners] == sorted(a.host for a in learners)
     for rank, actor in enumerate(learners):

@@ -13,8 +13,8 @@ from typing import Any
 from run_settings import simulated_run
 
 from asyncrl.launcher.agent_handle import LOOK_S, PARTING_S, AgentHandle, SilenceLimits
+from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import EndedEvent
 from asyncrl.runtime.linux import children_of
 
 LIMITS = SilenceLimits.of(

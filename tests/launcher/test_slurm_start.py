@@ -19,11 +19,11 @@ from asyncrl.cli.launch import main
 from asyncrl.config.load import load_config, validate_config
 from asyncrl.errors import HostFailed, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.fleet.hostfile import HostLine
-from asyncrl.launcher.fleet.start import SlurmStart
+from asyncrl.launcher.common.agent_messages import HostOffer
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.start import SlurmStart
 from asyncrl.launcher.slurm import batch_script, gpus_of_a_node, job_hosts, left_open, resume_of, start_of
-from asyncrl.launcher.terms.spec import HostOffer
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}
@@ -77,7 +77,7 @@ def test_a_part_is_a_step_on_one_node_beside_the_others_with_the_python_of_its_c
     assert argv[0] == "srun"
     assert {"--nodes=1", "--ntasks=1", "--nodelist=node-1", "--overlap", "--export=ALL"} <= set(argv)
     led = [*shlex.split(container), "python3"] if container else [sys.executable]
-    assert argv[-2 - len(led) :] == [*led, "-m", "asyncrl.launcher.fleet.remote"]
+    assert argv[-2 - len(led) :] == [*led, "-m", "asyncrl.launcher.hosts.remote"]
 
 
 @pytest.mark.parametrize("container", ["   ", "apptainer 'exec"])
@@ -103,7 +103,7 @@ def test_why_a_step_did_not_start_and_whether_it_was_killed():
 
 
 def test_a_step_whose_agent_was_killed_alone_is_not_lost(tools, tmp_path):
-    """Its guard, which has ended all there, tells the signal by its own exit code."""
+    """Its guard has ended everything there, and reports the signal by its exit code."""
     found = []
 
     async def end(errors):
@@ -187,7 +187,7 @@ def sized(ranks, replicas, each, device="auto", engine="vllm"):
     [
         # On one node: controller, dataloader, parameter server, reward and its workers, and a process for each GPU.
         (sized(4, 4, 1), 1, 8, 6 + 8),
-        # On several the reward pool is beside the head.
+        # On several the reward pool is not on the head.
         (sized(4, 4, 1), 2, 4, 3 + 4),
         (sized(1, 1, 2), 1, 3, 8),
         # An engine does not span nodes.
@@ -206,7 +206,7 @@ def test_a_job_asks_for_the_gpus_that_the_run_takes_for_certain(config, nodes, g
     assert len(asked) == bool(gpus)
     if cpus is not None:
         assert asked == [f"#SBATCH --cpus-per-task={cpus}"]
-    # What the user asks for is not asked for again.
+    # Options of the user are not asked for again.
     for options in ("--gres=gpu:8 -c 64", "--gpus-per-node 8 --exclusive", "-G8 --cpus-per-gpu=8"):
         lines = batch_script(config, [], nodes=nodes, options=options).splitlines()
         assert [line for line in lines if "gpu" in line or "cpu" in line] == [f"#SBATCH {options}"]

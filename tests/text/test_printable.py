@@ -12,8 +12,8 @@ from rich.cells import cell_len
 from top.pictures import Run
 
 from asyncrl.cli import top as command
+from asyncrl.launcher.common.agent_messages import StacksEvent, StateEvent
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import StacksEvent, StateEvent
 from asyncrl.snapshot import Event
 from asyncrl.telemetry.snapshots.recording import Recorder
 from asyncrl.text.printable import json_in_ascii, printable, say

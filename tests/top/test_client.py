@@ -20,7 +20,7 @@ from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
 from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import make_run_keyring
-from asyncrl.launcher.run_folder.private import is_living
+from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
 from asyncrl.runtime.actor import CONTROLLER, ActorContext
@@ -236,7 +236,7 @@ async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
         async with controller(tmp_path, config_with(False)):
             with (private / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                news = watch(dataclasses.replace(find_target(str(tmp_path)), lives=is_living))
+                news = watch(dataclasses.replace(find_target(str(tmp_path)), lives=is_live))
                 assert isinstance(await anext(news), Snapshot)
         if what == "its folder is gone":
             private.rename(tmp_path / "gone")

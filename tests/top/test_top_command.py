@@ -124,7 +124,7 @@ def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{taken.getsockname()[1]}"
-        where = "it is at another address, which RUN/private/controller.json on its head tells"
+        where = "it is at another address, see RUN/private/controller.json on its head"
         cases = [
             (
                 (nobody, "--keys", keys),
@@ -201,7 +201,7 @@ def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch
     def refuse(_run):
         raise PermissionError(13, "Permission denied", str(ended / "private"))
 
-    monkeypatch.setattr(command, "living_run", refuse)
+    monkeypatch.setattr(command, "live_run_place", refuse)
     assert command.main(["trial"]) == 1
     assert "permission denied; only the user who started a run may watch it" in capsys.readouterr().err
 

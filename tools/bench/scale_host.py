@@ -25,7 +25,7 @@ import uvloop
 
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import AsyncRLError
-from asyncrl.launcher.terms.link import ControllerLink
+from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, RunState
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.runtime.actor import Actor, ActorContext

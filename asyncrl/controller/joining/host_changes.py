@@ -31,15 +31,15 @@ WRITE_AGAIN_S = 1.0
 
 
 class HostChanges:
-    """The shell, made by the controller ``actor``; ``tell`` is called when the run has changed."""
+    """The shell, made by the controller ``actor``; ``changed`` is called after each change of the run."""
 
     def __init__(
-        self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: Hosts, *, tell: Callable[[], None]
+        self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: Hosts, *, changed: Callable[[], None]
     ) -> None:
         self._membership = Membership(actor.context.credentials.curve)
         self._start_timeout_s = actor.config.supervision.start_timeout_s
         self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
-        self._tell, self._now, self._log = tell, actor.clock.now, actor.log
+        self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self._sent = Members(number=0)
         """Members that every actor may know."""
@@ -114,7 +114,7 @@ class HostChanges:
             self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
         self._watchers.wake()
-        self._tell()
+        self._run_changed()
 
     # --- events of the run ---
 
@@ -129,7 +129,7 @@ class HostChanges:
         return name in self._membership.gone
 
     def ready(self, names: set[str]) -> None:
-        """These are all that are ready."""
+        """``names`` are all ready actors."""
         for name in self._membership.ready(names):
             self._log.info("joined actor serves", actor=name)
             self._run.joined(name)

@@ -31,7 +31,7 @@ HOST = "host"
 
 @dataclass(frozen=True, slots=True)
 class ReportedHost:
-    """A host as its agent tells of it."""
+    """A host as its agent reports it."""
 
     agent: str
     name: str
@@ -65,7 +65,7 @@ class Hosts:
         return self._add(ReportedHost(record.name, name, frozenset(map(str, actors))), now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
-        """Take in the hosts that ``describe`` told of to an earlier controller."""
+        """Restore the hosts that an earlier controller has described."""
         for agent, (name, actors) in described.items():
             self._add(ReportedHost(agent, name, frozenset(actors)), now)
 

@@ -91,7 +91,7 @@ class Membership:
         if problems := [*_problems(request.hosts, known, self.curve), *self._key_problems(request.hosts)]:
             raise InvalidRequest("; ".join(problems))
         names = [*taken, *(name for host in self.hosts.values() for name in (host.agent, *host.actors))]
-        # An episode host has the number of the rollouter beside it, and episode hosts without a rollouter exist too.
+        # An episode host has the number of its rollouter, and episode hosts without a rollouter exist too.
         agent, rollouter = _next_index(names, AGENT), _next_index(names, ROLLOUTER, EPISODES)
         self.number += 1
         found = []
@@ -129,7 +129,7 @@ class Membership:
         return None if name in self.serving else next(hosts, None)
 
     def waiting(self) -> list[Member]:
-        """Joined hosts of which no actor has been ready so far."""
+        """Joined hosts without an actor that has been ready."""
         return [member for member in self._joined if not set(member.actors) & set(self.serving)]
 
     @property

@@ -157,6 +157,10 @@ class RunStateMachine:
             return self._changed()
         return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)
 
+    def stage_changed(self) -> None:
+        """An actor that starts does something else now."""
+        self._changed(matters=False)
+
     def started(self, name: str) -> None:
         """Note that a process of ``name`` was heard of."""
         self._ended.discard(name)

@@ -1,1 +1,1 @@
-"""Commands to a living run: join, leave, bring back, stop."""
+"""Commands to a live run: join, leave, bring back, stop."""

@@ -22,19 +22,19 @@ from typing import Any
 from asyncrl.config.load import config_to_json
 from asyncrl.errors import AsyncRLError, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.fleet import addresses
-from asyncrl.launcher.fleet.fanout import Reached
-from asyncrl.launcher.fleet.hostfile import HostLine
-from asyncrl.launcher.fleet.start import StartCommand, shown
+from asyncrl.launcher.common.agent_messages import CONTROLLER_AT, HostSpec, Prepared, RouteQuery, Routes
+from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
+from asyncrl.launcher.hosts import addresses
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.reached_hosts import ReachedHosts
+from asyncrl.launcher.hosts.start import StartCommand, shown
 from asyncrl.launcher.launch import host_of, host_spec, start_agent
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
-from asyncrl.launcher.live.live_run import LiveController, LivingRun
+from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.local import agent_spec
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.placement import PlacementHost, place_replicas, replicas_of
-from asyncrl.launcher.terms.spec import CONTROLLER_AT, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, NewHost
 from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
 from asyncrl.wire.keys import files_of_pairs, make_pairs
@@ -44,7 +44,7 @@ ASK_S = 20.0
 WITHDRAW_S = 5.0
 
 
-def join_run(run: LivingRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
+def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Add these hosts to the run, and follow them to their end; the exit code."""
     progress = Progress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
     return asyncio.run(_Joining(run, lines, start, dry_run, progress).main())
@@ -56,18 +56,18 @@ Pairs = list[dict[str, str]]
 
 @dataclass
 class _Joining:
-    run: LivingRun
+    run: LiveRun
     lines: Sequence[HostLine]
     start: StartCommand
     dry_run: bool
     progress: Progress
     hosts: dict[str, PlacementHost] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
-    reached: Reached = field(init=False)
+    reached: ReachedHosts = field(init=False)
 
     def __post_init__(self) -> None:
         limit_s = self.run.config.supervision.start_timeout_s
-        self.reached = Reached(self.start, limit_s, self.progress, count=len(self.lines))
+        self.reached = ReachedHosts(self.start, limit_s, self.progress, count=len(self.lines))
 
     async def main(self) -> int:
         """Join and follow; until the agents are started, a signal undoes everything."""

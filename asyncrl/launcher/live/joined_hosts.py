@@ -23,10 +23,10 @@ from asyncrl.launcher.agent_handle import (
     hang_up,
     watch_silence,
 )
-from asyncrl.launcher.live.live_run import LiveController, LivingRun
+from asyncrl.launcher.common.agent_messages import KILL, EndedEvent, StateEvent, agent_name
+from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import KILL, EndedEvent, StateEvent, agent_name
 from asyncrl.messages.hosts import Leave, MemberHost
 
 ASK_S = 20.0
@@ -36,7 +36,7 @@ ASK_S = 20.0
 class JoinedHosts:
     """The hosts that this command has added, with their agents as ``members``."""
 
-    run: LivingRun
+    run: LiveRun
     members: Sequence[AgentHandle]
     controller: LiveController
     progress: Progress

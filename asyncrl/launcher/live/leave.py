@@ -9,7 +9,7 @@ import asyncio
 import sys
 
 from asyncrl.launcher.agent_handle import SLACK_S
-from asyncrl.launcher.live.live_run import LiveController, LivingRun
+from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.messages.actors import BringBack
 from asyncrl.messages.hosts import Leave, LeaveBegun, MemberHost
@@ -20,24 +20,24 @@ FAREWELL_S = 5.0
 """Time for the messages that follow the end of the last process."""
 
 
-def bring_back(run: LivingRun, name: str) -> int:
+def bring_back(run: LiveRun, name: str) -> int:
     """Start a replica again that was set aside; the exit code."""
     return asyncio.run(_bring_back(run, name))
 
 
-async def _bring_back(run: LivingRun, name: str) -> int:
+async def _bring_back(run: LiveRun, name: str) -> int:
     with LiveController(run) as controller:
         await controller.ask(BringBack(name=name))
     Progress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
     return 0
 
 
-def leave_run(run: LivingRun, host: str, within_s: float | None = None) -> int:
+def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> int:
     """Drain a host and wait until it has left; the exit code. ``within_s`` is drain_s by default."""
     return asyncio.run(_leave(run, host, run.config.supervision.drain_s if within_s is None else within_s))
 
 
-async def _leave(run: LivingRun, host: str, within_s: float) -> int:
+async def _leave(run: LiveRun, host: str, within_s: float) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     supervision = run.config.supervision
     with LiveController(run) as controller:

@@ -18,7 +18,7 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import RunFolder, last_attempt
-from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_living
+from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_live
 from asyncrl.messages import Request
 from asyncrl.messages.hosts import Members, WatchMembers
 from asyncrl.runtime.calls.server import CROWDED
@@ -35,8 +35,8 @@ AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LivingRun:
-    """A living run: its place, and what is needed to speak to it."""
+class LiveRun:
+    """A live run: its place, and what is needed to speak to it."""
 
     folder: RunFolder
     config: Config
@@ -47,10 +47,10 @@ class LivingRun:
     @property
     def lives(self) -> bool:
         """Whether the run still lives."""
-        return is_living(self.folder.path)
+        return is_live(self.folder.path)
 
 
-def find_living(place: str) -> LivingRun:
+def find_live_run(place: str) -> LiveRun:
     """The run in this folder. Raises UsageError."""
     path = Path(place).absolute()
     try:
@@ -58,7 +58,7 @@ def find_living(place: str) -> LivingRun:
         if text is None:
             raise UsageError(f"{place} holds no run: name a run folder, on the machine of the run's head")
         last = last_attempt(path)
-        if not is_living(path):
+        if not is_live(path):
             raise UsageError(
                 f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
             )
@@ -81,13 +81,13 @@ def find_living(place: str) -> LivingRun:
     except ConfigError as error:
         raise UsageError(f"{path / CONFIG} is not that of this version of asyncrl: {error}") from None
     folder = RunFolder(path=path, run_id=credentials.run_id, attempt=last)
-    return LivingRun(folder=folder, config=config, address=json.loads(address)["address"], credentials=credentials)
+    return LiveRun(folder=folder, config=config, address=json.loads(address)["address"], credentials=credentials)
 
 
 class LiveController(ControllerClient):
     """The connection of a command to the controller of a live run."""
 
-    def __init__(self, run: LivingRun) -> None:
+    def __init__(self, run: LiveRun) -> None:
         network = run.config.network
         super().__init__(
             run.address,

@@ -1,10 +1,10 @@
-"""A living run is ended in good order by another command than its launcher, which may be gone.
+"""Preempts a live run from another command than its launcher, which may be gone.
 
-The controller is asked to let the run make way, as SIGTERM to the launcher does: the head's agent hears of it, keeps
-the deadlines, and leaves the record of how the run ended. Both waits, for the controller's word and for the end, last
-preempt.grace_s and supervision.drain_s at most, and an error names who did not answer. It may be called again.
+The command asks the controller to preempt the run, as SIGTERM to the launcher does. The head's agent learns of it,
+keeps the deadlines, and writes the record of how the run ended. The command waits for the answer and for the end, at
+most preempt.grace_s and supervision.drain_s each; an error names who did not answer. It may be called again.
 
-Fails with UsageError where the run cannot be spoken to.
+Fails with UsageError if the run cannot be reached.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ import sys
 from collections.abc import Callable
 
 from asyncrl.errors import DeadlineExceeded, UsageError
-from asyncrl.launcher.fleet.remote import AGENT, pids_with
-from asyncrl.launcher.live.live_run import LiveController, LivingRun
+from asyncrl.launcher.common.agent_messages import agent_name
+from asyncrl.launcher.hosts.remote import AGENT, pids_with
+from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import agent_name
 from asyncrl.messages.actors import StopRun
 from asyncrl.runtime.actor import CONTROLLER
 
 LOOK_S = 0.1
 COMMAND = "asyncrl-launch --stop"
-"""Name of the asker, as the run is told and tells."""
+"""Name of the asker in the run's messages."""
 
 
-def stop_run(run: LivingRun) -> int:
-    """End the run and wait for its end; 0 if nothing is lost that cannot be gone on from, else 1."""
+def stop_run(run: LiveRun) -> int:
+    """Preempt the run and wait for its end; 0 if it can be resumed without a loss, else 1."""
     return asyncio.run(_stop(run))
 
 
-async def _stop(run: LivingRun) -> int:
+async def _stop(run: LiveRun) -> int:
     progress = Progress(sys.stdout, run.config.learner.steps)
     path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
-    progress.say(f"{path} is asked to make way: a checkpoint within {grace_s:g} s, then its processes end")
-    # The guard sees to the end of those whom its agent has killed.
+    progress.say(f"{path} is preempted: it writes a checkpoint (at most {grace_s:g} s), then its processes end")
+    # The guard waits for the processes that its agent has killed.
     patience = grace_s + drain_s + END_S
     with LiveController(run) as controller:
         asking = asyncio.create_task(controller.ask(StopRun(reason=COMMAND, preempt=True), timeout=patience))
@@ -67,20 +67,20 @@ async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _complain(run: LivingRun, progress: Progress, what: str) -> int:
-    """Name the process that can be killed instead."""
+def _complain(run: LiveRun, progress: Progress, what: str) -> int:
+    """Report the failure, and the process that can be killed instead."""
     found = pids_with(AGENT, str(run.folder.private))
-    how = f"; kill -9 {found[0]} ends it at once, with the checkpoint that is there" if found else ""
+    how = f"; kill -9 {found[0]} ends it at once, with its last checkpoint" if found else ""
     progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])
     return 1
 
 
-def _conclude(run: LivingRun, progress: Progress) -> int:
-    """Show how the run ended; the exit code that this amounts to."""
+def _conclude(run: LiveRun, progress: Progress) -> int:
+    """Show how the run ended; the exit code for it."""
     ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:
         log = run.folder.logs / "agent-0.log"
-        what = f"the run was killed: its agent could not say how it ended (log: {log})"
+        what = f"the run was killed, so its agent left no record of how it ended (log: {log})"
         progress.warn([*filter(None, [left.describe()]), what])
         return 1
     rows = describe_end(run.folder, ended, left)

@@ -1,12 +1,12 @@
 """The node agent: spawns the actors of one host, watches them, restarts them, ends them.
 
-    python -m asyncrl.launcher.node.agent GUARD_PID LOCK_FD PRIVATE_FOLDER BEATS_FD
+    python -m asyncrl.launcher.node.agent GUARD_PID LOCK_FD PRIVATE_FOLDER HEARTBEAT_FD
 
-It reads its spec and then commands from standard input and writes events to standard output (see ``terms.spec``). A
-host that does not share the run folder has its logs sent to the launcher, and keeps them only if that did not work out.
-The agent is a subreaper: a process that an actor leaves behind becomes its child and is ended too, and at the end it
-has no child left. If the agent dies, its guard ends the rest; a frozen agent is killed by its guard (beats.py). It
-holds the run's lock, as the guard does.
+It reads its spec and then commands from standard input, and writes events to standard output
+(common/agent_messages.py). A host that does not share the run folder sends its logs to the launcher, and keeps them
+only if that fails. The agent is a subreaper: a process that an actor leaves behind becomes its child and is ended too,
+so at the end it has no child. If the agent dies, its guard ends the rest. The guard kills a frozen agent
+(agent_heartbeat.py). Both hold the run's lock.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.config.load import config_from_json
-from asyncrl.launcher.node.beats import Beats
-from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
+from asyncrl.launcher.common.agent_messages import AgentSpec
+from asyncrl.launcher.node.agent_heartbeat import AgentHeartbeat
+from asyncrl.launcher.node.host_agent import FAREWELL_S, HostAgent
 from asyncrl.launcher.run_folder.private import CONFIG, PART, remove_part
-from asyncrl.launcher.terms.spec import AgentSpec
 from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
 from asyncrl.telemetry.logging import configure_logging, write_text
 
@@ -38,8 +38,8 @@ async def _live(run_dir: Path, pipe: int) -> int:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
     output = asyncio.StreamWriter(transport, protocol, None, loop)
-    agent: Agent | None = None
-    beats: Beats | None = None
+    agent: HostAgent | None = None
+    beats: AgentHeartbeat | None = None
     try:
         line = await commands.readline()
         if not line:
@@ -52,9 +52,9 @@ async def _live(run_dir: Path, pipe: int) -> int:
         configure_logging(config.log.level)
         silence_s, heartbeat_s = config.supervision.agent_silence_s, config.supervision.heartbeat_s
         stall_s = config.watchdog.stall_s
-        beats = Beats(pipe, loop, heartbeat_s=heartbeat_s, silence_s=silence_s, stall_s=stall_s)
+        beats = AgentHeartbeat(pipe, loop, heartbeat_s=heartbeat_s, silence_s=silence_s, stall_s=stall_s)
         beats.start()
-        agent = Agent(spec, config, output)
+        agent = HostAgent(spec, config, output)
         return await agent.main(commands)
     finally:
         # With a limit of 0, drain returns when everything has left.

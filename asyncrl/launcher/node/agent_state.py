@@ -1,19 +1,22 @@
-"""The decisions of a node agent, without sockets, clocks or processes.
+"""The decisions of a node agent, without sockets, clocks or processes. The caller brings the time (monotonic, s).
 
-Events go in, instructions come out. On the head the controller is started first and the others once it has answered; a
-death is followed by a restart or by the end of the run, as the policy has it; a replica that is given up is started
-again when the controller, which sets it aside, wants it back; an actor that is condemned is killed, and dies as any
-other. While the controller is being started again the others go on, and its successor is told of every end that it may
-not know, and of a wish that the run make way. Invariants: only the very process that is condemned is killed for it;
-nothing is started once the run is ending; from then on ``deadline`` says when everything that is left is killed, never
-later than ``drain_s`` after; a run that is to make way, at anybody's wish, is ending at the latest ``grace_s`` and
-``drain_s`` after; the first failure that this host or the controller knows of is the one that is reported; the host is
-finished only when no process is left. On a host that was cut off from the controller for so long that it may count as
-lost, the ends of those that lived there meanwhile are nobody's fault: they are started again without counting, and ends
-that could not be told are told again. A host that is to leave starts nothing any more, and ends when its actors have.
-An actor that ends with exit code 0 was told to, or so it seems: the controller says whether that is so, and only if
-not, or if it does not say so for VERDICT_S, that end is a death. A host that has never reached the controller leaves a
-run that may go on without each of its actors. The caller brings the time (monotonic, s).
+Events go in, instructions come out. On the head the controller starts first, and the others once it has answered. After
+a death, the policy decides between a restart and the end of the run. A condemned actor is killed, and then treated like
+any other death. A replica that is set aside starts again when the controller asks for it. While the controller is
+restarted the others continue; its successor gets every end that it may not know, and a request to preempt the run.
+
+Invariants:
+- only the process that is condemned is killed for it;
+- nothing starts once the run is ending, or this host leaves;
+- everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end;
+- a preempted run is ending at the latest ``grace_s`` and ``drain_s`` after the request;
+- the first failure that this host or the controller knows is the one that is reported;
+- the host is finished only when no process is left.
+
+If this host was cut off from the controller for so long that it may count as lost, its actors are started again without
+counting that as a failure. An end with exit code 0 is a death only if the controller says that it did not ask for it,
+or says nothing for VERDICT_S. A host that has never reached the controller leaves a run that can continue without its
+actors.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field
 
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
+from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.node.instructions import (
     AnnounceRestart,
     AskStop,
@@ -33,7 +37,6 @@ from asyncrl.launcher.node.instructions import (
     ReportStart,
     Spawn,
 )
-from asyncrl.launcher.terms.spec import EndedEvent
 from asyncrl.messages.actors import RunState
 from asyncrl.roles import is_set_aside
 from asyncrl.runtime.actor import CONTROLLER
@@ -66,17 +69,17 @@ class AgentState:
     logs: Mapping[str, str]
     policy: SupervisionConfig
     grace_s: float
-    """Time that a run has to make way."""
+    """Time that a preempted run has for its checkpoint."""
     failure: ActorFailed | None = None
     stopped: str = ""
     """Reason that the run was stopped; empty if it was not."""
     preempted: bool = False
-    """Whether it ended because it was asked to, and left a checkpoint to go on from."""
+    """Whether it ended because it was asked to, and left a checkpoint to resume from."""
     finished_run: bool = False
     """Whether the last step was trained."""
     ending: bool = False
     leaving: bool = False
-    """Whether this host is to leave while the run goes on."""
+    """Whether this host has to leave a run that continues."""
     unreached: str = ""
     """Reason that it leaves without having reached the controller; empty unless it does."""
     deadline: float | None = None
@@ -87,7 +90,7 @@ class AgentState:
     _due: dict[str, tuple[float, str, float]] = field(default_factory=dict)
     """Restarts to come, by actor: the time of the restart, the reason and the time of the death."""
     _unexplained: dict[str, _Unexplained] = field(default_factory=dict)
-    """Actors that have ended with exit code 0, until it is known whether they were told to."""
+    """Actors that have ended with exit code 0, until it is known whether the controller asked for it."""
     _condemned: dict[str, str] = field(default_factory=dict)
     """Actors that are being killed because they were condemned, with the reason."""
     _aside: dict[str, bool] = field(default_factory=dict)
@@ -108,7 +111,7 @@ class AgentState:
     _guard_lost: bool = False
     _stop_asked: bool = False
     _preempted_by: str = ""
-    """Words for who asked that the run make way; empty for none."""
+    """Who preempted the run; empty if it is not preempted."""
     _preempted_until: float | None = None
     """Time by which the run must have made way, if it is to."""
     _checkpoint: bool = False
@@ -148,7 +151,7 @@ class AgentState:
         if not self._all_started and not self.leaving:
             self._all_started = True
             return [spawn for name in self.logs if name != CONTROLLER for spawn in self._spawn(name)]
-        # A successor names nobody before it has heard of the ends below: that is no word to start these.
+        # A successor names no replica before it has received the ends below, so its first state does not start these.
         self._aside = dict.fromkeys(self._aside, False)
         living = sorted(self.living - {CONTROLLER})
         told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
@@ -188,13 +191,13 @@ class AgentState:
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log."""
         self.living.discard(name)
-        # The reason for which it was killed tells more than its last words.
+        # The reason why it was killed is more useful than the last line of its log.
         hint = self._condemned.pop(name, hint)
         if name == CONTROLLER:
             return self._controller_exited(exit_code, hint, now)
         if self.ending or self.leaving:
             return [self._report(name, exit_code, False, "")]
-        # One that rests is not started again, and so is told as one that is given up.
+        # A replica that is set aside is not started again now, so it is reported as given up.
         if name in self._aside:
             return [self._report(name, exit_code, True, _join(describe_exit(exit_code), hint))]
         blameless = name in self._stale or self._is_cut_off(now)
@@ -214,7 +217,7 @@ class AgentState:
         return self._died_after_all(name, now)
 
     def _died_after_all(self, name: str, now: float) -> list[Instruction]:
-        """Nobody had asked for an end with exit code 0."""
+        """An end with exit code 0 counts as a death, because it was not asked for."""
         end = self._unexplained.pop(name, None)
         if end is None or self.ending or self.leaving:
             return []
@@ -250,7 +253,7 @@ class AgentState:
                 self._due[CONTROLLER] = (now + decision.after_s, _join(describe_exit(exit_code), hint), now)
                 return []
             self._fail(CONTROLLER, _join(decision.reason, hint), exit_code)
-        # The others have nobody left who could tell them when to end.
+        # Without a controller, the others would not learn when to end.
         return self._kill(now)
 
     def state(self, state: RunState, now: float) -> list[Instruction]:
@@ -259,14 +262,14 @@ class AgentState:
         told: list[Instruction] = list(self._ends.values()) if self._unanswered else []
         goes_on = state.phase in ("starting", "running", "preempting")
         if goes_on and not self._reachable:
-            # The first word, or that of a successor whose predecessor was never heard: nobody could tell the two apart.
+            # The first state, of this controller or of a successor whose predecessor was never heard.
             told = self.controller_found(now) or told
         self._hear(now)
         self._checkpoint |= state.checkpoint >= 0
         self._has_run |= state.phase in ("running", "preempting")
         if state.phase == "preempting" and not (self._stop_asked or self.ending):
             # A successor has not heard of the wish, which is this host's from here on.
-            self._make_way(state.reason, now)
+            self._begin_preemption(state.reason, now)
         if goes_on:
             return [*told, *self._heed_aside(state), *self._kill_condemned(state)]
         if actor := state.failed_actor:
@@ -282,7 +285,7 @@ class AgentState:
         return []
 
     def stop(self, reason: str, now: float) -> list[Instruction]:
-        """Somebody wants the run to end in good order; the second time, at once."""
+        """End the run in order; the second time, at once."""
         if self._stop_asked:
             return self.kill(reason, now)
         self._stop_asked = True
@@ -293,33 +296,33 @@ class AgentState:
         return [AskStop(reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
-        """The run is to make way: a checkpoint first, then the end; before it runs there is nothing to keep."""
+        """Preempt the run: a checkpoint first, then the end. During the start there is nothing to keep."""
         if self._stop_asked or self.ending:
             return []
         if not self._has_run:
             return self.stop(reason, now)
-        self._make_way(reason, now)
+        self._begin_preemption(reason, now)
         # A controller that is away is asked once it is found.
         return [AskStop(reason, preempt=True)] if self._reachable else []
 
-    def _make_way(self, reason: str, now: float) -> None:
+    def _begin_preemption(self, reason: str, now: float) -> None:
         self._stop_asked, self._preempted_by = True, reason
         self._preempted_until = now + self.grace_s + self.policy.drain_s
 
     def guard_lost(self, now: float) -> list[Instruction]:
-        """Nobody is left who would end what this agent leaves behind: the run makes way, and has failed."""
+        """Without its guard, leftovers of this agent would stay: the run is preempted, and has failed."""
         self._guard_lost = True
         return self.preempt("the death of a guard", now)
 
     def kill(self, reason: str, now: float) -> list[Instruction]:
-        """Somebody wants everything to end at once; there may be a checkpoint all the same."""
+        """End everything at once; there may be a checkpoint all the same."""
         if not self.ending:
             self.stopped = reason
             self.preempted = self._has_run and self._checkpoint
         return self._kill(now)
 
     def leave(self, within_s: float, now: float) -> list[Instruction]:
-        """The run goes on without this host, whose actors have been told and end within this time."""
+        """This host leaves; its actors know it and end within this time."""
         if self.ending or self.leaving or self.is_head:
             return []
         self.leaving = True
@@ -329,7 +332,7 @@ class AgentState:
         return []
 
     def launcher_gone(self) -> None:
-        """Nobody watches this host any more; the run goes on as long as its controller does."""
+        """The launcher is gone; the run continues while its controller lives."""
         self._launcher_gone = True
 
     def tick(self, now: float) -> list[Instruction]:
@@ -385,7 +388,7 @@ class AgentState:
         if self.finished_run:
             return EndedEvent(result="done")
         if self._guard_lost:
-            reason = f"its guard was killed, without which no agent goes on ({self.stopped})"
+            reason = f"its guard was killed, and an agent cannot continue without it ({self.stopped})"
             return EndedEvent(result="failed", actor=agent, reason=reason, log=log, exit_code=1)
         if self.preempted:
             return EndedEvent(result="preempted", reason=self.stopped, exit_code=PREEMPTED_EXIT_CODE)

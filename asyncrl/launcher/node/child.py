@@ -74,7 +74,7 @@ class Child:
         try:
             return cls(name, incarnation, pid, log, log_start, os.pidfd_open(pid))
         except OSError:
-            # Without a descriptor nobody would hear of its end.
+            # Without a descriptor its end would not be noticed.
             kill_group(pid)
             os.waitpid(pid, 0)
             raise

@@ -5,7 +5,7 @@
 The guard is a subreaper. When the agent dies, even by SIGKILL and even while it starts an actor, the kernel makes
 every descendant of the agent a child of the guard, so no bookkeeping can miss one. The guard then kills its children
 until none is left, removes the run's private folder, and exits with the agent's exit code, or with 128 + the signal
-that killed the agent. It kills a frozen agent (beats.py), which restarts no actor and obeys no command.
+that killed the agent. It kills a frozen agent (agent_heartbeat.py), which restarts no actor and obeys no command.
 
 Standard input and output are the agent's. The guard holds them open, so their end means that no process is left. The
 guard and the agent hold the lock of the private folder. The guard ignores signals for the run, which the agent handles.
@@ -22,8 +22,8 @@ import signal
 import sys
 from pathlib import Path
 
-from asyncrl.launcher.node.beats import Watch
-from asyncrl.launcher.terms.signals import STOPPING
+from asyncrl.launcher.common.signals import STOPPING
+from asyncrl.launcher.node.agent_heartbeat import HeartbeatWatch
 from asyncrl.runtime.linux import become_subreaper, end_children
 
 END_S = 10.0
@@ -51,7 +51,7 @@ def main() -> int:
     os.close(theirs)
     silent_s = 0.0
     try:
-        if silent_s := Watch(agent, beats).until_end_or_frozen():
+        if silent_s := HeartbeatWatch(agent, beats).until_end_or_frozen():
             # Not reaped, so the pid is its own. It may wake up at any time, and would find that nothing waits for it.
             os.kill(agent, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(agent, 0)[1])

@@ -2,8 +2,8 @@
 
 This shell spawns from the main thread, turns exits, states, commands, signals and time into events, and carries out the
 answers one event at a time. A signal means the same as ``preempt``, a second one, unless it is SIGHUP, the same as
-``kill``. Only the head's agent has a controller to start, and tells the launcher where it is; the others are told. It
-also leaves the record of how the run ended.
+``kill``. Only the head's agent starts the controller, and reports its address to the launcher, which passes it to the
+others. It also writes the record of how the run ended.
 """
 
 from __future__ import annotations
@@ -20,25 +20,7 @@ import msgspec
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError
-from asyncrl.launcher.node.agent_state import AgentState
-from asyncrl.launcher.node.child import Child, environment_of
-from asyncrl.launcher.node.instructions import (
-    AnnounceRestart,
-    AskStop,
-    Instruction,
-    Kill,
-    KillAll,
-    ReportEnd,
-    ReportStart,
-    Spawn,
-)
-from asyncrl.launcher.node.shipping import LogShipper
-from asyncrl.launcher.node.stuck import StuckActors
-from asyncrl.launcher.run_folder.ended import write_ended
-from asyncrl.launcher.run_folder.private import PART, remove_part
-from asyncrl.launcher.terms.link import ControllerLink, make_link
-from asyncrl.launcher.terms.signals import STOPPING, cause_of
-from asyncrl.launcher.terms.spec import (
+from asyncrl.launcher.common.agent_messages import (
     ARRIVED,
     AT_ONCE,
     CONTROLLER_AT,
@@ -60,6 +42,24 @@ from asyncrl.launcher.terms.spec import (
     agent_name,
     private_name,
 )
+from asyncrl.launcher.common.signals import STOPPING, cause_of
+from asyncrl.launcher.node.agent_state import AgentState
+from asyncrl.launcher.node.child import Child, environment_of
+from asyncrl.launcher.node.controller_link import ControllerLink, make_link
+from asyncrl.launcher.node.instructions import (
+    AnnounceRestart,
+    AskStop,
+    Instruction,
+    Kill,
+    KillAll,
+    ReportEnd,
+    ReportStart,
+    Spawn,
+)
+from asyncrl.launcher.node.log_shipper import LogShipper
+from asyncrl.launcher.node.stuck_actors import StuckActors
+from asyncrl.launcher.run_folder.ended import write_ended
+from asyncrl.launcher.run_folder.private import PART, remove_part
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState
 from asyncrl.roles import ROLES, gang_of, role_of
 from asyncrl.runtime.actor import CONTROLLER
@@ -79,8 +79,8 @@ STACKS_S = 5.0
 FAREWELL_S = 2.0
 
 
-class Agent:
-    """The node agent of one host; the module tells its rules."""
+class HostAgent:
+    """The node agent of one host."""
 
     def __init__(self, spec: AgentSpec, config: Config, output: asyncio.StreamWriter) -> None:
         self._spec = spec
@@ -141,7 +141,7 @@ class Agent:
         return self._say_how_it_ended()
 
     def _has_parted(self) -> bool:
-        """Whether this host ends though the run may go on, and the controller knows it."""
+        """Whether this host ends, the run may continue, and the controller knows the host."""
         return not self._host.unreached and (self._host.leaving or self._host.failure is not None)
 
     async def _say_farewell(self, link: ControllerLink) -> None:
@@ -189,7 +189,7 @@ class Agent:
                 # Not there is one that this same answer was to start.
                 case Kill(name, reason) if name in self._children:
                     if name == CONTROLLER:
-                        # Nobody else can say so.
+                        # Only this agent can report that.
                         self._stuck.show(self._children[name], f"{name} holds up the run: {reason}")
                     self._stuck.kill(self._children[name], reason)
                 case AskStop(reason, preempt):
@@ -197,7 +197,7 @@ class Agent:
                 case KillAll():
                     for child in self._children.values():
                         child.kill()
-        # Each is an event of its own, after this answer: all that ends for it has been started.
+        # Each is an event of its own, after the instructions above.
         for name, failure in unstarted:
             # The error names the program, also where it is the log that cannot be written.
             why = f"it cannot be started with its log in {self._spec.log_dir}: {failure.strerror}"
@@ -315,13 +315,13 @@ class Agent:
         """Start the process of an actor. Raises OSError."""
         name = actor.name
         incarnation = self._incarnations.next(name)
-        # Also of one that cannot be started: its end is told as that of this incarnation.
+        # Even if it cannot be started, its end is reported under this incarnation.
         started = self._host.spawned(name, incarnation)
         argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
-            # Its keys are always those of its first start, as everybody knows its address without an attempt.
+            # It always uses the keys of its first start, because its address is known without an attempt.
             argv += ["--attempt", "0"]
             if self._address:
                 # The first one has left it in a file; the others know no other.
@@ -398,7 +398,7 @@ class Agent:
     def _emit(self, event: Event) -> None:
         if self._output.is_closing():
             return
-        # A launcher that is stopped reads nothing, perhaps for days. What is dropped here is in the logs.
+        # A suspended launcher may read nothing for days. The logs have the events that are dropped here.
         unread = 0 if isinstance(event, _ALWAYS_SENT) else self._output.transport.get_write_buffer_size()
         if unread < (UNREAD_BYTES if isinstance(event, MetricsEvent | BeatEvent) else 2 * UNREAD_BYTES):
             self._output.write(msgspec.json.encode(event) + b"\n")

@@ -1,4 +1,4 @@
-"""The instructions of ``AgentState`` to a node agent, which the agent carries out in their order."""
+"""The instructions of ``AgentState`` to a node agent, which carries them out in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class ReportEnd:
-    """Tell the controller of the end of this incarnation."""
+    """Report the end of this incarnation to the controller."""
 
     name: str
     incarnation: int
@@ -25,7 +25,7 @@ class ReportEnd:
 
 @dataclass(frozen=True, slots=True)
 class ReportStart:
-    """Tell the controller that this incarnation lives."""
+    """Report to the controller that this incarnation is live."""
 
     name: str
     incarnation: int
@@ -33,7 +33,7 @@ class ReportStart:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceRestart:
-    """Tell the launcher that an actor that died for this reason, so long ago, is started again."""
+    """Report to the launcher that an actor died ``after_s`` ago and is started again."""
 
     name: str
     reason: str
@@ -44,7 +44,7 @@ class AnnounceRestart:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill an actor's process group; its end is reported as any other."""
+    """Kill an actor's process group; its end is reported like any other."""
 
     name: str
     reason: str = field(default="", compare=False)
@@ -52,7 +52,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class AskStop:
-    """Ask the controller to end the run in good order, or to let it make way."""
+    """Ask the controller to stop or to preempt the run."""
 
     reason: str
     preempt: bool = False

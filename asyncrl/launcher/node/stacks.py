@@ -112,7 +112,7 @@ async def _ask(child: Child, timeout_s: float) -> str:
         text = await asyncio.to_thread(_plain_lines, child.log, start)
     if TASKS_END not in text:
         why = "it ended" if gone else f"not within {timeout_s:g} s: its interpreter may hang in foreign code"
-        text += f"\nits tasks were not told: {why}"
+        text += f"\nits tasks are unknown: {why}"
     return text.strip()
 
 

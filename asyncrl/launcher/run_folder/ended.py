@@ -1,7 +1,7 @@
-"""The record of how a run ended, kept in its folder, and what is left of it to go on from.
+"""The record of how a run ended, kept in its folder, and what it has left to resume from.
 
-The head's agent writes the record when everything that it started has ended. A run of which there is no record for its
-last attempt was killed: an agent that dies writes none. Reading fails with nothing but OSError.
+The head's agent writes the record when everything that it started has ended. If there is no record for the last
+attempt, the run was killed, because an agent that dies writes none. Reading fails with OSError.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from asyncrl.checkpoint.folder import CheckpointFolder, Found, checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
 from asyncrl.files import replace_file
+from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.private import CONFIG
-from asyncrl.launcher.terms.spec import EndedEvent
 from asyncrl.telemetry.metrics_line import read_metrics
 
 ENDED = "ended.json"
+NO_SIGNAL = "no signal:"
+"""Beginning of the learner's reason (learner/groups/intake.py) if no group can be trained."""
 COMMAND = "command.txt"
 """File in the folder of logs of an attempt: the command that began it."""
 
@@ -86,15 +88,16 @@ class RunProgress:
 
 
 def find_left(config: Config, folder: RunFolder, heard: int = 0) -> RunProgress:
-    """Look into a run folder on this machine; of a run elsewhere nothing is found.
+    """Find what a run has left in its folder on this machine; nothing for a run on another machine.
 
-    ``heard`` is the last step that its launcher has heard of: the lines that a full disk lacks count as well.
+    ``heard`` is the last step that the launcher has received, which a full disk may lack. Steps beyond learner.steps
+    do not count: an earlier attempt trained them, and the resume dropped them.
     """
     trained = 0
     for line in read_metrics(folder.path / "metrics.jsonl", ("train",)):
-        # The last one: a run that was resumed trains steps again.
+        # A resumed run trains steps again, so the last line counts.
         trained = line.get("step", trained)
-    trained = max(trained, heard)
+    trained = max(min(trained, config.learner.steps), heard)
     checkpoints = checkpoint_dir(config, folder.path)
     try:
         exported = exported_model(folder.path) if trained >= config.learner.steps else None
@@ -112,37 +115,45 @@ def exported_model(run_dir: Path) -> Path | None:
 
 def write_command(folder: RunFolder, command: str) -> None:
     """Keep the command that began this attempt, without its --resume. Raises OSError."""
-    # A word of it may name a file, and be no UTF-8.
+    # A file name in it may not be UTF-8.
     (folder.logs / COMMAND).write_bytes(os.fsencode(f"{command}\n"))
 
 
 def describe_end(folder: RunFolder, ended: EndedEvent, left: RunProgress) -> list[str]:
-    """Lines on a run that ended before its last step: what is left, and how to resume it; none on one that is done.
+    """Lines on a run that ended before its last step: what it has left, how to resume it, and last, why it ended.
 
-    The last line says why it ended.
+    Empty for a run that is done.
     """
     if ended.result == "done":
         return []
     rows = [row] if (row := left.describe()) else []
-    when = ", once that is put right" if ended.exit_code == ConfigError.exit_code else ""
+    when = ", once that is corrected" if ended.exit_code == ConfigError.exit_code else ""
     resume = f"to resume{when}: {_command(folder)} --resume {shlex.quote(str(folder.path))}"
     if ended.result == "preempted":
         return [*rows, f"{ended.reason}; {resume}"]
     if left.checkpoint is not None:
         rows = [f"{row}; {resume}" for row in rows]
     if ended.result == "stopped":
-        anew = "; without a checkpoint, the same command begins a new run"
+        anew = "; without a checkpoint, the same command starts a new run"
         anew = anew if left.trained and left.checkpoint is None else ""
         return [*rows, f"ended before the last step: {ended.reason}{anew}"]
     first, _, rest = ended.reason.partition("\n")
-    return [*rows, *rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
+    rows += [*rest.splitlines(), str(ActorFailed(ended.actor, first, log=ended.log))]
+    if first.startswith(NO_SIGNAL) and left.checkpoint is not None:
+        export = f"asyncrl-export {shlex.quote(str(folder.path))} MODEL_DIR"
+        rows.append(
+            f"training stopped at step {left.trained}, because no prompt group has a signal any more; the checkpoint "
+            f"is kept. If the task is solved, export the model: {export}. Else resume with harder prompts or another "
+            "reward function"
+        )
+    return rows
 
 
 def _command(folder: RunFolder) -> str:
     try:
         return os.fsdecode((folder.logs / COMMAND).read_bytes()).strip()
     except OSError:
-        return "the command that began it, with"
+        return "the command that started it, with"
 
 
 def _steps(count: int) -> str:

@@ -26,8 +26,8 @@ from asyncrl.config import Config
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.errors import UsageError
 from asyncrl.files import replace_file
+from asyncrl.launcher.common.agent_messages import agent_name
 from asyncrl.launcher.run_folder.private import CONFIG, PRIVATE, hold_private
-from asyncrl.launcher.terms.spec import agent_name
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
 from asyncrl.wire.keys import VIEWER, Keyring, make_keyring
 

@@ -22,7 +22,7 @@ from typing import Any
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.errors import UsageError
 from asyncrl.files import try_lock
-from asyncrl.launcher.terms.spec import private_name
+from asyncrl.launcher.common.agent_messages import private_name
 from asyncrl.wire.keys import write_credentials
 
 CONFIG = "config.json"
@@ -64,7 +64,7 @@ def in_use(path: Path) -> UsageError:
     return UsageError(f"{path} is in use: a run is live in it; stop that run first (asyncrl-launch --stop {path})")
 
 
-def is_living(path: Path, private: str = PRIVATE) -> bool:
+def is_live(path: Path, private: str = PRIVATE) -> bool:
     """Whether a run is live in this folder; ``private`` is the name of a host's private folder."""
     try:
         with try_lock(path / private / LOCK) as is_free:

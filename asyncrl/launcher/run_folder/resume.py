@@ -26,7 +26,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
 from asyncrl.launcher.run_folder.ended import exported_model
 from asyncrl.launcher.run_folder.folders import RunFolder, begin_attempt, next_attempt, runs_of_name
-from asyncrl.launcher.run_folder.private import CONFIG, in_use, is_living
+from asyncrl.launcher.run_folder.private import CONFIG, in_use, is_live
 
 AUTO = "auto"
 CHECKED_BYTES = 1 << 30
@@ -106,7 +106,7 @@ def find_resumption(config: Config, place: str) -> tuple[Config, Resumption]:
         path, others = _newest(config)
     else:
         path, chosen = _locate(config, Path(place).absolute())
-    if is_living(path):
+    if is_live(path):
         raise in_use(path)
     tree = config.model_dump(mode="json")
     tree["run"] |= {"dir": str(path.parent), "name": path.name}
@@ -149,7 +149,7 @@ def _newest(config: Config) -> tuple[Path, list[Path]]:
             f"--resume auto: {path} holds no run; name one by run.dir and run.name, or start one without --resume"
         )
     for path in runs:
-        if is_living(path):
+        if is_live(path):
             raise UsageError(f"{in_use(path)}, or name another run by --resume PATH")
     written = [_written_at(config, path) for path in runs]
     chosen = max(range(len(runs)), key=lambda index: (written[index], index))

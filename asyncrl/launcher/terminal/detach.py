@@ -34,7 +34,7 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 @dataclass
 class Detached:
-    """The child's end: tells the command that waits where the run is, and that it runs."""
+    """The child's side: reports to the waiting command where the run is, and that it is running."""
 
     output: IO[bytes]
     """File that this process writes to so far."""
@@ -55,14 +55,14 @@ class Detached:
         log.close()
 
     def runs(self) -> None:
-        """The run runs; nobody waits any more."""
+        """The run is running, so the command stops waiting."""
         self._tell({})
         os.close(self.pipe)
         self.pipe = -1
 
     def _tell(self, word: dict[str, object]) -> None:
         if self.pipe >= 0:
-            # Nobody waits any more once the terminal is closed.
+            # The command is gone once the terminal is closed.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self.pipe, json.dumps(word).encode() + b"\n")
 
@@ -134,7 +134,7 @@ class _Waiting:
         run, head = self._run["run"], self._run["head"]
         there = f" (on {head})" if head else ""
         rows = (
-            f"the run goes on without this terminal, followed by process {self._child}",
+            f"the run continues without this terminal; its launcher is process {self._child}",
             f"run folder  {run}{there}",
             f"output      {self._run['log']}",
             f"watch       asyncrl-top {shlex.quote(run)}{there}",

@@ -1,7 +1,6 @@
-"""The signals by which a user asks a launcher for the end: the first in good order, the next at once.
+"""The signals that ask a launcher for the end: the first one in order, the next one at once.
 
-SIGHUP never hurries anything: a terminal that closes sends it more than once, and nobody has read there what a second
-signal would do.
+SIGHUP is never a second signal, because a closing terminal sends it more than once.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ import contextlib
 import signal
 from collections.abc import Awaitable
 
+from asyncrl.launcher.common.signals import cause_of, heeded
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.signals import cause_of, heeded
 
 
 class Interrupts:

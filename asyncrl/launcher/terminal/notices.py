@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from asyncrl.launcher.terms.spec import NoticeEvent
+from asyncrl.launcher.common.agent_messages import NoticeEvent
 
 PACE_S = 10.0
 BEFORE_RESTART = " (before it was started again)"
@@ -30,7 +30,7 @@ class _Shown:
 
 
 class ShownNotices:
-    """The notices as they were shown; the module tells the rules."""
+    """The notices that were shown."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], _Shown] = {}

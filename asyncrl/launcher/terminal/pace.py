@@ -1,7 +1,7 @@
 """The time that a run has taken and is likely to take, by the times at which its steps were heard of. Pure.
 
 The time left is the mean time of the last STEPS steps of this launcher's run, times the steps that are left: a start
-that took long counts in no step. A learner that goes back to a checkpoint begins the mean anew.
+that took long counts in no step. The mean starts again when a learner goes back to a checkpoint.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
-from asyncrl.launcher.terminal.notices import ShownNotices
-from asyncrl.launcher.terminal.pace import RunPace
-from asyncrl.launcher.terms.spec import (
+from asyncrl.launcher.common.agent_messages import (
     Event,
     MetricsEvent,
     NoticeEvent,
@@ -25,6 +23,8 @@ from asyncrl.launcher.terms.spec import (
     StateEvent,
     StuckEvent,
 )
+from asyncrl.launcher.terminal.notices import ShownNotices
+from asyncrl.launcher.terminal.pace import RunPace
 from asyncrl.roles import role_of
 from asyncrl.runtime.lifecycle.roster import CONTROLLER
 from asyncrl.telemetry.metrics_line import (
@@ -44,11 +44,11 @@ NAMES_SHOWN = 4
 WARM_STEP = "warm step"
 CLEAR_LINE = "\r\x1b[2K"
 _NEWLINE = "\n"
-"""Character that stays in what is told of a run; all else that a terminal would obey is shown as an escape."""
+"""The only control character that is printed; all others are shown as escapes."""
 
 
 class Progress:
-    """Shows how the run goes on ``out``, and what went wrong on ``err``; ``steps`` is the run's last step."""
+    """Shows the run's progress on ``out`` and problems on ``err``; ``steps`` is the run's last step."""
 
     def __init__(
         self, out: TextIO, steps: int, err: TextIO | None = None, now: Callable[[], float] = time.monotonic
@@ -81,27 +81,33 @@ class Progress:
         self._lost: tuple[int, Mapping[str, list[str]]] = 0, {}
         """The lost hosts with their actors, and the controller that says so."""
         self._awaited: int | None = None
+        """Number of actors that the start was last shown to wait for."""
+        self._stages: dict[str, str] = {}
+        """The last of those actors, each with its stage in the words that were shown."""
         self._reached = 0
 
     def show(self, event: Event) -> None:
         """Show an event, if it says something new."""
         if isinstance(event, StateEvent):
             if event.controller != self._lost[0]:
-                self._tell_of_ready(CONTROLLER)
-            self._tell_of_hosts(event)
+                self._show_ready(CONTROLLER)
+            self._show_hosts(event)
             self._wait(event.waits)
         match event:
             case StateEvent(phase="starting", waiting_for=names):
-                # As plain lines, each half as many as before: a large run does not fill the screen.
-                if self._live or self._awaited is None or len(names) <= self._awaited // 2:
-                    self._awaited = len(names)
+                # As plain lines, each half as many as before and the last few in a new stage: a large run does not
+                # fill the screen.
+                stages = {name.split()[0]: name for name in names} if len(names) <= NAMES_SHOWN else {}
+                moved = any(self._stages.get(actor, stage) != stage for actor, stage in stages.items())
+                if self._live or self._awaited is None or moved or len(names) <= self._awaited // 2:
+                    self._awaited, self._stages = len(names), stages
                     self._now(f"starting: waiting for {_some(names)}" if names else "starting")
             case StateEvent(phase="running"):
                 # Metrics say more; between them this line stays.
                 if not self._stands.startswith(("step", WARM_STEP)):
                     self._now("running")
             case StateEvent(phase="preempting"):
-                self._now("making way: waiting for a checkpoint")
+                self._now("preempted: writing a checkpoint")
             case StateEvent(phase="draining"):
                 self._now("draining: ending the actors in order")
             case RestartEvent(name=name, reason=reason, after_s=after_s, incarnation=incarnation):
@@ -112,7 +118,7 @@ class Progress:
                 if role_of(name) == "learner" and self._learner_died is None:
                     self._learner_died = name, died
             case ReadyEvent(name=name):
-                self._tell_of_ready(name)
+                self._show_ready(name)
             case StuckEvent(report=report):
                 self.warn([f"watchdog: {report}"])
             case StacksEvent(name=name, lines=lines, more=more, log=log):
@@ -126,20 +132,20 @@ class Progress:
             case MetricsEvent(line=line) if line.get("kind") == "warm":
                 self._now(describe_warm_step(line))
             case MetricsEvent(line=line):
-                self._tell_of_return(line)
+                self._show_return(line)
                 self._show_step(line)
             case _:
                 pass
 
-    def _tell_of_ready(self, name: str) -> None:
+    def _show_ready(self, name: str) -> None:
         """An actor is ready that may have been started again."""
         if name in self._died:
             self.say(f"{name} is ready again, {duration(self._now_s() - self._died.pop(name))} after it died")
 
-    def _tell_of_hosts(self, state: StateEvent) -> None:
-        """Tell of hosts that are lost, that are back, and that leave without having come back."""
+    def _show_hosts(self, state: StateEvent) -> None:
+        """Show hosts that are lost, that are back, and that leave while they are lost."""
         controller, before = self._lost
-        # A controller does not tell the return of a host that it has not lost itself.
+        # A controller reports the return of a host only if it has counted the host as lost.
         before = before if controller == state.controller else {}
         self._lost = state.controller, state.lost_hosts
         for host, actors in state.lost_hosts.items():
@@ -150,7 +156,7 @@ class Progress:
             if host in state.lost_hosts:
                 continue
             if host.endswith(agents):
-                self.say(f"host {host} leaves the run, which goes on without: {_some(actors)}")
+                self.say(f"host {host} leaves the run, which continues without: {_some(actors)}")
             else:
                 self.say(f"host {host} is back; fenced, and started again there: {_some(actors)}")
 
@@ -166,14 +172,14 @@ class Progress:
         self._now(describe_step(line, self._steps, self._pace.describe(now), describe_losses(self._losses, losses)))
         self._losses = losses
 
-    def _tell_of_return(self, line: Line) -> None:
-        """Tell of the first step of a dead learner's successor, and what that one goes on from."""
+    def _show_return(self, line: Line) -> None:
+        """Show the first step of a restarted learner, and the state that it resumed from."""
         start, before, step = line.get("start", 0), self._start, line.get("step", 0)
         self._start = start
         if self._learner_died is not None and start > before > 0:
             name, died = self._learner_died
             self._learner_died = None
-            told = f"training goes on: step {step} {self._now_s() - died:.1f} s after {name} died"
+            told = f"training continues: step {step} {self._now_s() - died:.1f} s after {name} died"
             self.say(f"{told}, from {_basis(step - 1)}; {_again(step, self.step)}")
 
     def reaching(self, hosts: list[str]) -> None:
@@ -293,7 +299,7 @@ def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[s
 
 
 def describe_eval(line: Line) -> str:
-    """An evaluation's line in a few words: the versions that were sampled, which the step of the line does not tell."""
+    """An evaluation's line in a few words, with the versions that were sampled."""
     parts = []
     for key in filter(is_eval_mean, sorted(line)):
         name = key.removesuffix("/mean")
@@ -322,7 +328,7 @@ def mean_in_words(mean: Any) -> str:
 
 
 def _basis(step: int) -> str:
-    """Words for what a learner goes on from that has trained so many steps."""
+    """Words for the state that a learner with so many trained steps resumes from."""
     return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
 
 

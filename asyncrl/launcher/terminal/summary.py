@@ -1,4 +1,4 @@
-"""The summary at the end of a run: what came of it, and where everything lies. Fails with OSError."""
+"""The summary at the end of a run: its results and where its files are. Fails with OSError."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def summarise(
     restarts: Mapping[str, int] | None = None,
     figures: Mapping[str, float] | None = None,
 ) -> list[str]:
-    """Rows on what came of a run: steps, reward and evaluations first → last, and where everything lies.
+    """Rows on the results of a run: steps, reward and evaluations first → last, and where its files are.
 
-    ``lines`` are those of training and evaluations, which a full disk may lack: of ``trained`` steps was heard at
-    least. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor. ``figures`` are
-    those that the learner told last, of a run without a step.
+    ``lines`` are those of training and evaluations. Lines after step ``steps`` do not count: an attempt with a larger
+    learner.steps wrote them, and the resume dropped those steps. A full disk may lack lines, so ``trained`` is the
+    least number of steps. ``checkpoint`` is the newest complete one, ``restarts`` counts the restarts of each actor.
+    ``figures`` are the learner's last ones, for a run without a step.
     """
+    lines = [line for line in lines if line.get("step", 0) <= steps]
     train = [line for line in lines if line.get("kind") != "eval"]
     rows = [("steps", f"{max([trained, *(line.get('step', 0) for line in train)])} of {steps}")]
     if reward := _reward(train):
@@ -66,7 +68,7 @@ def summarise(
         if place is not None and place.exists() and not (label == "samples" and not any(place.iterdir())):
             rows.append((label, f"{place}; {top} --samples prints the newest" if label == "samples" else str(place)))
     if (quarantine := run_dir / "quarantine.jsonl").exists():
-        rows.append(("quarantine", f"{quarantine}; {top} --explain UID tells what became of one of its groups"))
+        rows.append(("quarantine", f"{quarantine}; {top} --explain UID shows the history of one of its groups"))
     if (run_dir / "monitor").exists():
         rows.append(("replay", f"{top} --replay, or --report FILE.html"))
     width = max(len(label) for label, _ in rows)

@@ -13,7 +13,7 @@ from played import played
 from asyncrl.config.load import validate_config
 from asyncrl.controller.joining import host_changes
 from asyncrl.errors import Refused, RemoteError
-from asyncrl.launcher.terms.link import ControllerLink
+from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot

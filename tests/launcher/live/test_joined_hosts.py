@@ -11,9 +11,9 @@ from virtual import run_virtual
 
 from asyncrl.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
+from asyncrl.launcher.common.agent_messages import KILL, STOP, EndedEvent
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.spec import KILL, STOP, EndedEvent
 from asyncrl.messages.hosts import Members
 
 RUN = SimpleNamespace(config=simulated_run(supervision={"drain_s": 5.0}), folder=SimpleNamespace(logs=None))

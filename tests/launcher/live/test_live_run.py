@@ -9,13 +9,13 @@ from run_settings import simulated_run
 
 from asyncrl.cli import launch
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
-from asyncrl.launcher.fleet import addresses
-from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.common.agent_messages import HostOffer, Routes
+from asyncrl.launcher.hosts import addresses
+from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.live import join as joining
 from asyncrl.launcher.live import live_run
-from asyncrl.launcher.live.live_run import find_living
+from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
-from asyncrl.launcher.terms.spec import HostOffer, Routes
 from asyncrl.messages.hosts import Join, Joined, MemberHost, WatchMembers
 from asyncrl.runtime import controller_client
 from asyncrl.runtime.calls.server import CROWDED
@@ -59,7 +59,7 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
 
     class Scripted:
         def __init__(self, *_):
-            """Ends as listed, whoever it is of."""
+            """Its calls end as listed."""
 
         async def call(self, request, timeout):
             if error := ends.pop(0):
@@ -70,7 +70,7 @@ def test_calls_are_repeated_where_they_may_be_and_refusals_told_in_the_controlle
             pass
 
     async def main():
-        found = find_living(str(lived.path))
+        found = find_live_run(str(lived.path))
         assert (found.folder, found.address, found.lives) == (lived, "tcp://127.0.0.1:7000", True)
         assert found.credentials.run_id == lived.run_id
         with live_run.LiveController(found) as controller:
@@ -158,10 +158,10 @@ def test_what_was_begun_is_withdrawn_whatever_ends_it(lived, ends, monkeypatch):
     host = MemberHost(host="c", agent="agent/1", actors=["rollouter/1"], stage="joining")
     named = Joined(hosts=[host], waiting_for=["reward/0"])
     controller = Told(named, ends)
-    monkeypatch.setattr(joining, "Reached", Near)
+    monkeypatch.setattr(joining, "ReachedHosts", Near)
     monkeypatch.setattr(joining, "LiveController", lambda run: controller)
     with pytest.raises(type(ends)):
-        joining.join_run(find_living(str(lived.path)), [HostLine("c")], None)
+        joining.join_run(find_live_run(str(lived.path)), [HostLine("c")], None)
     join, again, leave = controller.asked
     assert (again, leave.host, leave.ask) == (join, "c", join.ask)
 

@@ -10,7 +10,7 @@ from launcher.launched import marked, wait_until
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.launcher.live import stop as stopping
-from asyncrl.launcher.live.live_run import find_living
+from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.telemetry.snapshots.recording import last_recorded
@@ -28,7 +28,7 @@ def test_a_closed_terminal_makes_way_though_no_checkpoints_are_wanted(launch):
     os.close(ours)
     agent = run.run_dir / "logs" / "attempt_1" / "agent-0.log"
     wait_until(lambda: "preempt a closed terminal" in agent.read_text(), "the wish")
-    # The shell of the terminal has been told, too, and tells its jobs.
+    # The shell of the terminal gets the signal too, and passes it to its jobs.
     run.process.send_signal(signal.SIGHUP)
     assert run.process.wait(120) == 75
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
@@ -73,9 +73,9 @@ def test_an_agent_that_hangs_is_named_by_stop_and_ended_by_the_second_ctrl_c(stu
     for pid in (agent, controller):
         os.kill(pid, signal.SIGSTOP)
     for frozen in ("controller/0 has not answered", "agent/0 has not ended the run"):
-        assert stopping.stop_run(find_living(str(run.run_dir))) == 1
+        assert stopping.stop_run(find_live_run(str(run.run_dir))) == 1
         assert capsys.readouterr().err == (
-            f"{run.run_dir}: {frozen} within 1.5 s; kill -9 {agent} ends it at once, with the checkpoint that is there "
+            f"{run.run_dir}: {frozen} within 1.5 s; kill -9 {agent} ends it at once, with its last checkpoint "
             f"(logs: {run.run_dir / 'logs' / 'attempt_1'})\n"
         )
         os.kill(controller, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""How an agent parts: whom it tells, what it leaves where the run folder is not shared, and what an actor leaves."""
+"""How an agent ends: its last report, the files it leaves without a shared run folder, and what an actor leaves."""
 
 import asyncio
 import os
@@ -11,11 +11,11 @@ from launcher.launched import end_marked, marked
 from run_settings import simulated_run
 
 from asyncrl.errors import Refused
+from asyncrl.launcher.common.agent_messages import ARRIVED, CONTROLLER_AT, ActorSpec, AgentSpec
 from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.child import environment_of
-from asyncrl.launcher.node.host_agent import FAREWELL_S, Agent
+from asyncrl.launcher.node.host_agent import FAREWELL_S, HostAgent
 from asyncrl.launcher.run_folder.private import PART
-from asyncrl.launcher.terms.spec import ARRIVED, CONTROLLER_AT, ActorSpec, AgentSpec
 from asyncrl.messages.actors import Leaving, RunState
 
 CONFIG = simulated_run()
@@ -36,7 +36,7 @@ def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, othe
         commands = asyncio.StreamReader()
         commands.feed_data(ARRIVED)
         commands.feed_eof()
-        await Agent(spec, CONFIG, None).leave(commands)
+        await HostAgent(spec, CONFIG, None).leave(commands)
 
     asyncio.run(main())
     assert sorted(path.name for path in run_dir.iterdir()) == sorted(["private-2", *others, *left])
@@ -85,7 +85,7 @@ def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_p
         commands.feed_data(CONTROLLER_AT + b"tcp://127.0.0.1:7000\n")
         async with asyncio.timeout(20):
             link = Link(monkeypatch, refuses=ends == "it has failed")
-            living = asyncio.create_task(Agent(spec, CONFIG, nobody).main(commands))
+            living = asyncio.create_task(HostAgent(spec, CONFIG, nobody).main(commands))
             if ends != "it has failed":
                 await link.living.wait()
                 leaving = [Leaving("agent/2", 1.0)]
@@ -111,7 +111,7 @@ def test_a_host_that_never_reached_the_controller_says_no_farewell_to_it(tmp_pat
         commands.feed_data(CONTROLLER_AT + b"tcp://127.0.0.1:7000\n")
         async with asyncio.timeout(20):
             link = Link(monkeypatch, refuses=True, is_heard=False)
-            assert await Agent(spec, CONFIG, nobody).main(commands) == 0
+            assert await HostAgent(spec, CONFIG, nobody).main(commands) == 0
             assert not link.said.is_set()
 
     asyncio.run(main())

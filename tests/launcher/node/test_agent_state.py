@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.operation import SupervisionConfig
+from asyncrl.launcher.common.agent_messages import AT_ONCE, EndedEvent
 from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, AgentState
 from asyncrl.launcher.node.instructions import AnnounceRestart, AskStop, Kill, KillAll, ReportEnd, ReportStart, Spawn
-from asyncrl.launcher.terms.spec import AT_ONCE, EndedEvent
 from asyncrl.messages.actors import Aside, Condemned, RunState
 from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
 
@@ -217,11 +217,11 @@ def test_the_others_go_on_while_the_controller_is_started_again():
     found.spawned("rollouter/0", 50)
     assert found.exited("controller/0", -9, "", 5.0) == []
     assert not found.ending and found.living == set(HEAD[1:])
-    # Deaths go on being mended meanwhile.
+    # Actors that die are still restarted.
     ends += found.exited("rollouter/1", 1, "boom", 5.5)
     assert found.tick(6.0) == [AnnounceRestart("controller/0", KILLED), Spawn("controller/0")]
     assert found.tick(6.5) == [AnnounceRestart("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
-    # Its successor hears of every end, and starts nobody a second time.
+    # Its successor gets every end, and starts no actor a second time.
     living = [ReportStart(name, found.incarnations[name]) for name in sorted(found.living - {"controller/0"})]
     assert found.controller_found(7.0) == [*living, *ends]
     assert found.next_deadline() is None and found.living == set(HEAD)
@@ -270,7 +270,7 @@ def test_a_frozen_controller_is_killed_and_started_again():
     assert found.controller_silent(40.0) == found.controller_silent(69.0) == []
     assert found.controller_silent(99.0) == [Kill("controller/0")]
     assert found.controller_silent(130.0) == found.exited("controller/0", -9, "", 131.0) == []
-    # Nobody answers while there is none.
+    # There is no answer without a controller.
     assert found.controller_silent(131.1) == []
     assert found.tick(132.0)[0] == AnnounceRestart("controller/0", f"{KILLED}: it did not answer for 89 s")
     found.controller_found(133.0)
@@ -313,7 +313,7 @@ def test_nothing_is_started_while_the_run_ends_and_what_is_left_is_killed():
     assert found.finished and end_of(found) == EndedEvent(result="done")
 
 
-def test_a_run_makes_way_once_whoever_asks_and_deaths_are_mended_meanwhile():
+def test_a_run_is_preempted_once_and_actors_that_die_are_still_restarted():
     found = host()
     assert found.preempt("SIGTERM", 5.0) == [AskStop("SIGTERM", preempt=True)]
     # Asked by two at once, as when a scheduler signals every process.
@@ -358,7 +358,7 @@ def test_a_wish_is_kept_for_the_successor_of_a_controller_that_was_told_of_it_or
         (3, "never ran", "stopped", 143),
     ],
 )
-def test_what_is_ended_at_once_or_does_not_make_way_in_time_goes_on_from_its_last_checkpoint(
+def test_what_is_ended_at_once_or_is_not_preempted_in_time_goes_on_from_its_last_checkpoint(
     checkpoint, ends, result, code
 ):
     found = host(running=ends != "never ran")
@@ -400,18 +400,18 @@ def test_a_run_that_never_ran_is_not_waited_for():
     assert found.next_deadline() == 5.0 + NEVER_RAN_GRACE_S and found.failure.exit_code == 78
 
 
-def test_an_agent_without_its_guard_has_the_run_make_way_and_fails_unless_it_is_done():
+def test_an_agent_without_its_guard_preempts_the_run_and_fails_unless_it_is_done():
     found = host()
     assert found.guard_lost(5.0) == [AskStop("the death of a guard", preempt=True)]
     reason = "preempted by the death of a guard with a checkpoint of version 3"
     found.state(state("draining", exit_code=75, reason=reason), 8.0)
-    why = f"its guard was killed, without which no agent goes on ({reason})"
+    why = f"its guard was killed, and an agent cannot continue without it ({reason})"
     assert end_of(found) == EndedEvent(result="failed", actor="agent/0", reason=why, log="log", exit_code=1)
     found.state(state("done"), 9.0)
     assert end_of(found) == EndedEvent(result="done")
 
 
-# --- hosts beside the head ---
+# --- hosts other than the head ---
 
 
 @pytest.mark.parametrize("names", [FAR[1:], ("rollouter/2", "episodes/2"), FAR, HEAD])

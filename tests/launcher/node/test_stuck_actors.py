@@ -3,15 +3,15 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from asyncrl.launcher.node import stuck as stuck_module
-from asyncrl.launcher.node.stuck import StuckActors
-from asyncrl.launcher.terms.spec import StacksEvent
+from asyncrl.launcher.common.agent_messages import StacksEvent
+from asyncrl.launcher.node import stuck_actors as stuck_module
+from asyncrl.launcher.node.stuck_actors import StuckActors
 from asyncrl.messages.actors import Stuck
 
 
 @dataclass
 class Process:
-    """Of a child, its names; notes when it is killed."""
+    """A child with its names, which notes when it is killed."""
 
     name: str
     incarnation: int

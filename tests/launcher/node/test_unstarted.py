@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from run_settings import simulated_run
 
+from asyncrl.launcher.common.agent_messages import ActorSpec, AgentSpec
 from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.agent_state import AgentState
 from asyncrl.launcher.node.child import Child
-from asyncrl.launcher.node.host_agent import Agent
+from asyncrl.launcher.node.host_agent import HostAgent
 from asyncrl.launcher.node.instructions import Kill, Spawn
-from asyncrl.launcher.terms.spec import ActorSpec, AgentSpec
 from asyncrl.runtime.linux import children_of
 
 NAMES = ("controller/0", "rollouter/0")
@@ -29,7 +29,7 @@ def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
     actors = [ActorSpec(name=name, argv=list(argv), env={}) for name in names]
     spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path / "logs"), attempts=2, actors=actors)
     config = simulated_run(supervision={"max_restarts": max_restarts, "backoff_s": 0.05})
-    return Agent(spec, config, output)
+    return HostAgent(spec, config, output)
 
 
 def test_one_that_cannot_be_started_is_tried_again_as_after_any_death(tmp_path):

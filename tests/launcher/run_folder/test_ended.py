@@ -7,6 +7,7 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.checkpoint.folder import Found
+from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.ended import (
     ENDED,
     RunProgress,
@@ -17,7 +18,6 @@ from asyncrl.launcher.run_folder.ended import (
     write_ended,
 )
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.launcher.terms.spec import EndedEvent
 
 CONFIG = simulated_run()
 STOPPED = EndedEvent(result="stopped", reason="Ctrl-C", exit_code=130)
@@ -42,7 +42,7 @@ def test_steps_that_the_exported_model_holds_are_not_called_lost(tmp_path):
     alone = f"left: no checkpoint; in the model of {tmp_path}/export alone: {steps} steps"
     assert find_left(CONFIG, folder, heard=steps).describe() == alone
     assert find_left(CONFIG, folder, heard=3).describe() == "left: no checkpoint; lost: 3 steps"
-    # Of an earlier attempt.
+    # The model of an earlier attempt.
     os.utime(tmp_path / "export", (0, 0))
     assert find_left(CONFIG, folder, heard=steps).describe() == f"left: no checkpoint; lost: {steps} steps"
 
@@ -53,13 +53,23 @@ def test_the_command_that_resumes_a_run_has_the_path_of_its_folder(tmp_path, res
     left = RunProgress(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)
     ended = EndedEvent(result=result, actor="learner/0" if result == "failed" else "", reason="why", exit_code=1)
     rows = describe_end(folder, ended, left)
-    assert any(f"to resume: the command that began it, with --resume '{folder.path}'" in row for row in rows)
+    assert any(f"to resume: the command that started it, with --resume '{folder.path}'" in row for row in rows)
     folder.logs.mkdir(parents=True)
     write_command(folder, "asyncrl-launch caf\udce9.toml --detach")
     resume = f"to resume: asyncrl-launch caf\udce9.toml --detach --resume '{folder.path}'"
     assert any(row.endswith(resume) for row in describe_end(folder, ended, left))
     refused = describe_end(folder, msgspec.structs.replace(ended, exit_code=78), left)
-    put_right = resume.replace("to resume:", "to resume, once that is put right:")
+    put_right = resume.replace("to resume:", "to resume, once that is corrected:")
     assert any(row.endswith(put_right) for row in refused)
     assert any("lost: 2 steps trained since" in row for row in rows)
     assert "why" in rows[-1]
+
+
+def test_a_run_without_a_signal_says_what_to_do_with_its_checkpoint(tmp_path):
+    folder = RunFolder(path=tmp_path, run_id="")
+    ended = EndedEvent(result="failed", actor="learner/0", reason="no signal: none of the last 8 groups", exit_code=1)
+    left = RunProgress(Found(34, 0, 34, tmp_path / "v00000034"), trained=36)
+    last = describe_end(folder, ended, left)[-1]
+    assert last.startswith("training stopped at step 36, because no prompt group has a signal any more")
+    assert f"asyncrl-export {tmp_path} MODEL_DIR" in last
+    assert describe_end(folder, ended, RunProgress(None, 0))[-1] == "learner/0: no signal: none of the last 8 groups"

@@ -18,7 +18,8 @@ from asyncrl.checkpoint.origin import Origin
 from asyncrl.config.load import config_from_json
 from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.files import write_file
-from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.common import placement
+from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.launch import Launch, host_spec
 from asyncrl.launcher.local import begin
 from asyncrl.launcher.plan import plan_rows
@@ -26,7 +27,6 @@ from asyncrl.launcher.run_folder import resume
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.resume import find_resumption
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms import placement
 from asyncrl.messages.groups import LedgerState
 
 FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_by_its_name_its_folder_or_a_ch
     assert (resumption.checkpoint.version, resumption.is_finished) == (4, False)
     assert resumption.describe() == f"resuming {left} from version 4, step 4: {left / 'checkpoints' / 'v00000004'}"
     assert found == config(tmp_path)
-    # Whatever the configuration names.
+    # The configuration may name another run.
     other = config(tmp_path, run={"name": "another", "dir": str(tmp_path / "elsewhere")})
     monkeypatch.chdir(left.parent)
     for place in (str(left), "trial", str(left / "checkpoints" / "v00000004")):
@@ -301,7 +301,7 @@ def test_each_changed_key_is_printed_with_both_values_what_it_applies_to_and_the
     was = config(tmp_path)
     left = create_run_folder(was).path
     write_checkpoint(was, left, 2, origin=Origin.of(was), buffered=[make_group(f"0-{index}") for index in range(3)])
-    # The folder is the run's own, whatever the configuration names.
+    # The folder is the run's own, also if the configuration names another.
     changed = {"learner": {"lr": 1e-5}, "rollout": {"temperature": 0.25}, "resume": {"allow": ["seed"]}}
     settings, resumption = find_resumption(config(tmp_path, run={"dir": "elsewhere", "seed": 4}, **changed), str(left))
     expected = [
@@ -382,7 +382,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_else_stepped_back_from_and_
 ):
     newest = left / "checkpoints" / "v00000004"
     damage(newest / name)
-    # What is named is read to its last byte.
+    # A checkpoint that is named is read to its last byte.
     with monkeypatch.context() as bounded:
         bounded.setattr(resume, "CHECKED_BYTES", 0)
         with pytest.raises(CheckpointError, match=said) as refused:

@@ -12,10 +12,10 @@ from virtual import run_virtual
 
 from asyncrl.config.load import validate_config
 from asyncrl.launcher import launch as launch_module
-from asyncrl.launcher.fleet.hostfile import HostLine
+from asyncrl.launcher.common.placement import PlacementHost
+from asyncrl.launcher.common.signals import STOPPING, cause_of, heeded
+from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
-from asyncrl.launcher.terms.placement import PlacementHost
-from asyncrl.launcher.terms.signals import STOPPING, cause_of, heeded
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""What the launcher shows: lines, one live line, notices, the pace, the summary."""
+"""The launcher's output: lines, one live line, notices, the pace, the summary."""
 
 import io
 import json
@@ -9,11 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.launcher.terminal.notices import PACE_S, ShownNotices
-from asyncrl.launcher.terminal.pace import STEPS, RunPace, clock_words
-from asyncrl.launcher.terminal.progress import CLEAR_LINE, Progress, describe_eval, describe_step
-from asyncrl.launcher.terminal.summary import summarise
-from asyncrl.launcher.terms.spec import (
+from asyncrl.launcher.common.agent_messages import (
     MetricsEvent,
     NoticeEvent,
     ReadyEvent,
@@ -22,6 +18,10 @@ from asyncrl.launcher.terms.spec import (
     StateEvent,
     StuckEvent,
 )
+from asyncrl.launcher.terminal.notices import PACE_S, ShownNotices
+from asyncrl.launcher.terminal.pace import STEPS, RunPace, clock_words
+from asyncrl.launcher.terminal.progress import CLEAR_LINE, Progress, describe_eval, describe_step
+from asyncrl.launcher.terminal.summary import summarise
 from asyncrl.telemetry.metrics_line import is_voided, read_metrics
 
 
@@ -109,6 +109,21 @@ def test_plain_lines(show):
     assert show.err() == ["rollouter/1 died (killed by SIGKILL) and is started again"]
 
 
+def test_a_start_shows_each_stage_of_the_last_actors(show):
+    many = [f"rollouter/{i} (engine)" for i in range(8)]
+    for names in (many, many[:2], ["rollouter/0 (engine)", "learner/0 (model)"], ["learner/0 (checkpoint)"]):
+        for _ in range(2):
+            show.show(StateEvent(phase="starting", waiting_for=names))
+    show.show(StateEvent(phase="starting", waiting_for=["learner/0"]))
+    assert show.out() == [
+        "starting: waiting for rollouter/0 (engine), rollouter/1 (engine), rollouter/2 (engine), rollouter/3 (engine) "
+        "and 4 more",
+        "starting: waiting for rollouter/0 (engine), rollouter/1 (engine)",
+        "starting: waiting for learner/0 (checkpoint)",
+        "starting: waiting for learner/0",
+    ]
+
+
 def test_a_step_line_tells_what_was_not_trained_when_that_moves(show):
     for step, counts in enumerate([(0, 0, 3, 0), (3, 0, 3, 0), (3, 1, 3, 0), (3, 1, 9, 0), (3, 1, 9, 2)], 1):
         names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "ledger/left_out")
@@ -138,16 +153,16 @@ def test_a_learners_next_step_tells_how_long_it_took_and_what_it_goes_on_from(sh
     show.now = 103.0
     show.dies("learner/0")
     show.step(start=1, step=heard)
-    assert show.out("goes on") == []
+    assert show.out("continues") == []
     show.now = 106.0
     for step in (first, first + 1):
         show.step(start=2, step=step)
-    assert show.out("goes on") == [f"training goes on: step {first} 6.5 s after learner/1 died, {told}"]
+    assert show.out("continues") == [f"training continues: step {first} 6.5 s after learner/1 died, {told}"]
 
 
 def test_the_return_of_an_actor_is_told_once(show):
     show.show(StateEvent(phase="running", controller=7))
-    # As of everybody that has ever been started again, when a controller is new.
+    # A new controller reports every actor that was ever restarted.
     show.show(ReadyEvent(name="rollouter/0"))
     for name in ("rollouter/1", "controller/0"):
         show.dies(name)
@@ -166,7 +181,7 @@ MORE = AWAY | ONLY_C
 LOST_B = "host b (agent/2) is lost: nothing is heard of it; dead with it: rollouter/1, rollouter/2"
 LOST_C = "host c (agent/3) is lost: nothing is heard of it; dead with it: reward/0"
 BACK_B = "host b (agent/2) is back; fenced, and started again there: rollouter/1, rollouter/2"
-LEFT_B = "host b (agent/2) leaves the run, which goes on without: rollouter/1, rollouter/2"
+LEFT_B = "host b (agent/2) leaves the run, which continues without: rollouter/1, rollouter/2"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +221,7 @@ def test_a_stuck_actor_is_reported_on_the_error_output(show):
 # --- the live line ---
 
 
-def test_a_terminal_has_one_live_line_which_makes_way_for_what_stays():
+def test_a_terminal_has_one_live_line_below_the_lines_that_stay():
     both = Terminal()
     progress = Progress(both, 10, both, now=lambda: 0.0)
     progress.show(StateEvent(phase="running"))
@@ -301,7 +316,7 @@ def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
         # The start took a minute, which counts in no step.
         ([(1, 60.0)], 65.0, "elapsed 1:05"),
         ([(1, 60.0), (3, 64.0)], 64.0, "elapsed 1:04  left 3:14"),
-        # Back to a checkpoint: the mean begins anew.
+        # Back to a checkpoint: the mean starts again.
         ([(1, 0.0), (2, 50.0), (1, 60.0), (2, 61.0)], 61.0, "elapsed 1:01  left 1:38"),
         ([(99, 60.0), (100, 62.0)], 62.0, "elapsed 1:02"),
         # Only the last steps count.
@@ -353,6 +368,9 @@ def test_the_summary(summary, tmp_path):
         ("logs", str(tmp_path / "logs")),
         ("replay", f"asyncrl-top {tmp_path} --replay, or --report FILE.html"),
     ]
+    # Steps of an attempt with a larger learner.steps, which the resume dropped.
+    more = [{"kind": "train", "step": 5, "reward/mean": 9.0}, {"kind": "eval", "step": 5, "eval/math/mean": 0.9}]
+    assert summary(lines + more) == summary(lines)
     # The model of an earlier attempt.
     os.utime(tmp_path / "export", (0, 0))
     assert "model" not in summary(lines)
@@ -381,7 +399,7 @@ def test_the_summary_tells_what_was_not_trained_where_that_stands_and_who_was_st
     rows = summary(lines)
     assert rows["not trained"] == "groups quarantined 2, trajectories dropped 7"
     assert rows["quarantine"].startswith(f"{tmp_path / 'quarantine.jsonl'}; asyncrl-top {tmp_path} --explain UID")
-    # Without a step to tell of it.
+    # Without a step, the learner's figures count.
     names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "learner/step")
     progress = Progress(io.StringIO(), steps=4)
     for name in ("rollouter/1", "learner/0", "rollouter/1"):
@@ -427,7 +445,7 @@ def test_what_a_restored_learner_does_again_counts_once_and_a_torn_line_is_left_
 )
 def test_what_a_step_voids(kind, step, start, by, voided):
     assert is_voided({"kind": kind, "step": step, "start": start}, TRAIN | {"step": 5, "start": by}) == voided
-    # The evaluation at a step may be told before its line.
+    # The evaluation at a step may come before its line.
     if kind != "train":
         assert not is_voided(TRAIN | {"step": 5, "start": 1}, {"kind": kind, "step": 5, "start": 2})
     assert not is_voided({"step": 1}, TRAIN | {"step": 1})

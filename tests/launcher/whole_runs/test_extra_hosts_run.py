@@ -1,4 +1,4 @@
-"""Whole simulated runs whose episodes are played beside rollouters and by a host of its own, which dies or freezes."""
+"""Simulated runs whose episodes are played on the rollouters' hosts and on one of their own, which dies or freezes."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def moved_to(sample):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_what_a_lost_host_played_is_played_elsewhere_and_nothing_is_lost(playing, how):
-    """I1: and no attempt is counted. Training goes on while the controller is away, too."""
+    """I1: and no attempt is counted. Training continues also without a controller."""
     # Enough for a successor to have steps left to play for; one that is frozen is found out after a while.
     steps = 48 if how == "killed" else 72
     run = playing(steps)

@@ -11,9 +11,9 @@ import sys
 import pytest
 from launcher.launched import marked, wait_until
 
+from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder, next_attempt
-from asyncrl.launcher.terms.spec import EndedEvent
 from asyncrl.roles import drain_rank
 
 
@@ -45,7 +45,7 @@ def assert_in_order(ends):
     assert ranks == sorted(ranks) and not any(code for _, code in ends), ends
 
 
-def test_a_run_goes_on_over_the_death_of_anyone_and_ends_in_order(stub):
+def test_a_run_survives_the_death_of_each_actor_and_ends_in_order(stub):
     """I5: the frozen are started again alone, ranks together; a controller on its port, with its key, by its lock.
 
     Deaths while the controller is away are mended, whoever was there comes back to its successor, and an address file
@@ -88,7 +88,7 @@ def test_a_run_goes_on_over_the_death_of_anyone_and_ends_in_order(stub):
     assert logs >= {f"{actor}-0.log" for actor in actors} | {"learner-1.log"}
 
 
-def test_a_signal_to_every_process_of_a_run_is_one_wish_to_make_way(stub):
+def test_a_signal_to_every_process_of_a_run_preempts_it_once(stub):
     """As a scheduler sends it: to guard, agent and actors, and to the launcher last; the controller is away."""
     run = stub({"learner/0": {"preempted": 7, "preempted_on": "enough"}}, restart_window_s=60.0, backoff_s=0.5)
     run.wait_to_show("running")
@@ -96,7 +96,7 @@ def test_a_signal_to_every_process_of_a_run_is_one_wish_to_make_way(stub):
     os.kill(controller, signal.SIGKILL)
     wait_until(lambda: controller not in run.processes(), "its end")
     os.kill(agent, signal.SIGUSR2)
-    run.wait_to_show("making way: waiting for a checkpoint")
+    run.wait_to_show("preempted: writing a checkpoint")
     for pid in {*run.processes()} - {agent, run.process.pid}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
@@ -185,8 +185,8 @@ def test_a_replica_that_keeps_dying_is_set_aside_until_somebody_brings_it_back_a
     assert code == 1 and "draining: ending the actors in order" in shown
     log = run.run_dir / "logs" / "attempt_1" / "agent-0.log"
     assert shown[-1] == (
-        "agent/0: its guard was killed, without which no agent goes on (preempted by the death of a guard with a "
-        f"checkpoint of version 7) (log: {log})"
+        "agent/0: its guard was killed, and an agent cannot continue without it (preempted by the death of a guard "
+        f"with a checkpoint of version 7) (log: {log})"
     )
     assert f"rollouter/1 was set aside ({why}" in run.shown.rpartition("run folder")[2], run.shown
 

@@ -1,4 +1,4 @@
-"""Whole runs of the command with sinks: preempted and resumed, and whatever befalls the sinks the run goes on."""
+"""Whole runs of the command with sinks: preempted and resumed; the run continues if the sinks fail."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def exposed(where):
 
 
 def ended_well(run, known, deaths=()):
-    """All steps trained, nobody died but these, and no process is left of those that were seen; the lines shown."""
+    """All steps are trained, no other actor died, and no process is left; returns the lines shown."""
     code, shown = run.end()
     assert code == 0, shown
     assert run.steps() == list(range(1, STEPS + 1))

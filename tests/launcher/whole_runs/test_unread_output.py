@@ -12,7 +12,7 @@ from launcher.launched import STUB, Run, config_tree, wait_until
 
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.launcher.run_folder.private import is_living
+from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.telemetry.snapshots.recording import last_recorded
 
 PIPE_BYTES = 4096
@@ -47,7 +47,7 @@ def unread(tmp_path, started):
 
 def ended(run):
     """How the run ended, once nothing of it is left."""
-    wait_until(lambda: (run.run_dir / "ended.json").exists() and not is_living(run.run_dir), "the end of the run")
+    wait_until(lambda: (run.run_dir / "ended.json").exists() and not is_live(run.run_dir), "the end of the run")
     return read_ended(RunFolder(path=run.run_dir, run_id=""))
 
 

@@ -90,7 +90,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(watche
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
     assert run.steps() == list(range(1, left.step + 1)), "nothing is lost"
     first, kept, last = watched.stopped.stdout.splitlines()
-    assert first.startswith(f"{run.run_dir} is asked to make way: ")
+    assert first.startswith(f"{run.run_dir} is preempted: ")
     assert kept == (
         f"left: the checkpoint of version {left.version}, step {left.step}: {left.path}; no trained step is lost"
     )

@@ -18,7 +18,7 @@ Threads: engines get an even share of their host's cores, counting the learner's
 Ranks that train on the CPU share all of its cores among themselves: an engine beside them mostly has nothing to do for
 as long as a slow learner trains, and the kernel divides the cores where it has. So what a learner computes depends, in
 the last bits, on the cores of its host and on its ranks there (or on learner.threads), and not on how many engines
-there are. Everybody else gets one thread.
+there are. Every other actor gets one thread.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _counts(config: Config, hosts: Sequence[PlacementHost]) -> tuple[list[int], 
         ranks = _split_ranks(config, hosts, each)
         free = [there - taken for there, taken in zip(gpus, ranks, strict=True)]
     else:
-        # Rank 0 is on the head whatever its cores.
+        # Rank 0 is always on the head.
         ranks = [1] + [0] * (len(hosts) - 1)
         _spread(ranks, config.learner.ranks - 1, hosts, ranks)
         free = gpus
@@ -241,7 +241,7 @@ def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> l
 
 
 def _refusal(config: Config, hosts: Sequence[PlacementHost], ranks: int, each: int) -> ConfigError:
-    """The error that tells why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
+    """The error that says why ``ranks`` of the learner and all engines of ``each`` GPUs do not fit."""
     replicas = config.rollout.replicas
     needed, there = ranks + replicas * each, sum(len(host.gpus) for host in hosts)
     parts = [f"learner.ranks = {ranks}"] * bool(ranks)
@@ -278,7 +278,7 @@ def _freest_hosts(
     config: Config, hosts: Sequence[PlacementHost], ranks: Sequence[int], replicas: Sequence[int]
 ) -> list[PlacementHost]:
     """The hosts, those with most cores free first, counting one for each actor there."""
-    # Those without which a run goes on are of low priority.
+    # A run continues without these, so they have a low priority.
     on_head = sum(ROLES[role_of(name)].place == "head" and not is_optional(name) for name in config.actors)
     each = 1 if config.episode.kind == "single" else 2
     extra = _episode_hosts(hosts, ranks, replicas)[: len(config.extra_episode_hosts)]

@@ -9,8 +9,8 @@ import subprocess
 from importlib.metadata import version
 from itertools import takewhile
 
-from asyncrl.launcher.fleet.addresses import interfaces
-from asyncrl.launcher.terms.spec import HostOffer
+from asyncrl.launcher.common.agent_messages import HostOffer
+from asyncrl.launcher.hosts.addresses import interfaces
 
 NVIDIA_SMI_S = 30.0
 
@@ -30,11 +30,11 @@ def find_facts() -> HostOffer:
 
 
 def _gpus() -> tuple[list[str], str]:
-    """The GPUs, and the reason that they cannot be told."""
+    """The GPUs, and the reason if they are unknown."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         found = [part.strip() for part in visible.split(",") if part.strip()]
-        # CUDA offers those before the first that it does not know, and -1 is none.
+        # CUDA ignores everything from the first unknown device on, and -1 is unknown.
         return list(takewhile(lambda gpu: gpu != "-1", found)), ""
     tool = shutil.which("nvidia-smi")
     if tool is None:

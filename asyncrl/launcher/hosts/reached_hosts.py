@@ -1,6 +1,6 @@
-"""The hosts of a command: what is done on all of them at once, under one deadline, with every one named that cannot.
+"""The hosts of a command: does work on all of them in parallel, under one deadline, and names each host that fails.
 
-Fails with HostFailed for one host or all that failed, the reasons of several having been shown.
+Fails with HostFailed. If several hosts failed, their reasons are shown before.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from asyncrl.errors import AsyncRLError, HostFailed
-from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.fleet.start import StartCommand
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.start import StartCommand
 from asyncrl.launcher.terminal.progress import Progress
 
 MORE_FAILURES_S = 3.0
@@ -23,7 +23,7 @@ A = TypeVar("A")
 
 
 @dataclass
-class Reached:
+class ReachedHosts:
     """The hosts that ``start`` leads to, by name, of the ``count`` hosts of a command.
 
     ``limit_s`` is supervision.start_timeout_s: the deadline of each piece of work.
@@ -57,7 +57,7 @@ class Reached:
         what: str,
         tell: Callable[[list[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """The result for each host; ``tell`` hears the hosts that are still awaited."""
+        """The result for each host; ``tell`` receives the hosts that have not answered."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limit_s
         tasks = {name: asyncio.ensure_future(each) for name, each in work.items()}

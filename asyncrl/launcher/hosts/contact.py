@@ -19,8 +19,8 @@ from typing import Any, TypeVar, Union
 import msgspec
 
 from asyncrl.errors import HostFailed
-from asyncrl.launcher.fleet.start import StartCommand, last_line
-from asyncrl.launcher.terms.spec import HostOffer, Refusal
+from asyncrl.launcher.common.agent_messages import HostOffer, Refusal
+from asyncrl.launcher.hosts.start import StartCommand, last_line
 
 LONGEST_LINE_BYTES = 64 << 20
 GREETING_LINES = 1000
@@ -33,7 +33,7 @@ A = TypeVar("A")
 class Contact:
     """The connection to one host. ``process`` is handed on to the follower of the host's agent.
 
-    With ``any_host`` one of another version is taken too, and one that cannot tell its GPUs.
+    With ``any_host`` a host may have another version or unknown GPUs.
     """
 
     def __init__(self, name: str, start: StartCommand, *, any_host: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The words between a command and a host over one connection: a JSON line each.
+"""The messages between a command and a host over one connection: a JSON line each.
 
 A host's entry point (``remote``) says first what the host offers. Orders follow, and answers come in the order of the
 orders. The launcher asks which way leads to the head, and has the host run the list of checks. Then it says what the
@@ -31,7 +31,7 @@ class HostOffer(Struct, frozen=True, kw_only=True, tag="facts"):
     gpus: list[str]
     """Values that CUDA_VISIBLE_DEVICES may take there."""
     gpu_problem: str = ""
-    """Reason that they cannot be told."""
+    """Reason that the GPUs are unknown."""
     interfaces: dict[str, str]
     """IPv4 address by network interface."""
     client: str = ""
@@ -116,14 +116,14 @@ class Prepared(Struct, frozen=True, kw_only=True, tag="prepared"):
 class EndOrder(Struct, frozen=True, kw_only=True, tag="end"):
     """Wait until nothing of the run lives here, up to ``patience_s``; with ``kill``, then kill what does.
 
-    With ``make_way`` the agent is asked first to let the run make way, as SIGTERM to the launcher does.
+    With ``preempt`` the agent first preempts the run, as SIGTERM to the launcher does.
     """
 
     run_dir: str
     index: int
     patience_s: float
     kill: bool = True
-    make_way: bool = False
+    preempt: bool = False
     log_dir: str = ""
     """Folder of the attempt's logs: the answer has the record of how this attempt ended."""
 
@@ -159,7 +159,7 @@ def private_name(index: int) -> str:
 STOP = b"stop\n"
 """End the run in good order; a second one ends it at once."""
 PREEMPT = b"preempt "
-"""Let the run make way: write a checkpoint, then end it in good order. The name of the asker comes behind."""
+"""Preempt the run: write a checkpoint, then end the actors in order. The name of the asker follows."""
 KILL = b"kill\n"
 """End everything at once."""
 AT_ONCE = "ended at once"
@@ -209,7 +209,7 @@ class StateEvent(Struct, frozen=True, kw_only=True, tag="state"):
     lost_hosts: dict[str, list[str]] = {}
     """Actors by lost host, as in RunState."""
     leaving: list[str] = []
-    """The agents and actors that are to leave while the run goes on."""
+    """Agents and actors that have to leave a run that continues."""
     controller: int = 0
     """Incarnation of the controller that says so. A successor knows of no lost host until it has missed it itself."""
 
@@ -231,11 +231,11 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     count: int = 1
     """Number of times that it has happened."""
     meanwhile: str = ""
-    """Sentences that hold while the run goes on."""
+    """Sentences that hold while the run is live."""
     waits_for: str = ""
     """Words for what the run waits for; the terminal shows StateEvent.waits instead."""
     of: str = ""
-    """Whole of which the count is a part, as in "279 calls"."""
+    """Total that the count is a part of, as in "279 calls"."""
 
 
 class RestartEvent(Struct, frozen=True, kw_only=True, tag="restart"):
@@ -290,7 +290,7 @@ class LogEvent(Struct, frozen=True, kw_only=True, tag="log"):
 
 
 class EndedEvent(Struct, frozen=True, kw_only=True, tag="ended"):
-    """The last event: how the run ended, or that it goes on without this host. ``actor`` is empty unless one failed."""
+    """The last event: how the run ended, or that this host has left it. ``actor`` is empty unless one failed."""
 
     result: Literal["done", "stopped", "preempted", "failed", "left"]
     actor: str = ""

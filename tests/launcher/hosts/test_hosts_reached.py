@@ -18,10 +18,18 @@ from run_settings import simulated_run
 
 from asyncrl.config.load import config_to_json
 from asyncrl.errors import UsageError
-from asyncrl.launcher.fleet.addresses import by_interface, by_route, interfaces, is_this_host, route_to
-from asyncrl.launcher.fleet.start import SshStart
-from asyncrl.launcher.node.shipping import CHUNK_BYTES, LogShipper
-from asyncrl.launcher.terms.spec import Checked, CheckOrder, EndOrder, HostOffer, HostSpec, RouteQuery, Routes
+from asyncrl.launcher.common.agent_messages import (
+    Checked,
+    CheckOrder,
+    EndOrder,
+    HostOffer,
+    HostSpec,
+    RouteQuery,
+    Routes,
+)
+from asyncrl.launcher.hosts.addresses import by_interface, by_route, interfaces, is_this_host, route_to
+from asyncrl.launcher.hosts.start import SshStart
+from asyncrl.launcher.node.log_shipper import CHUNK_BYTES, LogShipper
 from asyncrl.wire.keys import make_keyring
 
 
@@ -76,7 +84,7 @@ def test_ssh_asks_nothing_the_users_arguments_come_first_and_why_a_start_failed_
     start = SshStart(4.2, ("-o", "ConnectTimeout=1"), python="/x y/python")
     argv = start.argv("b")
     assert argv[:4] == ["ssh", "-T", "-o", "ConnectTimeout=1"] and {"BatchMode=yes", "ConnectTimeout=5"} <= set(argv)
-    assert argv[-3:] == ["--", "b", "'/x y/python' -m asyncrl.launcher.fleet.remote"]
+    assert argv[-3:] == ["--", "b", "'/x y/python' -m asyncrl.launcher.hosts.remote"]
     # Only the end of the connection leaves a host unknown.
     assert [start.is_lost(code, "") for code in (255, -9, 0, 1, 137)] == [True, True, False, False, False]
     start = SshStart(5.0, python="/x/python")
@@ -96,7 +104,7 @@ def test_ssh_asks_nothing_the_users_arguments_come_first_and_why_a_start_failed_
 def ask(*orders):
     """Answers of the entry point to these orders, and its exit code."""
     done = subprocess.run(
-        [sys.executable, "-m", "asyncrl.launcher.fleet.remote"],
+        [sys.executable, "-m", "asyncrl.launcher.hosts.remote"],
         input=b"".join(msgspec.json.encode(order) + b"\n" for order in orders),
         capture_output=True,
         timeout=60,
@@ -160,7 +168,7 @@ def test_the_checks_of_a_host_end_when_the_launcher_hangs_up(tmp_path):
     """I7: nothing is answered, and the process with the user's code ends."""
     (tmp_path / "hangs.py").write_text("import os, time\nopen(f'pid-{os.getpid()}', 'w').close()\ntime.sleep(600)\n")
     order = part(tmp_path, "reward/0", reward={"function": "hangs:reward"})
-    argv = [sys.executable, "-m", "asyncrl.launcher.fleet.remote"]
+    argv = [sys.executable, "-m", "asyncrl.launcher.hosts.remote"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:
         host.stdin.write(msgspec.json.encode(order) + b"\n")
         host.stdin.flush()

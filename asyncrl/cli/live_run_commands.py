@@ -1,5 +1,4 @@
-"""asyncrl-launch --stop, --join, --leave and --bring-back: a living run is ended, hosts come to it and leave it, and a
-replica that was set aside is tried again.
+"""asyncrl-launch --stop, --join, --leave and --bring-back: end a live run, add or remove hosts, restart a replica.
 
 Wrong usage ends the program before anything beyond the standard library is loaded.
 """
@@ -14,12 +13,10 @@ from asyncrl.cli.flags import seconds, split_ssh_args
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all four commands."""
-    parser.add_argument(
-        "--stop", metavar="RUN", help="end this living run in good order, by its folder or its name under runs/"
-    )
-    parser.add_argument("--join", metavar="RUN", help="let the hosts of --hosts take part in the run of this folder")
-    parser.add_argument("--leave", metavar="HOST", help="drain this host of the run whose folder follows")
-    parser.add_argument("--bring-back", metavar="NAME", help="try a replica again that the run has set aside")
+    parser.add_argument("--stop", metavar="RUN", help="preempt this live run, by its folder or its name under runs/")
+    parser.add_argument("--join", metavar="RUN", help="add the hosts of --hosts to the run in this folder")
+    parser.add_argument("--leave", metavar="HOST", help="drain this host; the run folder follows")
+    parser.add_argument("--bring-back", metavar="NAME", help="start a replica again that the run has set aside")
     parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
 
 
@@ -34,7 +31,7 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides:
     named = [flag for flag, value in chosen.items() if value is not None]
     which = named[0] if named else "--leave"
     if given.resume or given.slurm or given.inside_slurm or given.detach:
-        parser.error(f"{which} speaks to a run that lives; --resume, --detach, --slurm and --inside-slurm start one")
+        parser.error(f"{which} is for a live run; --resume, --detach, --slurm and --inside-slurm start one")
     if overrides:
         parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
     if not named:
@@ -59,25 +56,25 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides:
 def run(given: argparse.Namespace) -> int:
     """The exit code. Raises AsyncRLError or OSError."""
     from asyncrl.cli.which_run import named
-    from asyncrl.launcher.live.live_run import find_living
+    from asyncrl.launcher.live.live_run import find_live_run
 
     if given.stop is not None:
         from asyncrl.launcher.live.stop import stop_run
 
-        return stop_run(find_living(named(given.stop)))
+        return stop_run(find_live_run(named(given.stop)))
     if given.bring_back is not None:
         from asyncrl.launcher.live.leave import bring_back
 
-        return bring_back(find_living(named(given.configs[0])), given.bring_back)
+        return bring_back(find_live_run(named(given.configs[0])), given.bring_back)
     if given.join is None:
         from asyncrl.launcher.live.leave import leave_run
 
-        return leave_run(find_living(named(given.configs[0])), given.leave, given.within)
-    from asyncrl.launcher.fleet.hostfile import read_hostfile, select_hosts
-    from asyncrl.launcher.fleet.start import SshStart
+        return leave_run(find_live_run(named(given.configs[0])), given.leave, given.within)
+    from asyncrl.launcher.hosts.hostfile import read_hostfile, select_hosts
+    from asyncrl.launcher.hosts.start import SshStart
     from asyncrl.launcher.live.join import join_run
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
-    living = find_living(named(given.join))
-    start = SshStart(living.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
-    return join_run(living, lines, start, dry_run=given.dry_run)
+    live = find_live_run(named(given.join))
+    start = SshStart(live.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
+    return join_run(live, lines, start, dry_run=given.dry_run)

@@ -1,16 +1,15 @@
-"""Follows the agents of a run, one on each host, to the end of all of them, and passes the user's wishes on.
+"""Follows the agents of a run, one on each host, until all have ended, and passes the user's signals on.
 
-The head's agent has the controller, so it is the one that is asked to end the run, and the one that says how it ended;
-the others hear of it from the controller. A run that runs makes way at any signal; it is ended at once by a second one,
-and where it has not begun. The end comes even if something hangs: agents that do not end their actors within
-``drain_s`` of the run's end are told to kill them, and those that do not even do that are killed, and then their
-guards end the rest.
+The head's agent has the controller, so the launcher asks it to end the run, and it reports how the run ended. The other
+agents hear that from the controller. The first signal preempts a run, or ends it at once during the start; the second
+one ends it at once. The end comes even if something hangs. Agents that do not end their actors within ``drain_s`` of
+the run's end are asked to kill them; if they do not, the launcher kills the agents, and their guards end the rest.
 
-A connection that is lost ends nothing: the run goes on, what its host has to say is not heard any more, and at the
-end the host is reached again to see that nothing is left there, within a bounded time. When that is the head, the
-others take the launcher for gone as well, so that they end with their controller.
+A lost connection ends nothing: the run continues without that host's events. At the end the launcher connects to the
+host again, for a bounded time, to check that no process is left. If the host is the head, the launcher closes the other
+connections too, so that those agents end with their controller.
 
-When ``main`` returns, no process of the run is left, or it was said where that could not be seen.
+When ``main`` returns, no process of the run is left, or the launcher has said where it could not check that.
 """
 
 from __future__ import annotations
@@ -33,13 +32,7 @@ from asyncrl.launcher.agent_handle import (
     hang_up,
     watch_silence,
 )
-from asyncrl.launcher.fleet.contact import Contact
-from asyncrl.launcher.run_folder.ended import find_left, read_ended
-from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.launcher.terminal.interrupts import Interrupts
-from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.launcher.terms.signals import cause_of
-from asyncrl.launcher.terms.spec import (
+from asyncrl.launcher.common.agent_messages import (
     AT_ONCE,
     CONTROLLER_AT,
     KILL,
@@ -51,6 +44,12 @@ from asyncrl.launcher.terms.spec import (
     HostEnded,
     StateEvent,
 )
+from asyncrl.launcher.common.signals import cause_of
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.run_folder.ended import find_left, read_ended
+from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.terminal.interrupts import Interrupts
+from asyncrl.launcher.terminal.progress import Progress
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
@@ -81,7 +80,7 @@ class Follower:
     has_run: bool = False
     """Whether it ran once: a controller that is started again begins with a run that starts."""
     _failure: EndedEvent | None = None
-    """The first agent's end that nobody asked for."""
+    """The first unexpected end of an agent."""
     _killing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -167,9 +166,9 @@ class Follower:
 
     def _take_end(self, member: AgentHandle) -> None:
         if member.lost and not self._killing:
-            self.progress.warn([f"{member.loss_words}; what runs there goes on"])
+            self.progress.warn([f"{member.loss_words}; its actors continue"])
             if member is self._head:
-                self.progress.warn(["that is the head: the run goes on without being shown"])
+                self.progress.warn(["that is the head: the run continues without a display"])
                 for other in self.members[1:]:
                     assert other.contact is not None
                     other.contact.hang_up()
@@ -179,7 +178,7 @@ class Follower:
             self._fail(EndedEvent(result="failed", actor=member.name, reason=why, log=log))
 
     def _fail(self, event: EndedEvent) -> None:
-        """An agent has ended as nobody wanted: without it the run does not go on."""
+        """An agent has ended unexpectedly, so the run cannot continue."""
         if self._failure is not None:
             return
         self._failure = msgspec.structs.replace(event, exit_code=event.exit_code or 1)
@@ -188,12 +187,12 @@ class Follower:
             self._head.send(STOP)
 
     def _voice(self) -> AgentHandle | None:
-        """The member that tells the state of the run: the head, or the first that is still heard."""
+        """The member that reports the state of the run: the head, or else the first with a connection."""
         return next((member for member in self.members if not member.lost), None)
 
     @property
     def _told_end(self) -> EndedEvent | None:
-        """The end of the run as the head, or another that has heard it from the controller, has told it."""
+        """The end of the run, as the head or another agent has reported it."""
         told = (member.ended for member in self.members)
         return next((ended for ended in told if ended is not None and ended.result != "left"), None)
 
@@ -222,17 +221,17 @@ class Follower:
         await self._kill()
 
     async def _tell_head(self) -> None:
-        """Let the run make way, by the head's agent, which knows whether there is anything to keep."""
+        """Preempt the run through the head's agent, which knows whether there is anything to keep."""
         if not self._head.lost:
             self._head.send(PREEMPT + cause_of(self.interrupts.signal).encode() + b"\n")
             return
         # Over another connection. The other agents are spoken to by the controller alone since this one was lost.
         try:
-            await self._ask_anew(self._head, CONFIRM_S, patience_s=0.0, kill=False, make_way=True)
+            await self._ask_anew(self._head, CONFIRM_S, patience_s=0.0, kill=False, preempt=True)
         except (HostFailed, TimeoutError) as error:
-            self.progress.warn([f"{self._head.host}: cannot be told to make way ({_why(error)})"])
+            self.progress.warn([f"{self._head.host}: cannot be asked to preempt the run ({_why(error)})"])
         else:
-            self.progress.say(f"{self._head.host}: is told to make way")
+            self.progress.say(f"{self._head.host}: is asked to preempt the run")
 
     async def _kill(self) -> None:
         self._killing = True
@@ -242,7 +241,7 @@ class Follower:
         hang_up(self.members)
 
     async def _end_others(self) -> None:
-        """The run is over on the head. Those who have not heard of it are told."""
+        """The run has ended on the head: end the agents that do not know it."""
         if all(member.over for member in self.members):
             return
         ending = asyncio.create_task(end_in_steps(self.members, self.config.supervision.drain_s))
@@ -295,7 +294,7 @@ class Follower:
                 await again.close()
 
     def _is_gone(self, member: AgentHandle) -> bool:
-        """Whether the member's guard has told its own end, which is that of all."""
+        """Whether the member's guard has ended, and with it everything on that host."""
         assert member.contact is not None
         return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
@@ -347,14 +346,14 @@ class Follower:
     def _result(self) -> EndedEvent:
         head = self._head.ended
         asked = self.interrupts.signal and head is not None and head.result == "preempted"
-        # The head, told to stop for that failure unless the run was ending already, knows of no other reason.
+        # The head was asked to stop because of that failure, unless the run was ending already.
         if self._failure is not None and (head is None or head.result in ("stopped", "preempted")) and not asked:
             return self._failure
         if head is not None:
             return head
         if self._told_end is not None:
             return self._told_end
-        reason = f"its connection was lost; how the run ended is told by {self.folder.path} on {self._head.host}"
+        reason = f"its connection was lost; its end is recorded in {self.folder.path} on {self._head.host}"
         return EndedEvent(result="failed", actor=self._head.name, reason=reason, exit_code=1)
 
     def _named(self, ended: EndedEvent) -> EndedEvent:

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 from asyncrl.errors import UsageError
-from asyncrl.launcher.terms.spec import HostOffer, RouteQuery, Routes
+from asyncrl.launcher.common.agent_messages import HostOffer, RouteQuery, Routes
 
 SIOCGIFADDR = 0x8915
 
@@ -92,7 +92,7 @@ def by_route(head: str, hosts: Mapping[str, HostOffer], routes: Mapping[str, Rou
     )
     if chosen is None:
         raise UsageError(
-            f"which address of {head} the other hosts reach cannot be told (it has {', '.join(own) or 'none'}); "
+            f"which address of {head} the other hosts reach is unknown (it has {', '.join(own) or 'none'}); "
             "set network.interface to the name of the interface between the hosts"
         )
     return {head: chosen} | {name: route.via[chosen] for name, route in routes.items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
-from asyncrl.launcher.terms.spec import agent_name, private_name
+from asyncrl.launcher.common.agent_messages import agent_name, private_name
 from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
@@ -45,7 +45,7 @@ class ControllerLink(Actor):
 
     async def run(self) -> None:
         """Follow the run."""
-        # Metrics are told by the head's agent alone.
+        # Only the head's agent passes metrics on.
         no_line = 0 if self.context.index == 0 else -1
         seen, seen_line = -1, no_line
         # A parked call is answered in time by a controller that lives, so that its silence shows soon enough.
@@ -73,14 +73,14 @@ class ControllerLink(Actor):
             self._on_state(state)
 
     async def report_start(self, message: ActorStarted) -> None:
-        """Tell of a start; a controller that cannot be told has a successor, who is told again."""
+        """Report a start. If the controller cannot be reached, the start is reported again to its successor."""
         try:
             await self.peer(CONTROLLER).call(message)
         except WireError as error:
             self.log.warning("start not reported", actor=message.name, error=str(error))
 
     async def report_end(self, message: ActorEnded) -> bool | None:
-        """Tell of an end, as of a start; whether the controller had asked for it, None if it does not say."""
+        """Report an end; returns whether the controller had asked for it, None if it does not answer."""
         try:
             reply: EndNoted = await self.peer(CONTROLLER).call(message)
         except WireError as error:
@@ -89,7 +89,7 @@ class ControllerLink(Actor):
         return reply.asked
 
     async def say_farewell(self, timeout: float) -> None:
-        """Tell that nothing of this host is left in the run, until a controller knows it whose successor would."""
+        """Report that everything on this host has ended, until the controller has kept that."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:

@@ -27,7 +27,7 @@ _SLOTS = re.compile(r"[0-9]{1,4}")
 
 @dataclass(frozen=True, slots=True)
 class HostLine:
-    """A host of the hostfile. ``slots`` are the GPUs that the run may use there; None for all that it has."""
+    """A host of the hostfile. ``slots`` are the GPUs that the run may use there; None for all its GPUs."""
 
     name: str
     slots: int | None = None

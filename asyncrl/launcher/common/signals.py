@@ -1,4 +1,4 @@
-"""The signals by which somebody asks for the end of a run. Standard library only, and no state."""
+"""The signals that ask for the end of a run. Standard library only, and no state."""
 
 from __future__ import annotations
 

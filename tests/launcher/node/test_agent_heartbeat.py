@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.launcher.node.beats import Beats, Silence, Watch
+from asyncrl.launcher.node.agent_heartbeat import AgentHeartbeat, HeartbeatWatch, Silence
 
 BEATING = "import os, sys, time\nwhile True: os.write(int(sys.argv[1]), b'1.5\\n'); time.sleep(0.1)"
 GENEROUS_S = 60.0
@@ -27,7 +27,7 @@ class Agent:
         beats, theirs = os.pipe()
         self.process = subprocess.Popen([sys.executable, "-c", BEATING, str(theirs)], pass_fds=(theirs,))
         os.close(theirs)
-        self.watch = Watch(self.process.pid, beats)
+        self.watch = HeartbeatWatch(self.process.pid, beats)
         self.found: list[float] = []
         self.thread = threading.Thread(target=lambda: self.found.append(self.watch.until_end_or_frozen()), daemon=True)
         self.thread.start()
@@ -82,7 +82,7 @@ def test_an_event_loop_that_hangs_for_long_ends_the_beats_and_a_short_pause_does
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        made = Beats(theirs, loop, heartbeat_s=0.05, silence_s=60.0, stall_s=2.0)
+        made = AgentHeartbeat(theirs, loop, heartbeat_s=0.05, silence_s=60.0, stall_s=2.0)
         made.start()
         await asyncio.sleep(0.3)
         beats()

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import UsageError
-from asyncrl.launcher.fleet.hostfile import HostLine, parse_hostfile, read_hostfile, select_hosts
+from asyncrl.launcher.hosts.hostfile import HostLine, parse_hostfile, read_hostfile, select_hosts
 
 
 def parse(text):

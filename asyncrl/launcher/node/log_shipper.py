@@ -1,7 +1,7 @@
-"""Brings log files to the launcher from a host that does not share its run folder.
+"""Sends the log files of a host that does not share the run folder to the launcher.
 
-Text is sent in order and whole lines at a time, and never more than there is room for: the file is the
-queue, so nothing is lost and nothing grows while the launcher reads slowly. The files stay where they are.
+Text is sent in order and in whole lines, and never more than the launcher has room for. The file is the queue, so
+nothing is lost and no memory grows while the launcher reads slowly. The files stay on the host.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.launcher.terms.spec import Event, LogEvent
+from asyncrl.launcher.common.agent_messages import Event, LogEvent
 from asyncrl.telemetry.logging import get_logger
 
 CHUNK_BYTES = 128 << 10
 """Longest piece of a file; a longer line is cut."""
 SHIP_S = 0.25
-"""Pause between two looks at logs that are to be sent."""
+"""Interval at which the logs are checked for new lines."""
 READ_S = 0.02
 """Pause for the launcher to read, before the end."""
 
 
 class LogShipper:
-    """The shipper of the ``*.log`` files in a folder: by ``emit``, while there is ``room`` (bytes; -1: no reader)."""
+    """Sends the ``*.log`` files of a folder by ``emit``, while there is ``room`` (bytes; -1: no reader)."""
 
     def __init__(self, folder: Path, room: Callable[[], int], emit: Callable[[Event], None]) -> None:
         self._folder, self._room, self._emit = folder, room, emit
@@ -37,14 +37,14 @@ class LogShipper:
             await asyncio.sleep(SHIP_S)
 
     async def send_the_rest(self, timeout_s: float) -> None:
-        """Send all that is left, lines without an end too, as long as the launcher reads."""
+        """Send the rest, unfinished lines too, while the launcher reads."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while await self.send(last=True):  # noqa: ASYNC110
                     await asyncio.sleep(READ_S)
 
     async def send(self, *, last: bool = False) -> bool:
-        """Send new lines that there is room for; whether there may be more."""
+        """Send new lines that there is room for; returns whether there may be more."""
         room = self._room()
         try:
             found = await asyncio.to_thread(self._look, room, last=last)
@@ -58,7 +58,7 @@ class LogShipper:
         return bool(found) or room == 0
 
     def _look(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
-        """Pieces to be sent next, of at most ``room`` bytes and a piece, each with its end in its file (bytes)."""
+        """The next pieces, of at most ``room`` bytes and one piece, each with its end offset in its file (bytes)."""
         found: list[tuple[LogEvent, int]] = []
         for path in sorted(self._folder.glob("*.log")):
             end = self._sent.get(path.name, 0)
@@ -73,5 +73,5 @@ class LogShipper:
             file.seek(start)
             piece = file.read(CHUNK_BYTES)
         whole = piece[: piece.rfind(b"\n") + 1]
-        # A line without an end so far waits for it, unless it fills a piece, or this is the last time.
+        # An unfinished line waits, unless it fills a piece or this is the last call.
         return whole if whole or (len(piece) < CHUNK_BYTES and not last) else piece

@@ -1,12 +1,11 @@
-"""The beats of a node agent for its guard, which kills an agent that does not beat.
+"""The heartbeat of a node agent to its guard, which kills an agent that stops sending it.
 
-A thread writes one line a heartbeat to a pipe: the silence (s) after which the guard counts the agent as frozen. A
-stopped process (SIGSTOP, a frozen cgroup) writes nothing. The thread also stops if the event loop has not come round
-for ``watchdog.stall_s``. A shorter pause may be a slow disk behind the log, and is no reason to end a host's part of
-a run.
+A thread writes one line per heartbeat to a pipe: the silence (s) after which the guard counts the agent as frozen. A
+stopped process (SIGSTOP, a frozen cgroup) writes nothing. The thread also stops if the event loop has not run for
+``watchdog.stall_s``. A shorter pause may be a slow disk behind the log, and is no reason to end a host's part of a run.
 
-Invariant of the guard (``Watch``): time in which the guard itself did not run does not count. A host that slept as a
-whole wakes up unharmed. Standard library only.
+Invariant of the guard (``HeartbeatWatch``): time in which the guard itself did not run does not count, so a host that
+was suspended as a whole resumes unharmed. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ if TYPE_CHECKING:
     import asyncio
 
 LOOK_S = 0.5
-"""Time between two looks of a guard at its agent."""
+"""Interval at which a guard checks its agent."""
 MOST_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
 class Silence:
-    """Counts the looks, ``look_s`` apart, at which a process was silent. Pure."""
+    """Measures the silence of a process by checks that are ``look_s`` apart. Pure."""
 
     look_s: float
     seconds: float = 0.0
 
     def look(self, *, heard: bool) -> float:
-        """Take in one look; the silence so far (s)."""
+        """Note one check; returns the silence until now (s)."""
         self.seconds = 0.0 if heard else self.seconds + self.look_s
         return self.seconds
 
 
-class Watch:
-    """The guard's side: waits for the end of the agent ``pid`` and reads its beats from ``pipe``."""
+class HeartbeatWatch:
+    """The guard's side: waits for the end of the agent ``pid`` and reads its heartbeats from ``pipe``."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self._pipe = pipe
@@ -51,10 +50,10 @@ class Watch:
         self._poll.register(pipe, select.POLLIN)
         self._silence = Silence(LOOK_S)
         self._limit_s = 0.0
-        """The silence that counts as frozen, as the agent says; 0 before its first beat."""
+        """The silence that counts as frozen, from the last heartbeat; 0 before the first."""
 
     def until_end_or_frozen(self) -> float:
-        """Wait for the end of the agent, which is 0, or for a silence that counts as frozen (s)."""
+        """Wait for the end of the agent and return 0, or for a silence that counts as frozen and return it (s)."""
         while True:
             ready = [descriptor for descriptor, _ in self._poll.poll(1000 * LOOK_S)]
             if self._ended in ready:
@@ -66,15 +65,15 @@ class Watch:
 
     def _take(self, beats: bytes) -> None:
         if not beats:
-            # The agent has closed its end, and is about to end.
+            # The agent has closed the pipe, because it ends.
             self._poll.unregister(self._pipe)
             return
         self._silence.look(heard=True)
         self._limit_s = float(beats.split()[-1])
 
 
-class Beats:
-    """The agent's side: beats by ``pipe`` until stopped, every ``heartbeat_s``."""
+class AgentHeartbeat:
+    """The agent's side: writes to ``pipe`` every ``heartbeat_s`` until stopped."""
 
     def __init__(
         self, pipe: int, loop: asyncio.AbstractEventLoop, *, heartbeat_s: float, silence_s: float, stall_s: float
@@ -84,22 +83,22 @@ class Beats:
         self._line = f"{silence_s:g}\n".encode()
         self._seen = time.monotonic()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="guard beats", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="guard heartbeat", daemon=True)
         os.set_blocking(pipe, False)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End. The guard still watches: what follows is to take less than the silence that counts as frozen."""
+        """Stop. The guard still watches, so what follows has to take less than the silence that counts as frozen."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         while True:
             if time.monotonic() - self._seen < self._stall_s:
-                # A guard that is stopped reads nothing, and a dead one is noticed otherwise.
+                # The pipe may be full because the guard is stopped. The agent notices a dead guard by a signal.
                 with contextlib.suppress(OSError):
                     os.write(self._pipe, self._line)
             if not self._loop.is_closed():

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from asyncrl.runtime.lifecycle.supervision import describe_exit
 
-REMOTE = ("-m", "asyncrl.launcher.fleet.remote")
+REMOTE = ("-m", "asyncrl.launcher.hosts.remote")
 SSH_FAILED = 255
 """Exit code of ssh for what is its own; every other is that of the command."""
 KEEPALIVE_S = 10
@@ -31,11 +31,11 @@ class StartCommand(Protocol):
     """One way to start something on a host."""
 
     def argv(self, host: str) -> list[str]:
-        """The command that runs ``asyncrl.launcher.fleet.remote`` on a host."""
+        """The command that runs ``asyncrl.launcher.hosts.remote`` on a host."""
         ...
 
     def is_lost(self, exit_code: int, errors: str) -> bool:
-        """Whether the command ended because its connection did, so that the host's part may go on.
+        """Whether the command ended because its connection did, so that the host's part may continue.
 
         ``errors`` is what it wrote to its standard error.
         """
@@ -105,7 +105,7 @@ class SshStart:
 
 @dataclass(frozen=True, slots=True)
 class SlurmStart:
-    """A start on a node of the SLURM job within which this runs: a step of its own, beside all that is there."""
+    """A start on a node of the SLURM job that this process runs in, as a step of its own."""
 
     args: tuple[str, ...] = ()
     """Further words before Python: options of srun, and then perhaps a command that leads into a container."""
@@ -115,12 +115,12 @@ class SlurmStart:
 
     def argv(self, host: str) -> list[str]:
         step = ["--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
-        # All that the job has on that node, whatever the job says of its tasks.
+        # Everything that the job has on that node, independent of the options for its tasks.
         whole = ["--cpu-bind=none", "--mpi=none", "--export=ALL", "--job-name=asyncrl"]
         return ["srun", *step, *whole, *self.args, self.python, *self.words]
 
     def is_lost(self, exit_code: int, errors: str) -> bool:
-        # The guard tells the signal that killed its agent by such a code too.
+        # The guard reports the signal that killed its agent by such a code too.
         return exit_code < 0 or (exit_code > SIGNALLED and EXITED not in errors)
 
     def explain(self, host: str, exit_code: int, errors: str) -> str:
@@ -135,7 +135,7 @@ class SlurmStart:
 
 
 def explain_python(host: str, python: str, exit_code: int, errors: str) -> str:
-    """Reason that ``python -m asyncrl.launcher.fleet.remote`` did not begin."""
+    """Reason that ``python -m asyncrl.launcher.hosts.remote`` did not begin."""
     said = last_line(errors)
     if exit_code in (126, 127):
         return f"no Python can run there at {python}; asyncrl has to be installed at the same place on each host"

@@ -1,4 +1,4 @@
-"""The follower of a run's agents: what it tells the head where another host's agent fails, and whose word counts."""
+"""The follower of a run's agents: what it sends the head if another host's agent fails, and which report counts."""
 
 import asyncio
 import signal
@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from run_settings import simulated_run
 
-from asyncrl.launcher import follow
-from asyncrl.launcher.follow import Follower
+from asyncrl.launcher import follower as following_module
+from asyncrl.launcher.common.agent_messages import STOP, EndedEvent, HostEnded
+from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.run_folder.ended import write_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.launcher.terms.spec import STOP, EndedEvent, HostEnded
 
 
 class Member:
@@ -114,7 +114,7 @@ async def test_the_exit_code_follows_the_record_where_the_last_event_was_not_rea
 
 async def test_a_head_elsewhere_is_asked_for_the_record(tmp_path, monkeypatch):
     """Its connection was lost, or did not bring the last event."""
-    monkeypatch.setattr(follow, "Contact", Recorded)
+    monkeypatch.setattr(following_module, "Contact", Recorded)
     shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
     unread = Unread(1)
     unread.contact, unread.index = Recorded(), 0
@@ -167,7 +167,7 @@ class Cut(Member):
 
 async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, monkeypatch):
     """I7: its connection lost, the head alone could, and it is looked at until nothing is left there."""
-    monkeypatch.setattr(follow, "Contact", Connection)
+    monkeypatch.setattr(following_module, "Contact", Connection)
     left = Member(EndedEvent(result="left", reason="no answer for 12 s"))
     head = Cut(EndedEvent(result="done"), [left])
     warned = []
@@ -179,11 +179,11 @@ async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, mo
         ended = await follower.main()
     assert warned[0] == "b has left the run without having taken part: no answer for 12 s"
     assert (ended.result, ended.actor) == ("failed", "agent/0 on a")
-    assert ended.reason.startswith("its connection was lost; how the run ended is told by")
+    assert ended.reason.startswith("its connection was lost; its end is recorded in")
 
 
 class Reached(Connection):
-    """One to the lost head, where the run lives until it is told to make way, or is killed; orders are kept."""
+    """One to the lost head, where the run lives until it is asked to preempt, or is killed; orders are kept."""
 
     orders: list = []
     living = True
@@ -191,12 +191,12 @@ class Reached(Connection):
     async def ask(self, order, kind):
         self.orders.append(order)
         await asyncio.sleep(0.01)
-        Reached.living = self.living and not (order.make_way or order.kill)
+        Reached.living = self.living and not (order.preempt or order.kill)
         return HostEnded(living=self.living, killed=order.kill and self.living)
 
 
-async def test_a_lost_head_is_told_to_make_way_over_another_connection(tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "Contact", Reached)
+async def test_a_lost_head_is_asked_to_preempt_the_run_over_another_connection(tmp_path, monkeypatch):
+    monkeypatch.setattr(following_module, "Contact", Reached)
     said = []
     shown = SimpleNamespace(show=lambda *_: None, say=said.append, warn=lambda lines: None)
     follower = Follower(
@@ -206,12 +206,12 @@ async def test_a_lost_head_is_told_to_make_way_over_another_connection(tmp_path,
     following = asyncio.create_task(follower.main())
     while len(Reached.orders) < 3:
         await asyncio.sleep(0.01)
-    assert not any(order.make_way or order.kill for order in Reached.orders)
+    assert not any(order.preempt or order.kill for order in Reached.orders)
     follower.interrupts.note(signal.SIGINT)
     async with asyncio.timeout(20):
         ended = await following
-    assert "a: is told to make way" in said and ended.reason.startswith("its connection was lost")
+    assert "a: is asked to preempt the run" in said and ended.reason.startswith("its connection was lost")
     # The run had its time: what is left is looked for once it has ended.
-    (told,) = [at for at, order in enumerate(Reached.orders) if order.make_way]
+    (told,) = [at for at, order in enumerate(Reached.orders) if order.preempt]
     assert not any(order.kill for order in Reached.orders[: told + 1])
     assert said[-1] == "a: nothing is left there"

@@ -1,4 +1,4 @@
-"""Stuck actors: shows the report on each, writes the stacks of its process to the log, and kills it if condemned."""
+"""Stalled actors: shows the report on each, writes its stacks to the log, and kills it if it is condemned."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from asyncrl.launcher.common.agent_messages import Event, StacksEvent, StuckEvent
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.stacks import take_stacks
-from asyncrl.launcher.terms.spec import Event, StacksEvent, StuckEvent
 from asyncrl.messages.actors import Stuck
 from asyncrl.telemetry.logging import get_logger, write_text
 

@@ -1,4 +1,4 @@
-"""A host's entry point into a run: ``python -m asyncrl.launcher.fleet.remote``, started by ssh or srun.
+"""A host's entry point into a run: ``python -m asyncrl.launcher.hosts.remote``, started by ssh or srun.
 
 It says what the host offers, answers orders (see ``spec``), and becomes the guard of the host's agent, in the same
 process and with the same standard input and output. Its orders come through standard input alone. Until it has
@@ -27,18 +27,7 @@ from typing import Any, NoReturn, Union
 import msgspec
 
 from asyncrl.errors import AsyncRLError, UsageError
-from asyncrl.launcher.fleet.addresses import find_routes
-from asyncrl.launcher.fleet.hosts import find_facts
-from asyncrl.launcher.run_folder.private import (
-    CONFIG,
-    PART,
-    RUN_ID,
-    hold_private,
-    is_living,
-    remove_abandoned,
-    remove_part,
-)
-from asyncrl.launcher.terms.spec import (
+from asyncrl.launcher.common.agent_messages import (
     Checked,
     CheckOrder,
     EndOrder,
@@ -49,6 +38,17 @@ from asyncrl.launcher.terms.spec import (
     Refusal,
     RouteQuery,
     private_name,
+)
+from asyncrl.launcher.hosts.addresses import find_routes
+from asyncrl.launcher.hosts.host_facts import find_facts
+from asyncrl.launcher.run_folder.private import (
+    CONFIG,
+    PART,
+    RUN_ID,
+    hold_private,
+    is_live,
+    remove_abandoned,
+    remove_part,
 )
 from asyncrl.runtime.linux import children_of
 
@@ -102,7 +102,7 @@ def serve(facts: HostOffer, answers: Mapping[type[Any], Callable[[Any], Any]], o
 def check(order: CheckOrder, facts: HostOffer) -> Checked:
     """Run the list of checks. Ends the process if the launcher hangs up meanwhile."""
     # Here, since it imports the configuration, and a host says what it offers before it needs that.
-    from asyncrl.launcher.fleet.checks import answer_check
+    from asyncrl.launcher.hosts.checks import answer_check
 
     # Imported or called code must not write between the answers.
     output = os.dup(1)
@@ -175,12 +175,12 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 def end(order: EndOrder) -> HostEnded:
     """Carry out an EndOrder. The guard's argument tells it apart from every other process."""
     run_dir, private = Path(order.run_dir), private_name(order.index)
-    if order.make_way:
+    if order.preempt:
         _signal_agents(str(run_dir / private), signal.SIGTERM)
     until = time.monotonic() + order.patience_s
     killed = False
     # The guard removes the folder, and with it the lock, at the very last, but ends a moment later.
-    while is_living(run_dir, private) or pids_with(GUARD, str(run_dir / private)):
+    while is_live(run_dir, private) or pids_with(GUARD, str(run_dir / private)):
         if time.monotonic() >= until:
             if killed or not order.kill:
                 return HostEnded(living=True, killed=killed)

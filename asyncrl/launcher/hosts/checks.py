@@ -12,8 +12,8 @@ from pathlib import Path
 from asyncrl.checks.check_list import CheckedHost, check_host
 from asyncrl.checks.model import digest
 from asyncrl.config.load import config_from_json
-from asyncrl.launcher.fleet.addresses import interface_of
-from asyncrl.launcher.terms.spec import Checked, CheckOrder, HostOffer
+from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, HostOffer
+from asyncrl.launcher.hosts.addresses import interface_of
 
 LOOK_S = 0.2
 
