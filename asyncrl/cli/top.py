@@ -174,13 +174,8 @@ def _may_live(run_dir: Path) -> bool:
 def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
-<<<<<<< HEAD
     from asyncrl.launcher.run_folder.private import is_live
     from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target, follow, follow_folder
-=======
-    from asyncrl.launcher.run_folder.private import is_live
-    from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target
->>>>>>> 4e665361 (Name the launcher's parts by what they hold, show the stages of a start, say what to do without a signal, and rewrite the launcher's language)
     from asyncrl.top.history import History
     from asyncrl.top.replay import Source, recent_history
 

@@ -28,7 +28,7 @@ SAMPLE_S = 120.0
 def print_generated(config: Config, count: int) -> None:
     """Print the samples. Raises ConfigError after them if one could not be made."""
     limit_s = longest_s(config, count)
-    say(f"sampling {count} prompts with the engine {config.rollout.engine}, within {limit_s:g} s", sys.stderr)
+    say(f"sampling {count} prompts with the engine {config.rollout.engine} (at most {limit_s:g} s)", sys.stderr)
     order = msgspec.msgpack.encode(Order(config_to_json(config), count))
     try:
         # The folder removes temporary files of a process that is killed.
