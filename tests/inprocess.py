@@ -200,7 +200,7 @@ class System:
         """Wait until the parameter server sees these replicas in a phase; seen in the turn in which it is so."""
         async with asyncio.timeout(20.0):
             while True:
-                replicas = self.actors["parameter_server/0"]._conductor.fleet.replicas
+                replicas = self.actors["parameter_server/0"]._conductor.replicas.by_name
                 if all(name in replicas and replicas[name].phase == phase for name in names):
                     return
                 await asyncio.sleep(0)

@@ -13,22 +13,12 @@ import msgspec
 import numpy as np
 
 from asyncrl.messages.weights import Bucket, Manifest
-from asyncrl.parameter_server.snapshots import HeldSnapshot, hold
+from asyncrl.weights.held_version import HeldVersion, hold, layout_of
 from asyncrl.weights.segments import Segment, layout, open_segment, verify_segment
-from asyncrl.weights.staging import StagedVersion, layout_of
 
 
 def random_bytes(size: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(size)
-
-
-def stepped(content: bytes, share: float = 0.02, seed: int = 0) -> bytes:
-    """The same numbers of two bytes, after a step that changed the last bit of a few."""
-    array = np.frombuffer(content, np.uint8).copy()
-    generator = np.random.default_rng(seed)
-    items = generator.integers(0, len(content) // 2, int(share * len(content) / 2) + 1)
-    array[2 * items] ^= 1
-    return array.tobytes()
 
 
 def seal(content: bytes, name: str, dtype: str = "bfloat16") -> tuple[Bucket, int]:
@@ -40,8 +30,8 @@ def seal(content: bytes, name: str, dtype: str = "bfloat16") -> tuple[Bucket, in
     return segment.seal(specs), segment.fd
 
 
-def held(version: int, contents: Sequence[bytes]) -> HeldSnapshot:
-    """A version as the parameter server holds it; its publisher is gone already."""
+def held(version: int, contents: Sequence[bytes]) -> HeldVersion:
+    """A version as the parameter server holds it, after its publisher died."""
     made = [seal(content, f"t{index}") for index, content in enumerate(contents)]
     try:
         return hold(Manifest(version=version, buckets=[bucket for bucket, _ in made]))
@@ -53,10 +43,7 @@ def held(version: int, contents: Sequence[bytes]) -> HeldSnapshot:
 def as_streamed(manifest: Manifest) -> Manifest:
     """As it is offered to a replica that cannot open the segments."""
     replace = msgspec.structs.replace
-    buckets = [
-        replace(bucket, path="", delta=bucket.delta and replace(bucket.delta, path="")) for bucket in manifest.buckets
-    ]
-    return replace(manifest, buckets=buckets)
+    return replace(manifest, buckets=[replace(bucket, path="") for bucket in manifest.buckets])
 
 
 def contents_of(manifest: Manifest) -> list[bytes]:
@@ -65,7 +52,7 @@ def contents_of(manifest: Manifest) -> list[bytes]:
 
 @contextmanager
 def only_new_objects_collected() -> Iterator[None]:
-    """Collecting all that a test session has imported takes seconds; inside, what is there before is passed over."""
+    """Collecting everything that a test session has imported takes seconds; inside, older objects are skipped."""
     gc.collect()
     gc.freeze()
     try:
@@ -94,9 +81,9 @@ def comes_to(memory: int) -> bool:
     return found == memory
 
 
-def stage(manifest: Manifest) -> StagedVersion:
+def stage(manifest: Manifest) -> HeldVersion:
     """Open and verify every bucket, as a rollouter on the same host does. Raises WeightsCorrupt."""
-    layout = layout_of(manifest)
+    layout_of(manifest)
     descriptors: list[int] = []
     try:
         for index, bucket in enumerate(manifest.buckets):
@@ -107,4 +94,4 @@ def stage(manifest: Manifest) -> StagedVersion:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return StagedVersion(manifest, layout, descriptors)
+    return HeldVersion(manifest, descriptors)

@@ -57,7 +57,13 @@ MAY_IMPORT = {
 }
 HEAVY = {
     "vllm": ("rollouter/engines/vllm/",),
-    "torch": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "weights/collective/"),
+    "torch": (
+        "learner/",
+        "rollouter/engines/vllm/",
+        "rollouter/engines/reference",
+        "weights/broadcast",
+        "weights/tensors",
+    ),
     "transformers": ("learner/", "rollouter/engines/vllm/", "rollouter/engines/reference", "tokenizer.py"),
 }
 UNPICKLING = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}

@@ -14,7 +14,7 @@ from asyncrl.config.operation import ActorState
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.errors import ConfigError
 from asyncrl.learner.actor import Learner
-from asyncrl.learner.publishing.broadcasting import collective_backend
+from asyncrl.learner.publishing.broadcaster import collective_backend
 from asyncrl.messages import Uid
 from asyncrl.other_names import NAMES, meaning_of
 from asyncrl.rollouter.actor import Rollouter
@@ -107,7 +107,7 @@ WRONG = [
     ({"learner": {"backend": "sim", "steps": 5, "warmup_steps": 6}}, "learner.warmup_steps: is more"),
     ({"learner": {"lr": float("nan")}}, "learner.lr: input should be"),
     ({"weights": {"transport": "nccl"}}, "weights.transport: nccl reaches engines on GPUs"),
-    ({"weights": {"delta": True, "versions_held": 3}}, "weights.versions_held: must be at least 4 with weights.del"),
+    ({"weights": {"delta": True}}, "weights.delta: was removed: every version is sent whole; leave it out"),
     ({"weights": {"stage_deadline_s": 60.0}}, "weights.stage_deadline_s: must be at least weights.deadline_s"),
     ({"network": {"ports": "9-2"}}, "network.ports: '9-2' is not a range"),
     ({"network": {"ports": "99999"}}, "network.ports: '99999' is not a range"),
@@ -159,7 +159,6 @@ WRONG_WITH_ADAPTERS = [
         "lora.publish: is adapter, which the engine",
     ),
     ({"weights": {"transport": "gloo"}}, "weights.transport: is gloo, a broadcast"),
-    ({"weights": {"delta": True}}, "weights.delta: is useless for adapters"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from multiprocessing.context import BaseContext
 
-MODULES = ["transformers", "asyncrl.learner.fsdp.trainer", "asyncrl.weights.collective.sender"]
+MODULES = ["transformers", "asyncrl.learner.fsdp.trainer", "asyncrl.weights.broadcast"]
 """None of them starts a thread, which a fork would lose."""
 
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,6 @@ from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.serving.generation import Response, request_seed
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.tokenizer import Tokenizer, tokenizer_of
-from asyncrl.weights.staging import StagedVersion, layout_of
 from tools.synchronous_episodes import Ask, make_episode
 
 
@@ -154,9 +151,7 @@ async def load(engine: Engine, trainer: Trainer, version: int) -> None:
     """Bring the trainer's weights to the engine."""
     await engine.pause("wait")
     with trainer.publish(version).result() as new:
-        staged = StagedVersion(new.manifest, layout_of(new.manifest), [os.dup(descriptor) for descriptor in new.fds])
-    with closing(staged):
-        await engine.load(staged, recompute_kv=True)
+        await engine.load(new, recompute_kv=True)
     await engine.resume()
 
 

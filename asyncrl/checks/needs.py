@@ -97,8 +97,6 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
     need = 0
     if ranks or replicas:
         need += VERSIONS_AT_ONCE * published
-    if config.weights.delta:
-        need += replicas * published
     if size is not None and ranks and not on_gpu:
         # All numbers have weights; those that are trained have moments and gradients too.
         training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained

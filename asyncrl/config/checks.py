@@ -31,16 +31,11 @@ def _weight_problems(config: Config) -> Iterator[Problem]:
     weights, rollout = config.weights, config.rollout
     if weights.chunk_bytes > config.network.max_message_bytes // 2:
         yield "weights.chunk_bytes", "must be at most half of network.max_message_bytes"
-    if weights.delta and weights.transport in ("gloo", "nccl"):
-        yield "weights.delta", f"has no use under {weights.transport}; take shm, stream or auto"
     if rollout.keep_kv == "stale" and rollout.on_update != "keep":
         yield "rollout.keep_kv", 'stale is for rollout.on_update = "keep" alone'
     warn, stop = config.drift.warn, config.drift.stop
     if warn != "auto" and stop != "auto" and stop < warn:
         yield "drift.stop", f"is {stop:g}, below drift.warn = {warn:g}"
-    # The newest, its base and one that is being encoded are always held; one more can be fetched meanwhile.
-    if weights.delta and weights.versions_held < 4:
-        yield "weights.versions_held", "must be at least 4 with weights.delta"
     if weights.stage_deadline_s < weights.deadline_s:
         yield "weights.stage_deadline_s", "must be at least weights.deadline_s"
     if weights.broadcast_timeout_s > weights.deadline_s:
@@ -76,8 +71,6 @@ def _lora_problems(config: Config) -> Iterator[Problem]:
     if weights.transport in ("gloo", "nccl"):
         told = f"is {weights.transport}, a broadcast, and an adapter is too small for that; take auto, shm or stream"
         yield "weights.transport", told
-    if weights.delta:
-        yield "weights.delta", "is useless for adapters, because all their numbers change; leave it out"
 
 
 def _chat_problems(config: Config) -> Iterator[Problem]:

@@ -21,6 +21,8 @@ from asyncrl.other_names import describe_meaning, meaning_of
 
 MOST_ADVICE = 8
 """Keys of an unknown table for which a problem says what to write."""
+REMOVED_KEYS = {"weights.delta": "was removed: every version is sent whole; leave it out"}
+"""Keys of earlier releases, and what to do about each."""
 _PLAIN = {int: "integer", float: "number", bool: "boolean", str: "text", Any: "any value"}
 
 
@@ -72,7 +74,7 @@ def describe(path: tuple[str, ...], item: Any) -> str:
     """One line on what pydantic found wrong at ``path``; ``item`` is an entry of ``ValidationError.errors()``."""
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        return f"{key}: unknown key{_advice(path, item['input'])}"
+        return f"{key}: {REMOVED_KEYS.get(key) or 'unknown key' + _advice(path, item['input'])}"
     if item["type"] == "missing":
         return f"{key}: is required"
     if item["type"] == "model_type":

@@ -153,7 +153,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
     """Path of weights to the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire
     (stream). auto is nccl if learner and engines are on GPUs and publish whole weights; else shm on the learner's host,
-    stream on others. stream also serves engines that miss a broadcast."""
+    stream on others. stream also serves engines that miss a
+    broadcast; one engine fetches for its host, unless the transport is stream."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one may."""
     bucket_bytes: Positive = 256 << 20
@@ -162,9 +163,6 @@ class WeightsConfig(Section):
     """Size of a chunk under stream."""
     chunks_in_flight: Positive = 8
     """Chunks that a replica requests ahead under stream."""
-    delta: bool = False
-    """Send, under shm and stream, the changes since the replica's version, compressed, where these are less. Each
-    replica keeps another copy of the weights for it."""
     verify: Literal["checksum", "full"] = "checksum"
     """checksum compares every bucket before the load. full also has every replica score the learner's probe, and load
     again if it disagrees."""
@@ -173,10 +171,9 @@ class WeightsConfig(Section):
     stage_deadline_s: Seconds = 1800.0
     """Longest fetch of a version by shm or stream; then the replica fetches the newest instead."""
     versions_held: Annotated[int, Field(ge=2)] = 4
-    """Versions that the parameter server holds at most, each as large as the weights: the newest, and older ones that
-    replicas still fetch; with delta also the one before the newest and one that is being encoded. Where more are
-    fetched, those who fetch an older one begin anew with the newest."""
+    """Most versions that the parameter server holds, each as large as the weights: the newest, and older ones that
+    replicas still fetch. If replicas fetch more versions, some of them start again with the newest."""
     broadcast_timeout_s: Seconds = 30.0
-    """Longest wait of the members of a broadcast for one another. After two failures stream serves the version."""
+    """Longest wait of the members of a broadcast for one another. After a failure stream serves the version."""
     max_attempts: Positive = 3
     """Attempts at an update before the engine is restarted."""

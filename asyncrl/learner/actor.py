@@ -26,7 +26,7 @@ from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports
 from asyncrl.learner.controller_link import RANK_0, ControllerLink
 from asyncrl.learner.groups.dataloader_link import DATALOADER
 from asyncrl.learner.metrics.records import RecordFiles
-from asyncrl.learner.publishing.version_mark import FILE, VersionMark, find_used
+from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
 from asyncrl.learner.rank_0 import Rank0
 from asyncrl.messages import Request
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
@@ -174,9 +174,9 @@ class Learner(Actor):
         if not self._is_rank_0 and self.ready:
             self.states.enter(PHASE_STATES.get(name, "training") if name else "following", "" if name else RANK_0)
 
-    def _read_mark(self) -> VersionMark:
+    def _read_numbers(self) -> VersionNumbers:
         run_dir = self.context.run_dir
-        return VersionMark(run_dir, find_used(run_dir, checkpoint_dir(self.config, run_dir)))
+        return VersionNumbers(run_dir, find_used(run_dir, checkpoint_dir(self.config, run_dir)))
 
     async def run(self) -> None:
         if self._rank_0 is None:

@@ -39,8 +39,8 @@ from asyncrl.learner.metrics.grace_watch import GraceWatch
 from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
-from asyncrl.learner.publishing.version_mark import VersionMark
-from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.publishing.version_maker import VersionMaker
+from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
 from asyncrl.messages.actors import RunFinished
 from asyncrl.runtime.services import ActorServices
@@ -66,7 +66,7 @@ class Rank0:
         start: int,
         incarnation: int,
         files: RecordFiles,
-        mark: VersionMark,
+        mark: VersionNumbers,
         writer: CheckpointWriter,
         reports: CheckpointReports,
         restored: Contents | None,
@@ -133,7 +133,7 @@ class Rank0:
         schedule = VersionSchedule(
             config, services, progress=progress, intake=intake, dataloader=dataloader, published=published
         )
-        self._versions = Versions(
+        self._versions = VersionMaker(
             config,
             backend,
             thread,

@@ -1,4 +1,4 @@
-"""The way of new weights: from the learner through the parameter server to the rollouters."""
+"""Messages of a weight update: from the learner through the parameter server to the rollouters."""
 
 from __future__ import annotations
 
@@ -23,33 +23,29 @@ class TensorSpec(Struct, gc=False, frozen=True, array_like=True):
     """Byte offset in the bucket; aligned to 64."""
 
 
-class Delta(Struct, gc=False, frozen=True, kw_only=True):
-    """A bucket encoded against the same bucket of version ``base``; see weights/delta.py."""
+class BucketLayout(Struct, gc=False, frozen=True, kw_only=True):
+    """A bucket before it is filled; the same in every version."""
 
-    base: Count
-    path: str
-    """Path as Bucket.path."""
     size: Count
+    tensors: list[TensorSpec]
 
 
 class Bucket(Struct, gc=False, frozen=True, kw_only=True):
-    """A run of parameters."""
+    """Some of the parameters of a version, in one memory segment."""
 
     path: str
-    """/proc/PID/fd/N of a sealed memfd, readable by processes of the same user on the same host; empty where the bytes
-    are to be fetched."""
+    """/proc/PID/fd/N of a sealed memfd, readable by processes of the same user on the same host. Empty if the bytes
+    have to be fetched."""
     size: Count
     checksum: int
     """xxh3_64 over the whole bucket."""
     tensors: list[TensorSpec]
-    delta: Delta | None = None
-    """The same bytes in fewer, for a replica that holds the base."""
 
 
 class Probe(Struct, gc=False, frozen=True, kw_only=True):
-    """Log-probs of a few sequences under the learner's weights of a version; an engine that serves them agrees.
+    """Log-probs of a few sequences under the learner's weights of a version; an engine with the same weights agrees.
 
-    S sequences of T tokens together, and in them C places at each of which the K likeliest next tokens are told.
+    There are S sequences of T tokens together, and C places in them. Each place has the K likeliest next tokens.
     """
 
     tokens: np.ndarray
@@ -57,7 +53,7 @@ class Probe(Struct, gc=False, frozen=True, kw_only=True):
     lengths: np.ndarray
     """int32 [S], sums to T."""
     logprobs: np.ndarray
-    """float32 [T - S]: of each token but a sequence's first, given those before it, at temperature 1 (nats)."""
+    """float32 [T - S]: of each token except a sequence's first, given those before it, at temperature 1 (nats)."""
     places: np.ndarray
     """int32 [C, 2]: a sequence, and the number of its tokens before the place."""
     likeliest: np.ndarray
@@ -72,83 +68,77 @@ class Manifest(Struct, gc=False, frozen=True, kw_only=True):
     version: Count
     buckets: list[Bucket]
     probe: Probe | None = None
-
-
-class BucketLayout(Struct, gc=False, frozen=True, kw_only=True):
-    """A bucket before it is filled; the same in every version."""
-
-    size: Count
-    tensors: list[TensorSpec]
+    gather_s: float = 0.0
+    """Seconds until everything was gathered and sealed."""
 
 
 CollectiveBackend = Literal["nccl", "gloo"]
 Transport = Literal["nccl", "gloo", "shm", "stream"]
 
 
-class CollectiveGroup(Struct, gc=False, frozen=True, kw_only=True):
-    """The members of a broadcast. Rank 0 is the learner; a replica has ``workers`` consecutive ranks."""
+class BroadcastGroup(Struct, gc=False, frozen=True, kw_only=True):
+    """The process group of a broadcast. Rank 0 is the learner; a replica has as many consecutive ranks as workers."""
 
     backend: CollectiveBackend
     epoch: Count
-    """Number of the membership. A group is used for as long as nobody joins, leaves or fails."""
+    """Number of this set of members. A group is used until a member joins, leaves or fails."""
     world_size: Annotated[int, Meta(ge=2)]
     host: str
-    """Host on which the learner waits for the members."""
+    """Host of the learner's store, at which the members meet."""
     port: Annotated[int, Meta(ge=1, le=65535)]
     token: str = ""
-    """Token that a caller shows there."""
+    """Secret prefix of the group's keys in the store."""
 
 
-class Collective(Struct, gc=False, frozen=True, kw_only=True):
-    """A replica's part in a broadcast."""
+class BroadcastPart(Struct, gc=False, frozen=True, kw_only=True):
+    """A replica's part in the broadcast of one version: each of its workers receives every bucket, in order."""
 
-    group: CollectiveGroup
+    version: Count
+    group: BroadcastGroup
     first_rank: Annotated[int, Meta(ge=1)]
     """Rank of the replica's first worker."""
     buckets: list[BucketLayout]
     probe: Probe | None = None
+    timeout_s: float
+    """Longest time that a member waits for the others, or for the next bucket."""
 
 
 class Offer(Struct, gc=False, frozen=True, kw_only=True):
-    """A version for one replica, and the way to it: ``manifest`` under shm and stream, else ``collective``."""
+    """A version for one replica: with a ``manifest`` under shm and stream, else with a ``broadcast``."""
 
     version: Count
     transport: Transport
     manifest: Manifest | None = None
-    collective: Collective | None = None
+    broadcast: BroadcastPart | None = None
     share: bool = False
-    """Whether, under stream, other replicas of this host wait for it. It is held for them once it is here, and for
-    other hosts while it comes."""
+    """Whether this replica fetches the version for its host: other replicas of the host open it when it is whole, and
+    the next host of the chain asks for its chunks while they arrive."""
     sources: list[str] = []
-    """Actors that have the version, or are about to, under stream. They are asked for chunks in this order, each until
-    it fails, and then the parameter server."""
-    more_sources: list[list[str]] = []
-    """Further lists, under stream: with n of them beside ``sources``, which is list 0, chunk c is asked for by list
-    c mod (n + 1). Chunks are numbered from 0 through all buckets."""
+    """Replicas earlier in the chain, nearest first. Each is asked for chunks until it fails, and at last the parameter
+    server is."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: version ``manifest.version`` is there. Answered once it is held for good.
+    """Learner to parameter server: a new version. Answered when the parameter server holds its segments.
 
-    A version that is there already is acknowledged again. Error ``version_reused`` for an older one.
+    A version that is held already is acknowledged again. Error ``version_reused`` for an older one.
     """
 
     reply = Done
     senders = LEARNER
     manifest: Manifest
-    gather_s: float = 0.0
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """``held`` False: the parameter server is another one and does not know the version; publish it again."""
+    """``held`` False: this is another parameter server, which lacks the version; publish it again."""
 
     held: bool
     corrupt: bool = False
-    """Bytes held are no longer those that were sealed: the weights are to be published anew, under another number."""
+    """The bytes have changed since they were sealed: publish the weights anew, under another number."""
 
 
 class KeepPublished(Request, frozen=True, kw_only=True):
-    """Learner to parameter server, parked while version ``version`` is held there."""
+    """Learner to parameter server, parked while version ``version`` is held."""
 
     reply = Published
     senders = LEARNER
@@ -157,17 +147,16 @@ class KeepPublished(Request, frozen=True, kw_only=True):
 
 
 class Announced(Message, frozen=True, kw_only=True):
-    """``decided`` False: not in time, ask again. Else broadcast to ``group``; to nobody if it is None."""
+    """``decided`` False: ask again. Else the learner broadcasts to ``group``, or not at all if that is None."""
 
     decided: bool
-    group: CollectiveGroup | None = None
+    group: BroadcastGroup | None = None
 
 
-class Announce(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: ``version`` is being gathered and could be broadcast.
+class AnnounceBroadcast(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: ``version`` is being gathered and can be broadcast.
 
-    Parked until every member of the group is paused for it, or it is clear that there will be no broadcast. Said again
-    once that broadcast has broken, it asks for another one to those who survived.
+    Parked until every member of the group is paused for it, or it is clear that there is no broadcast.
     """
 
     reply = Announced
@@ -176,23 +165,39 @@ class Announce(Request, frozen=True, kw_only=True):
     backend: CollectiveBackend
     host: str
     port: int
-    """Port at which the learner waits for the members."""
+    """Port of the learner's store."""
+    token: str = ""
+    """As BroadcastGroup.token."""
     buckets: list[BucketLayout]
     probe: Probe | None = None
-    token: str = ""
-    """Token as CollectiveGroup.token."""
+
+
+class BroadcastState(Message, frozen=True, kw_only=True):
+    """``over`` False: ask again."""
+
+    over: bool
+    error: str = ""
+    """Reason that the broadcast broke; empty if all members have committed."""
+
+
+class WatchBroadcast(Request, frozen=True, kw_only=True):
+    """Learner to parameter server while it sends, parked until the broadcast is over, so that it stops at a failure."""
+
+    reply = BroadcastState
+    senders = LEARNER
+    idle = True
+    version: Count
+    epoch: Count
 
 
 class BroadcastEnded(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: the broadcast of ``version`` is over; an ``error`` breaks the group."""
+    """Learner to parameter server: the learner has sent all of ``version``; an ``error`` breaks the group."""
 
     reply = Done
     senders = LEARNER
     version: Count
     epoch: Count
     error: str = ""
-    again: bool = False
-    """Whether the learner announces it anew next, after an error."""
 
 
 class Update(Message, frozen=True, kw_only=True):
@@ -202,9 +207,9 @@ class Update(Message, frozen=True, kw_only=True):
 
 
 class NextUpdate(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server, parked until there is a version above ``serving`` to be had.
+    """Rollouter to parameter server, parked until there is a version above ``serving`` for this replica.
 
-    A replica that asks this has nothing staged and nothing paused any more, but for an engine that failed to load.
+    A replica that asks this has nothing staged and nothing paused, except an engine that failed to load.
     """
 
     reply = Update
@@ -212,17 +217,15 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """Host as by host_id (weights/segments.py): replicas of one value can open each other's segments, and those of a
-    parameter server of that value."""
+    """Host by host_id (weights/segments.py): replicas with the same value can open each other's segments, and those of
+    a parameter server with that value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False
-    base: int = -1
-    """Version whose bytes are kept here, to apply deltas to; -1 for none."""
 
 
 class Chunk(Message, frozen=True, kw_only=True):
-    """The bytes asked for."""
+    """Bytes of a bucket."""
 
     data: np.ndarray
     """uint8 [size]."""
@@ -231,10 +234,10 @@ class Chunk(Message, frozen=True, kw_only=True):
 
 
 class FetchChunk(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket, or of its delta against ``base``.
+    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket.
 
-    Also to a rollouter that brings the version to its host; parked there until the chunk has come. Error
-    ``version_gone`` when the version is no longer held, ``not_here`` when the chunk has not come so far.
+    Also to a rollouter that fetches the version for its host; parked there until the chunk has arrived. Error
+    ``version_gone`` if the version is not held, ``not_here`` if the chunk has not arrived in time.
     """
 
     reply = Chunk
@@ -243,11 +246,10 @@ class FetchChunk(Request, frozen=True, kw_only=True):
     bucket: Count
     offset: Count
     size: Annotated[int, Meta(ge=1)]
-    base: int = -1
 
 
 class PauseGranted(Message, frozen=True, kw_only=True):
-    """``granted`` False: not in time, ask again."""
+    """``granted`` False: ask again."""
 
     granted: bool
 
@@ -259,11 +261,11 @@ class RequestPause(Request, frozen=True, kw_only=True):
     senders = ROLLOUTER
     version: Count
     paths: list[str] = []
-    """Bucket.path of all buckets, where other replicas of this host find the version, if it is held for them."""
+    """Bucket.path of all buckets at which other replicas of this host find the version, if it is held for them."""
 
 
 class BroadcastBegins(Message, frozen=True, kw_only=True):
-    """``decided`` False: not in time, ask again. ``begins`` False: called off; ask for the next update."""
+    """``decided`` False: ask again. ``begins`` False: called off; ask for the next update."""
 
     decided: bool
     begins: bool = False
@@ -291,8 +293,4 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     times: UpdateTimes
     error: str = ""
     corrupt: bool = False
-    """The bytes were not what the manifest says, before anything was loaded."""
-    broke_off: bool = False
-    """Whether it was a broadcast that broke off under this replica; whose fault that was it does not know."""
-    epoch: int = -1
-    """Epoch of the broadcast, if it was one: a late word on one that broke says nothing on the next of its version."""
+    """The bytes were not those of the manifest, before anything was loaded."""

@@ -1,44 +1,52 @@
-"""A replica as the conductor sees it: its phase, and the one table by which phases change. Pure.
+"""Replicas as the parameter server knows them: phases, the table by which phases change, and parked questions. Pure.
 
-A replica is one rollouter's engine. Its events are its own words and the conductor's decisions. A word that has no
-place in the present phase is late, or repeated, or meant for a conductor that is no more: it changes nothing. A
-decision that has none is a mistake of ours. docs/weights.md draws the table, and a test compares the two.
+A replica is the engine of one rollouter. Its events are its own messages and the parameter server's decisions. A
+message that has no place in the present phase is late or repeated, or was meant for an earlier parameter server; it
+changes nothing. A decision that has no place is a bug. docs/weights.md draws the table, and a test compares the two.
+
+A caller has one open question at a time: a new question closes the earlier one.
+
+Invariant: replicas are found by phase, by host and by the replica that they wait for without a look at the others, so
+the work for one message does not grow with the number of replicas. The replicas of a phase are in the order in which
+they entered it. Change phases with ``move``, hosts with ``settle_in`` and waits with ``await_other`` alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from typing import Any, Literal
 
 
 class Phase(StrEnum):
     """Phase of a replica."""
 
     SERVING = "serving"
-    """Nothing is under way; the replica serves a version, or none yet."""
+    """No update is under way; the replica serves a version, or none yet."""
     STAGING = "staging"
     """The replica fetches and verifies a version while it generates."""
     WAITING = "waiting"
-    """The version is all there; the replica waits for its turn to pause."""
+    """The version is whole; the replica waits for its turn to pause."""
     LOADING = "loading"
-    """The replica's pause is granted; it pauses, loads, and resumes."""
+    """The pause is granted; the replica pauses, loads, and resumes."""
     BEHIND = "behind"
-    """The replica's last update did not end in a commit. It takes part in no broadcast until one does."""
+    """The last update did not end in a commit. The replica takes part in no broadcast until one does."""
     ANNOUNCED = "announced"
     """The replica is a member of a broadcast, and has not paused for it yet."""
     PAUSED = "paused"
     """The replica has paused for the broadcast, and waits for the other members."""
     RECEIVING = "receiving"
     """The broadcast has begun; the replica receives, verifies, loads, and resumes."""
-    REGROUPING = "regrouping"
-    """The broadcast broke by no fault of the replica, a member of the next one. Its engine stays paused meanwhile."""
 
 
 class ReplicaEvent(StrEnum):
     """Events that move a replica from phase to phase."""
 
     IDLE = "idle"
-    """NextUpdate: the replica has nothing staged and nothing paused any more."""
+    """NextUpdate: the replica has nothing staged and nothing paused."""
     ASKED = "asked"
     """RequestPause."""
     JOINED = "joined"
@@ -46,11 +54,9 @@ class ReplicaEvent(StrEnum):
     COMMITTED = "committed"
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
-    """ReportUpdate: the replica does not serve it; or it gave up its wait."""
-    LOST = "lost"
-    """ReportUpdate: the broadcast broke off under the replica."""
+    """ReportUpdate: the replica does not serve it; or it cancelled its question."""
     OFFERED = "offered"
-    """A version was offered to the replica by a rolling transport."""
+    """A version was offered to the replica by shm or stream."""
     GRANTED = "granted"
     """The replica may pause."""
     INVITED = "invited"
@@ -58,35 +64,28 @@ class ReplicaEvent(StrEnum):
     BEGUN = "begun"
     """All members are paused."""
     CALLED_OFF = "called_off"
-    """The broadcast does not begin, by no fault of this replica."""
+    """The broadcast does not begin."""
     BROKEN = "broken"
-    """The broadcast broke off, or took too long."""
+    """The broadcast failed after its begin."""
     OVERDUE = "overdue"
-    """The replica did not come to the others, or staged or held its pause for too long."""
+    """The replica did not join the broadcast in time, or staged or held its pause for too long."""
 
 
-WORDS = frozenset(
-    {
-        ReplicaEvent.IDLE,
-        ReplicaEvent.ASKED,
-        ReplicaEvent.JOINED,
-        ReplicaEvent.COMMITTED,
-        ReplicaEvent.FAILED,
-        ReplicaEvent.LOST,
-    }
+MESSAGES = frozenset(
+    {ReplicaEvent.IDLE, ReplicaEvent.ASKED, ReplicaEvent.JOINED, ReplicaEvent.COMMITTED, ReplicaEvent.FAILED}
 )
-"""Events that are a replica's own words."""
+"""Events that are a replica's own messages."""
 
 _P, _E = Phase, ReplicaEvent
 TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.SERVING, _E.IDLE): _P.SERVING,
     (_P.SERVING, _E.OFFERED): _P.STAGING,
     (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
-    # An update that was begun with an earlier parameter server is ended with this one.
+    # The update was begun with an earlier parameter server.
     (_P.SERVING, _E.ASKED): _P.WAITING,
     (_P.SERVING, _E.COMMITTED): _P.SERVING,
     (_P.SERVING, _E.FAILED): _P.BEHIND,
-    # --- rolling ---
+    # --- by shm or stream ---
     (_P.STAGING, _E.IDLE): _P.BEHIND,
     (_P.STAGING, _E.ASKED): _P.WAITING,
     (_P.STAGING, _E.FAILED): _P.BEHIND,
@@ -102,7 +101,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.LOADING, _E.OVERDUE): _P.BEHIND,
     (_P.BEHIND, _E.IDLE): _P.BEHIND,
     (_P.BEHIND, _E.OFFERED): _P.STAGING,
-    # The replica went on with an update that was given up here.
+    # The replica continued an update that was given up here.
     (_P.BEHIND, _E.ASKED): _P.WAITING,
     (_P.BEHIND, _E.COMMITTED): _P.SERVING,
     (_P.BEHIND, _E.FAILED): _P.BEHIND,
@@ -121,81 +120,260 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.RECEIVING, _E.JOINED): _P.RECEIVING,
     (_P.RECEIVING, _E.COMMITTED): _P.SERVING,
     (_P.RECEIVING, _E.FAILED): _P.BEHIND,
-    (_P.RECEIVING, _E.LOST): _P.REGROUPING,
-    (_P.RECEIVING, _E.BROKEN): _P.REGROUPING,
-    (_P.REGROUPING, _E.IDLE): _P.REGROUPING,
-    (_P.REGROUPING, _E.LOST): _P.REGROUPING,
-    (_P.REGROUPING, _E.INVITED): _P.ANNOUNCED,
-    # There will be no next broadcast, or not soon.
-    (_P.REGROUPING, _E.OFFERED): _P.STAGING,
-    # The replica had received everything before the break.
-    (_P.REGROUPING, _E.COMMITTED): _P.SERVING,
-    (_P.REGROUPING, _E.FAILED): _P.BEHIND,
+    (_P.RECEIVING, _E.BROKEN): _P.BEHIND,
 }
 
-IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND, Phase.REGROUPING})
+IDLE_PHASES = frozenset({Phase.SERVING, Phase.BEHIND})
 """Phases in which no update is under way."""
-FAILED_PHASES = frozenset({Phase.BEHIND, Phase.REGROUPING})
-"""Phases in which the last update did not end in a commit."""
-ELIGIBLE_PHASES = frozenset({Phase.SERVING, Phase.REGROUPING})
-"""Phases in which a replica can be made a member of a broadcast."""
+HOLDING_PHASES = frozenset({Phase.WAITING, Phase.LOADING})
+"""Phases in which a replica has a whole version and loads it next."""
 BROADCAST_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED, Phase.RECEIVING})
 """Phases of the members of a broadcast."""
 
 
 @dataclass(slots=True)
 class Replica:
-    """One rollouter's engine. Times are the conductor's, in seconds."""
+    """One rollouter's engine. Times are the parameter server's, in seconds."""
 
     name: str
     incarnation: int
     serving: int = -1
-    """Version that the replica serves, by its own last word; it may be above any version known here."""
+    """Version that the replica serves, by its last message; it may be above any version known here."""
     engine: int = 0
-    """Number of engines that the replica has had: a new one is in no process group."""
+    """Number of engines that the replica has had; a new engine is in no process group."""
     workers: int = 1
     on_gpu: bool = False
     same_host: bool = False
     """Whether the replica can open the segments that are held here."""
     host: str = ""
-    """Host of the replica: replicas of the same one can open each other's segments; empty where that is not known."""
+    """Host of the replica; empty if unknown. Replicas of one host can open each other's segments."""
+    phase: Phase = Phase.SERVING
+    target: int = -1
+    """The version of the update under way; -1 in an idle phase."""
     fetches: bool = False
-    """Whether the replica brings the version that it stages to its host over the network."""
+    """Whether the replica fetches the version that it stages for its host."""
     held_version: int = -1
-    """Version that the replica has brought to its host, and holds for the others there; -1 for none."""
+    """Version that the replica has fetched and holds for its host; -1 for none."""
     held_paths: tuple[str, ...] = ()
     """Paths of that version's segments."""
     waits_for: str = ""
-    """Name of the replica on the same host that fetches the version that this one is to take over."""
+    """Name of the replica on the same host that fetches the version that this one takes next."""
     source_paths: tuple[str, ...] = ()
     """Paths of the segments on its host that the replica was offered."""
-    phase: Phase = Phase.SERVING
-    target: int = -1
-    """The version being taken over; -1 in an idle phase."""
     staging_since: float = 0.0
-    """Time at which the replica was offered the version that it stages."""
+    """Time of the offer of the version that it stages."""
     seniority: int = 0
-    """Place among the replicas that try to come to a newer version: lower for longer tries; 0 without a try."""
+    """Order of the replicas that try to reach a newer version: lower for longer tries; 0 without a try."""
     outrun: bool = False
     """Whether the version that the replica stages is no longer held here."""
     paused_since: float = 0.0
-    """Time at which the replica's pause was granted, or last asked for again."""
+    """Time at which the pause was granted, or last requested again."""
     heard: float = 0.0
-    """Time at which the replica last said something, or was last answered."""
+    """Time of its last message, or of the last answer to it."""
     failed_version: int = -1
     failed_attempts: int = 0
     """Failed attempts at ``failed_version``, without a commit since."""
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether the replica fetches a version for its host now."""
+        return self.phase is Phase.STAGING and self.fetches
+
     def follow(self, event: ReplicaEvent) -> bool:
-        """Go to the phase that the table gives; False for a word that has no place in this phase."""
+        """Go to the phase that the table gives; False for a message that has no place in this phase."""
         phase = TRANSITIONS.get((self.phase, event))
         if phase is None:
-            assert event in WORDS, f"{self.name} is {self.phase}: {event}"
+            assert event in MESSAGES, f"{self.name} is {self.phase}: {event}"
             return False
-        if phase in FAILED_PHASES and self.phase not in FAILED_PHASES:
+        if phase is Phase.BEHIND and self.phase is not Phase.BEHIND:
             self.failed_attempts = self.failed_attempts + 1 if self.target == self.failed_version else 1
             self.failed_version = self.target
         self.phase = phase
         if phase in IDLE_PHASES:
             self.target = -1
+        return True
+
+
+STALE = 0
+"""The number of a question from a replaced incarnation; it is never open."""
+SILENT = float("-inf")
+"""Time of the last message of a replica that will not be back soon."""
+COUNTED = (
+    "updates_committed",
+    "updates_failed",
+    "pauses_taken_back",
+    "broadcasts_begun",
+    "broadcasts_called_off",
+    "broadcasts_broken",
+)
+"""Names of the counts since the start."""
+Level = Literal["debug", "info", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the log."""
+
+    event: str
+    facts: dict[str, Any]
+    level: Level
+
+
+@dataclass(slots=True)
+class Effects:
+    """Changes since the shell last looked."""
+
+    wake: set[str] = field(default_factory=set)
+    """Callers whose open question may have an answer now."""
+    notes: list[Note] = field(default_factory=list)
+
+
+class Replicas:
+    """All replicas, and the open questions of all callers."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Replica] = {}
+        self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
+        self._on_host: dict[str, dict[str, Replica]] = {}
+        self._waiting_for: dict[str, dict[str, Replica]] = {}
+        """Waiting replicas, by the name of the replica that they wait for."""
+        self._failing: dict[str, Replica] = {}
+        """Replicas with failed attempts since their last commit."""
+        self.counts: Counter[str] = Counter()
+        """Counts since the start, by the names in COUNTED."""
+        self._effects = Effects()
+        self._open: dict[str, tuple[int, int]] = {}
+        """Number of each caller's open question, and the incarnation that asks it."""
+        self._last_question = STALE
+
+    def take_effects(self) -> Effects:
+        """Changes since the last call."""
+        effects, self._effects = self._effects, Effects()
+        return effects
+
+    def note(self, event: str, *, level: Level = "info", **facts: Any) -> None:
+        """Leave a line for the log."""
+        self._effects.notes.append(Note(event, facts, level))
+
+    # --- questions ---
+
+    def ask(self, name: str, incarnation: int) -> int:
+        """Open a question; returns its number. An earlier one of the same caller is closed."""
+        # The parked earlier question looks again, finds itself closed, and is answered with nothing.
+        self.wake(name)
+        self._last_question += 1
+        self._open[name] = self._last_question, incarnation
+        return self._last_question
+
+    def asks(self, name: str, number: int | None = None) -> bool:
+        """Whether this question (or any) of the caller is open."""
+        found = self._open.get(name)
+        return found is not None and number in (None, found[0])
+
+    def close(self, name: str) -> None:
+        """Close a caller's question: it is answered or cancelled."""
+        self._open.pop(name, None)
+
+    def close_of_dead(self, name: str, incarnation: int) -> None:
+        """Close the question of this incarnation of a caller, or of an older one."""
+        if name in self._open and self._open[name][1] <= incarnation:
+            self.close(name)
+
+    def wake(self, name: str) -> None:
+        """Note that the caller's question may have another answer now."""
+        if name in self._open:
+            self._effects.wake.add(name)
+
+    # --- replicas ---
+
+    def add(self, replica: Replica) -> None:
+        """Add an unknown replica."""
+        self.by_name[replica.name] = self._in_phase[replica.phase][replica.name] = replica
+        self._on_host.setdefault(replica.host, {})[replica.name] = replica
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a dead replica, also from its phase."""
+        name = replica.name
+        self.await_other(replica, "")
+        del self.by_name[name], self._in_phase[replica.phase][name]
+        self._failing.pop(name, None)
+        self._leave_host(replica)
+
+    def settle_in(self, replica: Replica, host: str) -> None:
+        """Note the host of a replica."""
+        if host != replica.host:
+            self._leave_host(replica)
+            replica.host = host
+            self._on_host.setdefault(host, {})[replica.name] = replica
+
+    def _leave_host(self, replica: Replica) -> None:
+        beside = self._on_host[replica.host]
+        del beside[replica.name]
+        if not beside:
+            del self._on_host[replica.host]
+
+    def await_other(self, replica: Replica, name: str) -> None:
+        """Let a replica wait for the replica of this name, which fetches; for none with an empty name."""
+        if replica.waits_for:
+            waiting = self._waiting_for[replica.waits_for]
+            del waiting[replica.name]
+            if not waiting:
+                del self._waiting_for[replica.waits_for]
+        replica.waits_for = name
+        if name:
+            self._waiting_for.setdefault(name, {})[replica.name] = replica
+
+    def of(self, *phases: Phase) -> Iterator[Replica]:
+        """Replicas in one of these phases."""
+        return chain.from_iterable(self._in_phase[phase].values() for phase in phases)
+
+    def count(self, phase: Phase) -> int:
+        """Number of replicas in a phase."""
+        return len(self._in_phase[phase])
+
+    def first(self, phase: Phase) -> Replica | None:
+        """The replica that has been in a phase for longest, or since ``restart_phase``."""
+        return next(iter(self._in_phase[phase].values()), None)
+
+    def restart_phase(self, replica: Replica) -> None:
+        """Order a replica as if it had entered its phase now."""
+        of_phase = self._in_phase[replica.phase]
+        del of_phase[replica.name]
+        of_phase[replica.name] = replica
+
+    def beside(self, replica: Replica) -> Collection[Replica]:
+        """Replicas of a replica's host, itself included."""
+        return self._on_host[replica.host].values()
+
+    def waits(self) -> Iterator[tuple[str, Mapping[str, Replica]]]:
+        """Names of replicas that others wait for, each with those that wait."""
+        return iter(self._waiting_for.items())
+
+    @property
+    def failed_attempts(self) -> int:
+        """Largest number of failed attempts of any replica."""
+        return max((replica.failed_attempts for replica in self._failing.values()), default=0)
+
+    def move(self, replica: Replica, event: ReplicaEvent) -> bool:
+        """Apply an event to a replica; False if it changes nothing."""
+        before = replica.phase
+        if not replica.follow(event):
+            return False
+        if replica.phase is not before:
+            del self._in_phase[before][replica.name]
+            self._in_phase[replica.phase][replica.name] = replica
+            self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))
+        if replica.failed_attempts:
+            self._failing[replica.name] = replica
+        # IDLE is not among them: a replica whose version is no longer held asks again, and keeps its seniority.
+        if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE):
+            replica.seniority = 0
+        if event is ReplicaEvent.COMMITTED:
+            self.counts["updates_committed"] += 1
+            replica.failed_attempts, replica.failed_version = 0, -1
+            self._failing.pop(replica.name, None)
+        elif replica.phase is Phase.BEHIND and before is not Phase.BEHIND:
+            self.counts["updates_failed"] += 1
+        if event not in MESSAGES:
+            self.wake(replica.name)
         return True

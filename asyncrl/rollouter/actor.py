@@ -36,7 +36,7 @@ from asyncrl.rollouter.leases import DATALOADER, LEARNER, HeldLeases
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rollouter.serving.policy import Player, Policy, SingleTurn
-from asyncrl.rollouter.updating.updates import UpdateFollower
+from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.stops import Stops, resolve_stops
 from asyncrl.telemetry.group_log import GENERATED, GroupLog

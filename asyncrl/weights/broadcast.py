@@ -1,17 +1,379 @@
-"""A version that reaches an engine by broadcast while it is paused. Pure description; see collective/."""
+"""Broadcasts of whole versions from the learner to the workers of all engines, over gloo or NCCL by one path.
+
+The learner is rank 0. It has a TCP store; the members of an epoch meet there under a secret prefix, form a process
+group and receive every bucket: first its header (version, index, size, checksum), then its bytes. A member verifies a
+bucket before it hands it out. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
+
+Neither library can be relied on to end a transfer whose peer is dead or frozen. So each operation runs on a thread of
+its own, and the waiting thread ends at the timeout or at ``stop``. The thread that is left behind ends with gloo's own
+timeout, or when NCCL is aborted. Rank 0 writes the reason for the end of an epoch into the store. Each member watches
+that key on a second connection: it learns at once of an epoch that is over and of a learner that died. A group that
+failed is never used again.
+
+Fails with BroadcastFailed naming the reason; with WeightsCorrupt naming the bucket whose bytes are wrong; with
+ConfigError where NCCL or a GPU is missing. Nothing here has run on GPUs.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import errno
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from datetime import timedelta
+from typing import Any, TypeVar
 
-from asyncrl.messages.weights import Collective
+import numpy as np
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from asyncrl.errors import BroadcastFailed, ConfigError, WeightsCorrupt
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
+from asyncrl.weights.segments import verify_bytes
+from asyncrl.weights.tensors import mapped
+
+c10d: Any = torch.distributed
+"""torch.distributed, whose types say little about what is used here."""
+T = TypeVar("T")
+
+PIECE_BYTES = 64 << 20
+"""Bytes of one operation, which has the timeout to itself."""
+LATER_S = 5.0
+"""Seconds by which the library's own timeout is longer than ours."""
+LOOK_S = 0.1
+"""Seconds between a member's looks at the store."""
+ANY = "0"
+"""Value of network.ports for any free port."""
+BACKLOG = 1024
+ENDED = "this worker has ended"
 
 
-@dataclass(frozen=True, slots=True)
-class BroadcastPart:
-    """A broadcast as an engine takes part in it: every one of its workers receives every bucket, in order."""
+class _Stopped(Exception):
+    """The epoch is over; the text is the reason."""
 
-    version: int
-    collective: Collective
-    timeout_s: float
-    """Longest that a member waits for the others to come, or for the next bucket."""
+
+class _Epoch:
+    """One rank's part in an epoch. One thread uses it; ``stop`` may come from any."""
+
+    def __init__(self, group: BroadcastGroup, rank: int, store: TCPStore, address: str, timeout_s: float) -> None:
+        self.group, self.rank, self.timeout_s = group, rank, timeout_s
+        self.over = ""
+        """Reason that this rank has left the group."""
+        self._store = c10d.PrefixStore(f"{group.token}/{group.epoch}", store)
+        self._address = address
+        self._stopped: Future[str] = Future()
+        self._formed: Any = None
+
+    def form(self) -> None:
+        """Form the group, if it is not formed yet."""
+        if self._formed is None:
+            try:
+                self._formed = self._run(self._form, f"the members of epoch {self.group.epoch}")
+            except TimeoutError as error:
+                ranks = range(self.group.world_size)
+                missing = [str(rank) for rank in ranks if self.rank == 0 and not self._store.check([f"rank {rank}"])]
+                raise TimeoutError(f"{error}; ranks {', '.join(missing) or 'unknown'} did not come") from None
+
+    def _form(self) -> Any:
+        self._store.set(f"rank {self.rank}", "here")
+        timeout = timedelta(seconds=self.timeout_s + LATER_S)
+        if self.group.backend == "gloo":
+            options = c10d.ProcessGroupGloo._Options()
+            options._timeout, options._threads = timeout, 1
+            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)]
+            return c10d.ProcessGroupGloo(self._store, self.rank, self.group.world_size, options)
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return c10d.ProcessGroupNCCL(self._store, self.rank, self.group.world_size, options)
+
+    def broadcast(self, memory: Tensor, what: str) -> None:
+        """Rank 0's ``memory`` into that of all ranks (contiguous, equally large everywhere)."""
+        for piece in memory.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
+            self._run(lambda piece=piece: self._broadcast(piece), what)  # type: ignore[misc]
+
+    def _broadcast(self, memory: Tensor) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        if not memory.is_cuda:
+            self._formed.broadcast([memory], options).wait()
+            return
+        # The current device belongs to each thread.
+        with torch.cuda.device(memory.device):
+            self._formed.broadcast([memory], options).wait()
+            torch.cuda.current_stream().synchronize()
+
+    def _run(self, work: Callable[[], T], what: str) -> T:
+        """The result of blocking work; the thread is left behind when it takes too long or the epoch is stopped."""
+        done: Future[T] = Future()
+        threading.Thread(target=_settle, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
+        futures: list[Future[Any]] = [done, self._stopped]
+        wait(futures, self.timeout_s, FIRST_COMPLETED)
+        self.check()
+        if not done.done():
+            raise TimeoutError(f"waited {self.timeout_s:g} s for {what}")
+        try:
+            return done.result()
+        except RuntimeError:
+            # The library knows only the broken connection. The reason may come a moment later.
+            wait([self._stopped], 10 * LOOK_S)
+            self.check()
+            raise
+
+    def check(self) -> None:
+        """Raise _Stopped if the epoch is stopped."""
+        if self._stopped.done():
+            raise _Stopped(self._stopped.result())
+
+    def watch(self, store: TCPStore) -> None:
+        """Stop this member when rank 0 ends the epoch or dies; ``store`` is a connection for this thread alone."""
+        watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
+        try:
+            while not watched.check(["over"]):
+                if self._stopped.done():
+                    return
+                time.sleep(LOOK_S)
+            reason = watched.get("over").decode(errors="replace")
+        except RuntimeError:
+            reason = "it is gone"
+        self.stop(f"the learner: {reason}")
+
+    def stop(self, reason: str) -> None:
+        """End the present operation and every later one. From any thread."""
+        with contextlib.suppress(InvalidStateError):
+            self._stopped.set_result(reason)
+
+    def end(self, reason: str) -> None:
+        """Leave the group; the first reason counts. May be repeated."""
+        if self.over:
+            return
+        self.over = reason
+        self.stop(reason)
+        if self.rank == 0:
+            with contextlib.suppress(RuntimeError):
+                self._store.set("over", reason)
+        formed, self._formed = self._formed, None
+        if formed is not None:
+            # It may take its time, and so may the destructor of a group with an operation under way.
+            threading.Thread(target=formed.abort, name="asyncrl: end of a group", daemon=True).start()
+
+
+def _settle(done: Future[T], work: Callable[[], T]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+
+
+class Sender:
+    """Rank 0 of every group. One thread sends; ``abort`` may come from another."""
+
+    def __init__(self, backend: CollectiveBackend, host: str, timeout_s: float, ports: str = ANY) -> None:
+        """``host`` is an address of this host, and ``ports`` are those that may be bound, as network.ports."""
+        if backend == "nccl" and not (torch.cuda.is_available() and c10d.is_nccl_available()):
+            raise ConfigError(["weights.transport: nccl needs a GPU and NCCL here; choose another transport"])
+        self.host, self._timeout_s = host, timeout_s
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._store = open_store(host, timeout_s, ports)
+        self.port: int = self._store.port
+        """Port at which members meet."""
+        self.token = secrets.token_hex(16)
+        """Secret prefix of all groups' keys; members get it from the parameter server."""
+        self._epoch: _Epoch | None = None
+
+    def send(self, group: BroadcastGroup, version: int, buckets: Iterable[tuple[Bucket, int]]) -> None:
+        """Broadcast ``version`` to ``group``: every bucket with the descriptor of its sealed memory, as they come.
+
+        Blocks until all is sent. The descriptors stay the caller's. An error of ``buckets`` ends the epoch too.
+        """
+        epoch = self._enter(group, version)
+        try:
+            epoch.form()
+            for index, (bucket, descriptor) in enumerate(buckets):
+                epoch.check()
+                memory = mapped(descriptor, bucket.size).to(self._device)
+                checksum = _sum_of_words(memory) if memory.is_cuda else bucket.checksum
+                header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
+                what = f"bucket {index} of version {version} to be broadcast"
+                epoch.broadcast(torch.from_numpy(header).to(self._device), what)
+                epoch.broadcast(memory, what)
+        except BroadcastFailed as error:
+            epoch.end(error.reason)
+            raise
+        except (_Stopped, OSError, RuntimeError) as error:
+            epoch.end(str(error))
+            raise BroadcastFailed(version, str(error)) from error
+        except BaseException as error:
+            epoch.end(f"the learner failed: {error!r}")
+            raise
+
+    def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
+        epoch = self._epoch
+        if epoch is None or epoch.group.epoch < group.epoch:
+            if epoch is not None:
+                epoch.end(f"epoch {epoch.group.epoch} is over, the next is {group.epoch}")
+            epoch = self._epoch = _Epoch(group, 0, self._store, self.host, self._timeout_s)
+        elif epoch.group != group:
+            raise BroadcastFailed(version, f"{group} cannot follow {epoch.group}")
+        elif epoch.over:
+            raise BroadcastFailed(version, f"epoch {group.epoch} is over: {epoch.over}")
+        return epoch
+
+    def abort(self, reason: str) -> None:
+        """Let a broadcast under way fail. From any thread; the next epoch may be sent to."""
+        if self._epoch is not None:
+            self._epoch.stop(reason)
+
+    def close(self) -> None:
+        """Send no more. Called on the thread that sends."""
+        if self._epoch is not None:
+            self._epoch.end("the learner has ended")
+
+
+class Receiver:
+    """A worker's side of all broadcasts. One thread receives; ``close`` may come from another."""
+
+    def __init__(self) -> None:
+        self._epoch: _Epoch | None = None
+        self._closed = False
+
+    def receive(self, part: BroadcastPart, worker: int) -> Generator[Tensor]:
+        """The bytes of every bucket, verified: uint8 [size]. ``worker`` counts within the replica.
+
+        Use a bucket before asking for the next. Raises BroadcastFailed, WeightsCorrupt. If the caller does not take all
+        buckets, the worker leaves the group.
+        """
+        epoch = self._enter(part, worker)
+        try:
+            epoch.form()
+            for index, layout in enumerate(part.buckets):
+                yield self._bucket(epoch, part, index, max(layout.size, 1))
+        except WeightsCorrupt as error:
+            epoch.end(str(error))
+            raise
+        except (_Stopped, OSError, RuntimeError) as error:
+            epoch.end(str(error))
+            raise BroadcastFailed(part.version, str(error)) from error
+        except BaseException as error:
+            epoch.end(f"it failed: {error!r}")
+            raise
+
+    def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
+        rank, group, epoch = part.first_rank + worker, part.group, self._epoch
+        if epoch is not None and (epoch.group, epoch.rank) == (group, rank):
+            if epoch.over:
+                raise BroadcastFailed(part.version, f"epoch {group.epoch} is over: {epoch.over}")
+            return epoch
+        if epoch is not None:
+            epoch.end("it has left for another group")
+        try:
+            store, watched = (_connect(group, part.timeout_s) for _ in range(2))
+            address = _address_towards(group.host, group.port)
+        except (OSError, RuntimeError) as error:
+            raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
+        epoch = self._epoch = _Epoch(group, rank, store, address, part.timeout_s)
+        threading.Thread(target=epoch.watch, args=(watched,), name="asyncrl: end of an epoch", daemon=True).start()
+        if self._closed:
+            epoch.end(ENDED)
+            raise BroadcastFailed(part.version, ENDED)
+        return epoch
+
+    @staticmethod
+    def _bucket(epoch: _Epoch, part: BroadcastPart, index: int, size: int) -> Tensor:
+        device = "cuda" if epoch.group.backend == "nccl" else "cpu"
+        what = f"bucket {index} of version {part.version}"
+        header = torch.zeros(4, dtype=torch.int64, device=device)
+        epoch.broadcast(header, what)
+        version, number, bytes_, checksum = header.cpu().numpy().view(np.uint64).tolist()
+        if (version, number, bytes_) != (part.version, index, size):
+            came = f"bucket {number} of version {version} with {bytes_} bytes"
+            raise RuntimeError(f"{came} came in place of {what} with {size} bytes")
+        if device == "cuda":
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            epoch.broadcast(memory, what)
+            if (found := _sum_of_words(memory)) != checksum:
+                problem = f"its sum is {found:#018x} instead of {checksum:#018x}"
+                raise WeightsCorrupt(problem, version=version, bucket=index)
+            return memory
+        # numpy asks for huge pages, torch does not: a page fault for each 4 KiB costs more than the bytes themselves.
+        memory = torch.from_numpy(np.empty(size, np.uint8))
+        epoch.broadcast(memory, what)
+        for _ in verify_bytes(memory.numpy().data, checksum, version=version, index=index):
+            pass
+        return memory
+
+    def close(self) -> None:
+        """Receive no more: a broadcast under way fails at once. From any thread; may be repeated."""
+        self._closed = True
+        if self._epoch is not None:
+            self._epoch.end(ENDED)
+
+
+def _sum_of_words(memory: Tensor) -> int:
+    """Sum of the 64-bit words and of the bytes after them, modulo 2^64."""
+    whole = memory.numel() // 8 * 8
+    words = memory[:whole].view(torch.int64).sum()
+    return int(words + memory[whole:].sum(dtype=torch.int64)) % (1 << 64)
+
+
+# --- the store ---
+
+
+def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
+    """Rank 0: a store on a free one of ``ports`` of ``host``, bound to that address alone.
+
+    Its ``port`` is the real one. Raises OSError where none is free.
+    """
+    with listen(host, ports) as listener:
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over, so no other process can get the port.
+        return TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def listen(host: str, ports: str = ANY) -> socket.socket:
+    """A socket that listens at the highest free port of ``host``, bound to it alone; ``ports`` as network.ports.
+
+    The lowest port is the controller's and is taken last, because its successor needs it again. Raises OSError, naming
+    the range where nothing in it is free.
+    """
+    low, _, high = ports.partition("-")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in reversed(range(int(low), int(high or low) + 1)):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # As ZeroMQ does: a connection that has just ended holds no port. Two listeners do not get the same one.
+            # Where the kernel chooses the port, it takes one that nothing holds at all.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+        else:
+            return listener
+    raise OSError(errno.EADDRINUSE, f"no port of {ports} at {host} is free; widen network.ports")
+
+
+def _connect(group: BroadcastGroup, timeout_s: float) -> TCPStore:
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(group.host, group.port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Address of this host by which ``host`` can reach it."""
+    with socket.create_connection((host, port), timeout=10.0) as connection:
+        address: str = connection.getsockname()[0]
+        return address

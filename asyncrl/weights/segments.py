@@ -1,10 +1,10 @@
 """Sealed memory segments: large immutable data for other processes of this host.
 
-A segment is a memfd: written once, checksummed (xxh3_64), then sealed, so that nobody can change or shrink the pages
-that others have mapped. It is reached as /proc/PID/fd/N by processes of the same user, and lives as long as a process
-holds it open; the kernel frees it, also when processes die.
+A segment is a memfd: written once, checksummed (xxh3_64), then sealed. After that no process can change or shrink the
+pages that others have mapped. Processes of the same user open it as /proc/PID/fd/N. The kernel frees it when the last
+process that holds it closes it or dies.
 
-Fails: OSError when memory or descriptors run out; WeightsCorrupt when a segment is not as its description says.
+Fails with OSError when memory or descriptors run out, and with WeightsCorrupt when a segment differs from its bucket.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ ITEM_BYTES = {
     "bool": 1,
 }
 CHUNK_BYTES = 16 << 20
-"""Bytes that are checksummed at once; a few milliseconds."""
+"""Bytes of one step of a checksum; a few milliseconds."""
 
 MADV_POPULATE_READ = 22
-"""Advice of Linux 5.14; an older kernel refuses it, which does no harm."""
+"""Advice of Linux 5.14; older kernels refuse it, which does no harm."""
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class Segment:
-    """A segment being written. ``memory`` is its content; ``seal`` ends the writing.
+    """A segment that is being written. ``memory`` is its content; ``seal`` ends the writing.
 
-    All views of ``memory`` (tensors, arrays) are to be dropped before ``seal``.
+    Drop all views of ``memory`` (tensors, arrays) before ``seal``.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -82,7 +82,7 @@ class Segment:
             left, offset = left[written:], offset + written
 
     def seal(self, tensors: Sequence[TensorSpec]) -> Bucket:
-        """Checksum, unmap, seal. The descriptor is the caller's from here on."""
+        """Checksum, unmap, seal. From here on the caller owns the descriptor."""
         checksum = xxhash.xxh3_64_intdigest(self.memory)
         # The kernel refuses F_SEAL_WRITE while a writable mapping is left.
         self.memory.close()
@@ -95,11 +95,30 @@ class Segment:
         )
 
     def discard(self) -> None:
-        """Give the segment up, which is gone. Only instead of ``seal``, or when that failed."""
-        # A view that is left keeps the pages until it is dropped.
+        """Give the segment up, instead of ``seal`` or after that failed."""
+        # A view that still exists keeps the pages until it is dropped.
         with suppress(BufferError):
             self.memory.close()
         os.close(self.fd)
+
+
+def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int) -> int:
+    """Seal the written segment, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt; the
+    segment is discarded then.
+    """
+    try:
+        found = segment.seal(bucket.tensors)
+        if (found.size, found.checksum) != (bucket.size, bucket.checksum):
+            raise WeightsCorrupt(
+                f"its {found.size} bytes have the checksum {found.checksum:#018x}, instead of {bucket.size} bytes with "
+                f"{bucket.checksum:#018x}",
+                version=version,
+                bucket=index,
+            )
+    except BaseException:
+        segment.discard()
+        raise
+    return segment.fd
 
 
 def path_of(descriptor: int) -> str:
@@ -117,21 +136,35 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[list[Te
     return specs, offset
 
 
+def fill_buckets(sizes: Sequence[int], limit: int) -> list[range]:
+    """Consecutive units, joined into buckets of at most ``limit`` bytes; a larger unit is a bucket of its own."""
+    buckets: list[range] = []
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > limit:
+            buckets.append(range(start, i))
+            start, total = i, 0
+        total += size
+    if start < len(sizes):
+        buckets.append(range(start, len(sizes)))
+    return buckets
+
+
 def size_of(spec: TensorSpec) -> int:
     """Bytes of a tensor."""
     return ITEM_BYTES[spec.dtype] * math.prod(spec.shape)
 
 
 def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
-    """A descriptor of a segment whose seals and size are as they must be. Raises WeightsCorrupt."""
+    """A descriptor of a bucket's segment, after its seals and size were checked. Raises WeightsCorrupt."""
     if not _PATH.fullmatch(bucket.path):
-        raise WeightsCorrupt(f"{bucket.path!r} is no /proc/PID/fd/N", version=version, bucket=index)
+        raise WeightsCorrupt(f"{bucket.path!r} is not a /proc/PID/fd/N", version=version, bucket=index)
     try:
-        # O_NONBLOCK: a file of another kind behind the path must not make the opening wait.
+        # O_NONBLOCK: opening must not wait if another kind of file is behind the path.
         descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         raise WeightsCorrupt(
-            f"{bucket.path} cannot be opened: {error.strerror}; is its publisher gone, or of another user?",
+            f"{bucket.path} cannot be opened: {error.strerror}; did its publisher die, or is it another user's?",
             version=version,
             bucket=index,
         ) from error
@@ -164,14 +197,14 @@ def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int)
     """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
     with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
         for start in verify_bytes(view, bucket.checksum, version=version, index=index):
-            # All pages of a step are read at once: faults of a few pages each would take a sixth of the time.
+            # Read all pages of a step at once: page faults of a few pages each take a sixth of the time.
             with suppress(OSError):
                 mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, bucket.size - start))
             yield
 
 
 def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> Iterator[int]:
-    """Compare as verify_segment does, bytes of a bucket; gives the offset of each step before it is read."""
+    """Compare the bytes of a bucket, as verify_segment does; yields the offset of each step before it is read."""
     digest = xxhash.xxh3_64()
     for start in range(0, len(view), CHUNK_BYTES):
         yield start
@@ -186,6 +219,6 @@ def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -
 
 @cache
 def host_id() -> str:
-    """Id, equal for two processes that can reach each other's /proc/PID/fd: one kernel, process namespace and user."""
+    """Id that two processes share if they can open each other's /proc/PID/fd: one kernel, PID namespace and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"

@@ -127,9 +127,8 @@ def test_a_lack_of_room_is_reported_once_with_its_parts_and_a_full_disk_as_full(
 @pytest.mark.parametrize(
     ("settings", "actors", "on_gpu", "gib"),
     [
-        # Two versions of the weights, and one more for the newest of a delta.
+        # Two versions of the weights.
         ({}, ["learner/0", "rollouter/0"], True, 4),
-        ({"weights": {"delta": True}}, ["rollouter/0"], True, 6),
         ({}, ["reward/0"], True, 0),
         # Training or an engine on the CPU needs more.
         ({"learner": {"ranks": 2}}, ["learner/0"], False, 12),

@@ -9,7 +9,7 @@ import pytest
 from simulated import simulated
 
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder
-from asyncrl.learner.publishing.version_mark import FILE
+from asyncrl.learner.publishing.version_numbers import FILE
 from tools.chaos.audit import Expected, audit
 from tools.live_run import ROOT, LiveRun
 

@@ -185,7 +185,7 @@ def meet(rank: int, addresses: Any, timeout_s: float = TIMEOUT_S) -> Any:
     import torch.distributed as dist
 
     from asyncrl.learner.fsdp.ranks import ranks as rendezvous
-    from asyncrl.weights.collective.gloo import open_store
+    from asyncrl.weights.broadcast import open_store
 
     torch.set_num_threads(1)
     rendezvous.IDLE_WAIT_S = 0.2

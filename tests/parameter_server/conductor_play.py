@@ -1,7 +1,8 @@
-"""A conductor under one's own clock, and callers that need few words."""
+"""A conductor on a clock of the test's own, and short calls to it."""
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.messages.weights import Announce, BucketLayout
+from asyncrl.messages.learner import UpdateTimes
+from asyncrl.messages.weights import AnnounceBroadcast, BucketLayout, NextUpdate, ReportUpdate
 from asyncrl.parameter_server.conductor import Conductor
 
 LEARNER = ("learner/0", 1)
@@ -9,7 +10,7 @@ LAYOUT = [BucketLayout(size=64, tensors=[])]
 
 
 def announcement(version, *, backend="gloo", port=7000, probe=None):
-    return Announce(version=version, backend=backend, host="127.0.0.1", port=port, buckets=LAYOUT, probe=probe)
+    return AnnounceBroadcast(version=version, backend=backend, host="127.0.0.1", port=port, buckets=LAYOUT, probe=probe)
 
 
 class Play:
@@ -22,17 +23,17 @@ class Play:
         self.asked = {}
 
     def replica(self, name):
-        return self.conductor.fleet.replicas[name]
+        return self.conductor.replicas.by_name[name]
 
     def phases(self):
-        return {name: str(replica.phase) for name, replica in sorted(self.conductor.fleet.replicas.items())}
+        return {name: str(replica.phase) for name, replica in sorted(self.conductor.replicas.by_name.items())}
 
     def woken(self):
-        return self.conductor.fleet.take_effects().wake
+        return self.conductor.replicas.take_effects().wake
 
     def effects(self, event):
-        """Who is woken, and the notes of this kind."""
-        effects = self.conductor.fleet.take_effects()
+        """The callers that are woken, and the notes of this kind."""
+        effects = self.conductor.replicas.take_effects()
         return effects.wake, [note for note in effects.notes if note.event == event]
 
     def figure(self, name):
@@ -42,10 +43,10 @@ class Play:
         return tuple(self.figure(f"broadcasts_{name}") for name in names)
 
     def needed(self):
-        return self.conductor.publications.needed()
+        return self.conductor.needed()
 
     def later(self, seconds):
-        """Time passes, and the shell's timer is what it is."""
+        """Time passes, with the shell's timer."""
         until = self.now + seconds
         while (deadline := self.conductor.next_deadline()) is not None and deadline <= until:
             self.now = max(self.now, deadline)
@@ -54,22 +55,20 @@ class Play:
         self.now = until
 
     def publish(self, version):
-        if version > self.conductor.publications.accepted:
-            self.conductor.publications.accept(version)
-        self.conductor.publications.publish(version)
+        self.conductor.publish(version)
 
     def _answer(self, name, number, answer):
-        found = answer() if self.conductor.fleet.asks(name, number) else None
+        found = answer() if self.conductor.replicas.asks(name, number) else None
         if found is not None:
             self.conductor.answered(name, number, self.now)
-        if self.conductor.fleet.asks(name, number):
+        if self.conductor.replicas.asks(name, number):
             self.asked[name] = number, answer
         else:
             self.asked.pop(name, None)
         return found
 
     def look(self, name):
-        """The answer to the caller's parked question by now."""
+        """The present answer to the caller's parked question."""
         return self._answer(name, *self.asked[name])
 
     def end_of_park(self, name):
@@ -79,8 +78,9 @@ class Play:
     def cancel(self, name):
         self.conductor.withdrew(name, self.asked.pop(name)[0], self.now)
 
-    def next(self, name, serving, incarnation=1, **place):
-        number = self.conductor.next_update(name, incarnation, serving=serving, now=self.now, **place)
+    def next(self, name, serving, incarnation=1, *, same_host=True, host="", **place):
+        request = NextUpdate(serving=serving, host=host, **place)
+        number = self.conductor.next_update(name, incarnation, request, self.now, same_host=same_host)
         return self._answer(name, number, lambda: self.conductor.offer(name, self.now))
 
     def pause(self, name, version, incarnation=1, paths=()):
@@ -91,33 +91,38 @@ class Play:
         number = self.conductor.join(name, incarnation, version, epoch, self.now)
         return self._answer(name, number, lambda: self.conductor.begins(name, version, epoch))
 
-    def report(self, name, version, committed=True, incarnation=1, **how):
-        return self.conductor.report(name, incarnation, version, committed=committed, now=self.now, error="oh", **how)
+    def report(self, name, version, committed=True, incarnation=1):
+        report = ReportUpdate(version=version, committed=committed, times=UpdateTimes(version=version), error="oh")
+        return self.conductor.report(name, incarnation, report, self.now)
 
     def announce(self, version, learner=LEARNER, **changes):
         number = self.conductor.announce(*learner, announcement(version, **changes), self.now)
-        return self._answer(learner[0], number, lambda: self.conductor.broadcasts.decided(version))
+        return self._answer(learner[0], number, lambda: self.conductor.broadcast.decided(version))
 
-    def ended(self, version, epoch, error="", again=False):
-        self.conductor.broadcast_ended(version, epoch, error, self.now, again=again)
+    def ended(self, version, epoch, error=""):
+        self.conductor.broadcast_ended(version, epoch, error, self.now)
+
+    def watch(self, version, epoch, learner=LEARNER):
+        number = self.conductor.replicas.ask(*learner)
+        return self._answer(learner[0], number, lambda: self.conductor.broadcast.state(version, epoch))
 
     def left(self, name, incarnation=1):
         self.conductor.left(name, incarnation, self.now)
 
-    # --- whole passages ---
+    # --- several steps ---
 
     def commit(self, name, version, serving=-1, **place):
-        """A rolling update from the offer to the commit; the replica asks for the next one afterwards."""
+        """An update by shm or stream, from the offer to the commit; the replica asks for the next one afterwards."""
         life = place.get("incarnation", 1)
         offer = self.next(name, serving, **place)
-        assert offer is not None and offer.version == version and offer.collective is None, offer
+        assert offer is not None and offer.version == version and offer.broadcast is None, offer
         assert self.pause(name, version, life)
         assert self.report(name, version, incarnation=life)
         assert self.next(name, version, **place) is None
 
     def serve(self, *names, version=0, **place):
         """All of them serve ``version``, and wait for the next."""
-        if self.conductor.publications.accepted < version:
+        if self.conductor.newest < version:
             self.publish(version)
         for name in names:
             self.commit(name, version, **place)
@@ -128,14 +133,14 @@ class Play:
         epoch = None
         for name in names:
             offer = self.look(name)
-            assert offer is not None and offer.collective is not None and offer.version == version
-            epoch = offer.collective.group.epoch
+            assert offer is not None and offer.broadcast is not None and offer.version == version
+            epoch = offer.broadcast.group.epoch
         for name in names[:-1]:
             assert self.join(name, version, epoch) is None
         return epoch
 
     def begin(self, version, *names, **changes):
-        """A broadcast that all are in. Returns its epoch."""
+        """A broadcast with all of these as members. Returns its epoch."""
         epoch = self.gather(version, *names, **changes)
         assert self.join(names[-1], version, epoch)
         assert all(self.look(name) for name in names[:-1])

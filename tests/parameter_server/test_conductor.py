@@ -1,4 +1,4 @@
-"""The conductor: versions only grow, few pause at once, nobody waits for a replica that is gone."""
+"""The conductor: versions only grow, few replicas pause at once, and none waits for a replica that is gone."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ from conductor_play import Play
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.parameter_server.publications import outrun
-from asyncrl.parameter_server.replicas import IDLE_PHASES, TRANSITIONS, WORDS, Phase, Replica, ReplicaEvent
+from asyncrl.parameter_server.conductor import outrun
+from asyncrl.parameter_server.replicas import IDLE_PHASES, MESSAGES, TRANSITIONS, Phase, Replica, ReplicaEvent
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "weights.md"
 EDGE = re.compile(r"^\s*(\w+) --> (\w+) : ([\w, ]+)$", re.MULTILINE)
@@ -17,7 +17,7 @@ VERSIONS = st.integers(0, 9)
 
 
 def one_at_a_time(*names, **weights):
-    """The named are offered version 0."""
+    """The named replicas are offered version 0."""
     play = Play(max_paused_fraction=0.1, **weights)
     play.publish(0)
     for name in names:
@@ -28,7 +28,7 @@ def one_at_a_time(*names, **weights):
 # --- phases ---
 
 
-def test_the_diagram_is_the_table_and_every_phase_is_left_for_serving():
+def test_the_diagram_shows_the_table_and_every_phase_leads_to_serving():
     [diagram] = re.findall(r"```mermaid\nstateDiagram-v2\n(.*?)```", PAGE.read_text(), re.DOTALL)
     drawn = [
         (Phase(source), ReplicaEvent(event.strip()), Phase(target))
@@ -44,8 +44,8 @@ def test_the_diagram_is_the_table_and_every_phase_is_left_for_serving():
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_words_without_a_place_change_nothing_and_decisions_without_one_are_mistakes(phase):
-    # It can always say that it has nothing and that it failed.
+def test_messages_without_a_place_change_nothing_and_decisions_without_one_fail(phase):
+    # A replica can always report that it has nothing and that it failed.
     assert {(phase, ReplicaEvent.IDLE), (phase, ReplicaEvent.FAILED)} <= set(TRANSITIONS)
     for event in ReplicaEvent:
         replica = Replica("r/0", 1, phase=phase, target=-1 if phase in IDLE_PHASES else 3)
@@ -54,7 +54,7 @@ def test_words_without_a_place_change_nothing_and_decisions_without_one_are_mist
             assert replica.follow(event)
             assert replica.phase is TRANSITIONS[phase, event]
             assert replica.target == -1 or replica.phase not in IDLE_PHASES
-        elif event in WORDS:
+        elif event in MESSAGES:
             assert not replica.follow(event)
             assert (replica.phase, replica.target) == before
         else:
@@ -70,7 +70,7 @@ def test_words_without_a_place_change_nothing_and_decisions_without_one_are_mist
     staging=st.lists(VERSIONS, max_size=12).map(lambda versions: [(v, i) for i, v in enumerate(versions)]),
     most=st.integers(2, 6),
 )
-def test_no_more_versions_make_way_than_must_and_the_most_senior_stays(kept, staging, most):
+def test_no_more_versions_are_let_go_than_must_and_the_most_senior_stays(kept, staging, most):
     gone = outrun(kept, staging, most=most)
     held = kept | {version for version, _ in staging} - gone
     assert not gone & kept
@@ -82,26 +82,23 @@ def test_no_more_versions_make_way_than_must_and_the_most_senior_stays(kept, sta
     assert all(first[left] > first[stays] for left in gone for stays in held - kept)
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_of_32_slow_replicas_no_more_versions_are_held_than_may_be_and_each_comes_to_a_newer_one(delta):
+def test_32_slow_replicas_all_reach_a_newer_version_and_few_versions_are_held():
     most = 4
-    play = Play(transport="stream", versions_held=most, delta=delta, stage_deadline_s=1e9)
-    versions = play.conductor.publications
+    play = Play(transport="stream", versions_held=most, stage_deadline_s=1e9)
+    versions = play.conductor
     play.publish(1)
     names = [f"r/{index:02d}" for index in range(32)]
     stages, committed, outrun_so_far = {}, set(), 0
     for version in range(2, 1500):
-        # One begins with each publication, and takes as long as ten of them.
+        # One begins with each version, and takes as long as ten of them.
         for name in names[: version - 1]:
             if name not in stages and name not in committed:
                 stages[name] = play.next(name, -1).version, version
-        versions.accept(version)
-        assert len(versions.needed()) <= most
         versions.publish(version)
         assert len(versions.needed()) <= most and versions.newest in versions.needed()
         for name, (target, since) in list(stages.items()):
             if target not in versions.needed():
-                # Its next chunk is refused, and it asks again.
+                # The next chunk is refused, and the replica asks again.
                 del stages[name]
                 outrun_so_far += 1
             elif version - since >= 10:
@@ -115,7 +112,7 @@ def test_of_32_slow_replicas_no_more_versions_are_held_than_may_be_and_each_come
     assert outrun_so_far
 
 
-def test_after_a_commit_a_replica_is_at_the_end_of_the_line_again():
+def test_after_a_commit_a_replica_is_the_most_junior_again():
     play = Play(transport="stream", versions_held=2)
     play.serve("r/0", version=1)
     play.publish(2)
@@ -126,7 +123,7 @@ def test_after_a_commit_a_replica_is_at_the_end_of_the_line_again():
     assert play.needed() == {2, 4}
 
 
-def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
+def test_a_staging_past_its_deadline_is_given_up_and_logged():
     play = one_at_a_time("r/0", transport="stream", stage_deadline_s=60)
     play.publish(1)
     play.woken()
@@ -137,25 +134,9 @@ def test_a_staging_past_its_deadline_is_given_up_and_said_who_it_was():
     assert play.phases() == {"r/0": "behind"}
     _, [note] = play.effects("staging overdue")
     assert (note.level, note.facts) == ("warning", {"replica": "r/0", "version": 0, "waited_s": 60.0})
-    # It was about to be done: it goes on.
+    # It was almost done: it continues.
     assert play.pause("r/0", 0)
     assert play.report("r/0", 0)
-
-
-def test_with_deltas_the_base_stays_held_and_a_version_that_waits_for_its_own_is_not_offered():
-    play = Play(delta=True)
-    play.serve("r/0")
-    play.conductor.publications.accept(3)
-    assert play.needed() == {0, 3}
-    assert play.look("r/0") is None
-    play.conductor.publications.accept(7)
-    assert play.needed() == {0, 7}
-    play.publish(7)
-    assert play.needed() == {0, 7}
-    assert play.look("r/0").version == 7
-    play.commit("r/0", 7)
-    play.publish(8)
-    assert play.needed() == {7, 8}
 
 
 # --- pauses ---
@@ -173,7 +154,7 @@ def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fracti
     assert granted == names[:at_once]
     assert play.figure("replicas_paused") == at_once
     for i in range(at_once, replicas):
-        # Asking again keeps the place.
+        # Asking again keeps the turn.
         play.pause(names[i], 0)
         play.woken()
         play.report(names[i - at_once], 0)
@@ -181,7 +162,7 @@ def test_only_a_fraction_pauses_at_once_first_come_first_served(replicas, fracti
         assert [name for name in names[i:] if play.look(name)] == [names[i]]
 
 
-def test_a_replica_between_two_questions_keeps_its_place_and_blocks_nobody():
+def test_a_replica_between_two_questions_keeps_its_turn_and_blocks_no_other():
     play = one_at_a_time("r/0", "r/1", "r/2", "r/3")
     for name in ("r/0", "r/1", "r/2", "r/3"):
         play.pause(name, 0)
@@ -208,13 +189,13 @@ def test_a_pause_past_its_deadline_is_free_again():
     play.later(0.1)
     assert play.look("r/1")
     assert play.phases() == {"r/0": "behind", "r/1": "loading"}
-    # It has to ask for its turn like everybody else.
+    # It has to ask for its turn like every other replica.
     assert not play.pause("r/0", 0)
     assert play.phases()["r/0"] == "waiting"
     assert play.figure("pauses_taken_back") == 1
 
 
-def test_a_late_word_changes_nothing():
+def test_a_late_message_changes_nothing():
     play = one_at_a_time("r/0")
     assert play.pause("r/0", 0)
     assert play.report("r/0", 0)
@@ -260,13 +241,13 @@ def test_a_failure_leaves_a_replica_behind_until_it_commits(phase):
     assert play.figure("failed_attempts") == 1
 
 
-def test_a_new_incarnation_starts_over_and_the_old_one_is_not_heard_any_more():
+def test_a_new_incarnation_starts_over_and_messages_of_the_old_one_change_nothing():
     play = Play(max_paused_fraction=0.1)
     play.serve("r/0", "r/1")
     play.publish(1)
     assert play.next("r/0", 0).version == 1
     assert play.pause("r/0", 1)
-    # Its first word is enough, should the news of its predecessor's death be late.
+    # Its first message is enough if the notice of its predecessor's death is late.
     assert play.next("r/0", -1, incarnation=2).version == 1
     assert play.next("r/1", 0).version == 1
     assert play.pause("r/1", 1)

@@ -1,8 +1,11 @@
-"""The conductor's work for a word of one replica does not grow with their number."""
+"""The conductor's work for one message does not grow with the number of replicas."""
 
 import pytest
 from conductor_play import LEARNER, Play, announcement
 from work import steps_of
+
+from asyncrl.messages.learner import UpdateTimes
+from asyncrl.messages.weights import NextUpdate, ReportUpdate
 
 HOSTS = 8
 """Replicas on each host, where they are on hosts."""
@@ -12,8 +15,8 @@ def serving(count, *, offered=0, transport="stream", **place):
     """Replicas, of which the first so many are offered version 1."""
     play = Play(transport=transport, max_paused_fraction=0.5)
     for i in range(count):
-        host = {"same_host": False, "host": f"host-{i // HOSTS}"} if place.get("hosts") else {}
-        play.conductor.next_update(f"r/{i}", 1, serving=0, now=play.now, **host)
+        host = f"host-{i // HOSTS}" if place.get("hosts") else ""
+        play.conductor.next_update(f"r/{i}", 1, NextUpdate(serving=0, host=host), play.now, same_host=not host)
     if offered:
         play.publish(1)
     for i in range(offered):
@@ -35,7 +38,8 @@ def commit(count):
     for i in range(count):
         play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
     loading = next(name for name, phase in play.phases().items() if phase == "loading")
-    return lambda: play.conductor.report(loading, 1, 1, committed=True, now=play.now)
+    report = ReportUpdate(version=1, committed=True, times=UpdateTimes(version=1))
+    return lambda: play.conductor.report(loading, 1, report, play.now)
 
 
 def offer(count):
@@ -47,9 +51,9 @@ def offer(count):
 def join(count):
     """All but two members of a broadcast are paused."""
     play = serving(count, transport="gloo")
-    play.conductor.publications.accept(0)
+    play.conductor.publish(0)
     play.conductor.announce(*LEARNER, announcement(1), play.now)
-    epoch = play.conductor.offer("r/0", play.now).collective.group.epoch
+    epoch = play.conductor.offer("r/0", play.now).broadcast.group.epoch
     for i in range(count - 2):
         play.conductor.join(f"r/{i}", 1, 1, epoch, play.now)
     return lambda: play.conductor.join(f"r/{count - 2}", 1, 1, epoch, play.now)
@@ -61,7 +65,7 @@ def figures(count):
 
 
 @pytest.mark.parametrize("make", [ask_for_pause, commit, join, figures])
-def test_a_word_of_one_of_many_is_no_more_work(make):
+def test_one_message_of_many_replicas_is_not_more_work(make):
     assert steps_of(make(400)) < 1.2 * steps_of(make(50)) + 20
 
 

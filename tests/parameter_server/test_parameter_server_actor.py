@@ -1,8 +1,7 @@
-"""The parameter server's shell: parked calls, segments, deaths and a restart, on the in-memory transport."""
+"""The parameter server's actor: parked calls, segments, deaths and a restart, on the in-memory transport."""
 
 import asyncio
 import os
-import threading
 from contextlib import suppress
 
 import numpy as np
@@ -28,8 +27,8 @@ from asyncrl.messages.weights import (
     Publish,
     ReportUpdate,
     RequestPause,
+    WatchBroadcast,
 )
-from asyncrl.parameter_server import held as held_module
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
 from asyncrl.runtime.actor import ActorContext
 from asyncrl.weights.segments import Segment, host_id, layout
@@ -112,7 +111,7 @@ class Stage:
             async with asyncio.timeout(60):
                 while True:
                     reply = await self.call(name, request)
-                    if getattr(reply, "decided", True) and getattr(reply, "granted", True):
+                    if all(getattr(reply, field, True) for field in ("decided", "granted", "over")):
                         return reply
 
         self.calls.append(asyncio.create_task(asking()))
@@ -184,7 +183,7 @@ async def test_an_update_by_chunks(stage, publication):
     offer = (await stage.next(R[0], host="elsewhere")).offer
     assert (offer.version, offer.transport) == (3, "stream")
     [bucket] = offer.manifest.buckets
-    assert (bucket.path, bucket.delta) == ("", None)
+    assert bucket.path == ""
     chunks = [
         await stage.call(R[0], FetchChunk(version=3, bucket=0, offset=offset, size=1024))
         for offset in range(0, bucket.size, 1024)
@@ -202,7 +201,7 @@ async def test_an_update_by_chunks(stage, publication):
 
 
 @staged(transport="shm")
-async def test_a_version_is_published_once_and_one_that_cannot_be_held_changes_nothing(stage, publication):
+async def test_a_version_is_published_once_and_one_whose_segments_cannot_be_opened_changes_nothing(stage, publication):
     manifest = publication(4)
     broken = replace(manifest, buckets=[replace(manifest.buckets[0], path="/proc/1/fd/99999")])
     with pytest.raises(RemoteError, match="cannot be opened"):
@@ -216,20 +215,20 @@ async def test_a_version_is_published_once_and_one_that_cannot_be_held_changes_n
 
 
 @staged(transport="stream")
-async def test_old_versions_are_let_go(stage, publication):
+async def test_old_versions_are_closed(stage, publication):
     before = held_open()
     for version in range(5):
         await stage.publish(publication(version))
         await stage.take(R[0], version - 1)
     assert (await stage.refused(R[0], FetchChunk(version=3, bucket=0, offset=0, size=1))).startswith("version_gone")
-    # Five of the publication's own, and the newest one here; a thread lets go of the others.
+    # Five of the test's own, and the newest one here; a thread closes the others.
     async with asyncio.timeout(600):
         while held_open() > before + 5 + 1:
             await asyncio.to_thread(os.sched_yield)
 
 
 @staged(transport="shm")
-async def test_engines_that_differ_are_found_out_though_others_have_newer_versions_by_then(stage, publication):
+async def test_engines_that_differ_are_found_even_if_others_have_newer_versions_by_then(stage, publication):
     def differ():
         return stage.server.counters.get("weights/engines_differ", 0)
 
@@ -240,7 +239,7 @@ async def test_engines_that_differ_are_found_out_though_others_have_newer_versio
     await stage.report(R[1], 6, checksum="other")
     await stage.report("rollouter/2", 5, checksum="other")
     assert differ() == 2
-    # Of those that came long ago nothing is kept.
+    # Checksums of old versions are not kept.
     for version in range(7, 7 + COMPARED_VERSIONS):
         await stage.report(R[0], version, checksum="new")
     await stage.report("rollouter/3", 5, checksum="unknown")
@@ -301,9 +300,9 @@ async def gathered(stage, publication):
 @staged(transport="gloo")
 async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     announced, offers = await gathered(stage, publication)
-    [group] = {offer.collective.group for offer in offers}
-    assert [offer.collective.first_rank for offer in offers] == [1, 2]
-    assert all(offer.collective.probe is not None for offer in offers)
+    [group] = {offer.broadcast.group for offer in offers}
+    assert [offer.broadcast.first_rank for offer in offers] == [1, 2]
+    assert all(offer.broadcast.probe is not None for offer in offers)
     joining = JoinBroadcast(version=1, epoch=group.epoch)
     first = stage.call(R[0], joining)
     await stage.parked(first, announced)
@@ -311,9 +310,12 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     assert all((reply.decided, reply.begins) == (True, True) for reply in [await first, await last])
     answer = await announced
     assert (answer.decided, answer.group) == (True, group)
+    watching = stage.ask(LEARNER, WatchBroadcast(version=1, epoch=group.epoch))
+    await stage.parked(watching)
     await stage.publish(publication(1))
     for name in R:
         await stage.report(name, 1)
+    assert (await watching).error == ""
     await stage.call(LEARNER, BroadcastEnded(version=1, epoch=group.epoch))
     await stage.parked(*[stage.next(name, 1) for name in R])
     assert stage.server.counters["weights/broadcasts_begun"] == 1
@@ -321,20 +323,20 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
 
 
 @staged(transport="gloo")
-async def test_a_successor_counts_epochs_on_from_above_all_of_its_predecessor(stage, publication):
-    """The learner refuses a membership whose number is not above all that it has seen."""
+async def test_epochs_of_a_successor_are_above_all_of_its_predecessor(stage, publication):
+    """The learner refuses an epoch that is not above all earlier ones."""
     announced, (of_first, _) = await gathered(stage, publication)
     announced.cancel()
     await stage.end(crash=True)
     await stage.start(11)
     _, (of_second, _) = await gathered(stage, publication)
-    assert of_second.collective.group.epoch > of_first.collective.group.epoch + (1 << 20)
+    assert of_second.broadcast.group.epoch > of_first.broadcast.group.epoch + (1 << 20)
 
 
 @staged(transport="gloo")
-async def test_a_member_whose_engine_dies_at_the_barrier_calls_it_off_at_once(stage, publication):
+async def test_a_member_whose_engine_dies_before_the_begin_calls_it_off_at_once(stage, publication):
     announced, offers = await gathered(stage, publication)
-    request = JoinBroadcast(version=1, epoch=offers[0].collective.group.epoch)
+    request = JoinBroadcast(version=1, epoch=offers[0].broadcast.group.epoch)
     joining = stage.call(R[0], request)
     await stage.parked(joining, announced)
     joining.cancel()
@@ -351,7 +353,7 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     await stage.take(R[0])
     kept = stage.call(LEARNER, KeepPublished(version=7))
     waiting = [stage.next(R[0], 7), stage.next(R[1], 6, host="elsewhere")]
-    # This one was offered the version and has it staged when the server dies.
+    # This replica has the version staged when the server dies.
     assert (await waiting[1]).offer.version == 7
     await stage.parked(kept, waiting[0])
     await stage.end(crash=True)
@@ -365,99 +367,3 @@ async def test_a_successor_serves_the_version_that_is_published_again(stage, pub
     await stage.publish(publication(8))
     assert (await waiting[0]).offer.version == 8
     assert stage.server.counters["weights/updates_committed"] == 1
-
-
-# --- deltas: the encoder is a thread, so time is real ---
-
-
-@pytest.mark.parametrize("transport", ["shm", "stream"])
-def test_deltas_are_offered_to_those_who_have_the_base(tmp_path, publication, transport):
-    async def main(stage):
-        await stage.publish(publication(0))
-        for name in R:
-            await stage.take(name)
-        waiting = [stage.next(R[0], 0, base=0), stage.next(R[1], 0)]
-        await stage.publish(publication(1))
-        offers = [(await call).offer for call in waiting]
-        [with_base], [without] = (offer.manifest.buckets for offer in offers)
-        assert with_base.delta.base == 0 and 0 < with_base.delta.size < with_base.size
-        assert (with_base.path == "") == (with_base.delta.path == "") == (offers[0].transport == "stream")
-        assert without.delta is None
-        chunk = await stage.call(R[0], FetchChunk(version=1, bucket=0, offset=0, size=with_base.delta.size, base=0))
-        assert chunk.data.nbytes == with_base.delta.size
-        # The base stays for as long as the version is the newest.
-        await stage.call(R[0], FetchChunk(version=0, bucket=0, offset=0, size=1))
-
-    on_stage(tmp_path, main, virtual=False, transport=transport, delta=True)
-
-
-@staged(virtual=False, transport="stream", delta=True)
-async def test_the_learner_does_not_wait_for_the_encoding(stage, publication, monkeypatch):
-    loop = asyncio.get_running_loop()
-    go, begun = asyncio.Event(), asyncio.Event()
-    encode = held_module.encode_deltas
-
-    def slow(base, snapshot):
-        loop.call_soon_threadsafe(begun.set)
-        asyncio.run_coroutine_threadsafe(go.wait(), loop).result()
-        return encode(base, snapshot)
-
-    monkeypatch.setattr(held_module, "encode_deltas", slow)
-    await stage.publish(publication(0))
-    await stage.take(R[0])
-    waiting = stage.next(R[0], 0, base=0)
-    await stage.publish(publication(1))
-    await begun.wait()
-    # Held already, and not offered yet; those that come meanwhile are held, too.
-    await stage.publish(publication(2))
-    await stage.publish(publication(3))
-    await stage.parked(waiting, stage.call(LEARNER, KeepPublished(version=3)))
-    go.set()
-    assert (await waiting).offer.version == 1
-    assert (await stage.next(R[1], 2)).offer.version == 3
-    # Nobody was ever told of version 2: it is no base of anything.
-    offer = (await stage.next(R[0], 1, base=1)).offer
-    assert (offer.version, offer.manifest.buckets[0].delta.base) == (3, 1)
-
-
-@staged(virtual=False, transport="stream", delta=True)
-async def test_without_memory_for_deltas_the_version_goes_without(stage, publication, monkeypatch):
-    def fails(base, snapshot):
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(held_module, "encode_deltas", fails)
-    await stage.publish(publication(0))
-    for version in (1, 2):
-        await stage.take(R[0], version - 2)
-        waiting = stage.next(R[0], version - 1, base=version - 1)
-        await stage.publish(publication(version))
-        offer = (await waiting).offer
-        assert (offer.version, offer.manifest.buckets[0].delta) == (version, None)
-
-
-def test_the_end_waits_for_the_encoder_and_leaves_nothing(tmp_path, publication, monkeypatch):
-    ending = threading.Event()
-    encode, close = held_module.encode_deltas, held_module.HeldVersions.close
-
-    async def end(held):
-        ending.set()
-        await close(held)
-
-    async def main(stage):
-        loop = asyncio.get_running_loop()
-        encoded = asyncio.Event()
-
-        def late(base, snapshot):
-            result = encode(base, snapshot)
-            loop.call_soon_threadsafe(encoded.set)
-            ending.wait()
-            return result
-
-        monkeypatch.setattr(held_module, "encode_deltas", late)
-        monkeypatch.setattr(held_module.HeldVersions, "close", end)
-        await stage.publish(publication(0))
-        await stage.publish(publication(1))
-        await encoded.wait()
-
-    # Whatever is open afterwards, ``no_leak`` sees.
-    on_stage(tmp_path, main, virtual=False, transport="stream", delta=True)

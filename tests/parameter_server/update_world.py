@@ -1,7 +1,7 @@
-"""Replicas and a learner as they are, beside a conductor that knows of them only what it is told.
+"""Replicas and a learner, beside a conductor that knows only their messages.
 
-Callers do as rollouter and learner do: one question at a time, repeated when its reply is lost; a parked question is
-looked at again only when the conductor says so. What must hold is asserted as it happens.
+Callers behave as rollouter and learner do: one question at a time, repeated when its reply is lost; a parked question
+is looked at again only when the conductor wakes it. The invariants are asserted after each step.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +10,6 @@ from conductor_play import Play
 
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.parameter_server.replicas import IDLE_PHASES, Phase
-from asyncrl.parameter_server.sharing import fetches
 
 LEARNER = "learner/0"
 
@@ -76,15 +75,15 @@ class World(Play):
         self.asked = {}
 
     def settle(self, looked=None):
-        """After every word: what the shell does, and what must hold. ``looked`` has just looked for its answer."""
+        """After every message: the work of the shell, and the invariants. ``looked`` has just looked for its answer."""
         for name in self.woken():
             (self.learner if name == LEARNER else self.replicas[name]).woken = True
         if looked is not None:
             looked.woken = False
-        loading = {r.name for r in self.conductor.fleet.replicas.values() if r.phase is Phase.LOADING}
+        loading = {r.name for r in self.conductor.replicas.by_name.values() if r.phase is Phase.LOADING}
         assert loading <= self.loading or len(loading) <= self.conductor.max_paused, "too many are paused"
         self.loading = loading
-        fetching = [(r.host, r.target) for r in self.conductor.fleet.replicas.values() if fetches(r) and r.host]
+        fetching = [(r.host, r.target) for r in self.conductor.replicas.by_name.values() if r.is_fetching and r.host]
         assert len(fetching) == len(set(fetching)), "two of a host fetch the same"
         for caller in self.callers():
             if caller.name in self.asked and not caller.woken:
@@ -92,28 +91,27 @@ class World(Play):
 
     def has_answer(self, caller):
         kind, *of = caller.state
-        if not self.conductor.fleet.asks(caller.name, self.asked[caller.name][0]):
+        if not self.conductor.replicas.asks(caller.name, self.asked[caller.name][0]):
             return True
         if kind == "next":
-            replica = self.conductor.fleet.replicas[caller.name]
-            if replica.phase is Phase.REGROUPING and self.conductor.next_deadline() is not None:
-                # It may have to wait for the next broadcast; that this ends is seen at the end of each history.
-                return False
+            replica = self.conductor.replicas.by_name[caller.name]
             if self.is_fetched_for(replica):
                 return False
-            behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.publications.newest
+            behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.newest
             return behind or replica.phase is Phase.ANNOUNCED
         if kind == "pause":
             return self.conductor.may_pause(caller.name, *of) is not None
         if kind == "join":
             return self.conductor.begins(caller.name, *of) is not None
-        return self.conductor.broadcasts.decided(*of) is not None
+        if kind == "sending":
+            return self.conductor.broadcast.state(*of) is not None
+        return self.conductor.broadcast.decided(*of) is not None
 
     def is_fetched_for(self, replica):
-        others = [other for other in self.conductor.fleet.replicas.values() if other.host == replica.host != ""]
-        if any(other.held_version == self.conductor.publications.newest for other in others):
+        others = [other for other in self.conductor.replicas.by_name.values() if other.host == replica.host != ""]
+        if any(other.held_version == self.conductor.newest for other in others):
             return False
-        return any(fetches(other) and other.target > replica.serving for other in others)
+        return any(other.is_fetching and other.target > replica.serving for other in others)
 
     def later(self, seconds):
         """Time passes at once, as for a shell that has not come to run."""
@@ -128,7 +126,7 @@ class World(Play):
     # --- questions ---
 
     def ask(self, caller):
-        """Say what the caller's state says. Returns the answer, None while it stays parked."""
+        """Send the message of the caller's state. Returns the answer, None while it stays parked."""
         (kind, *of), name, life = caller.state, caller.name, caller.incarnation
         caller.woken = False
         if kind == "next":
@@ -137,14 +135,16 @@ class World(Play):
         if kind == "pause":
             return self.pause(name, *of, life, paths=["/proc/1/fd/1"] if caller.holds else [])
         if kind == "join":
-            known = self.conductor.fleet.replicas.get(name)
+            known = self.conductor.replicas.by_name.get(name)
             if known and known.target == of[0]:
                 self.joined.add((name, caller.engine, *of))
             return self.join(name, *of, life)
+        if kind == "sending":
+            return self.watch(*of, learner=(name, life))
         return self.announce(*of, learner=(name, life), port=7000 + life)
 
     def answer(self, caller, lost=False):
-        """What the caller hears by now, if anything; ``lost`` loses it."""
+        """The answer to the caller by now, if there is one; ``lost`` loses it."""
         if caller.name not in self.asked:
             found = self.ask(caller)
         elif caller.woken:
@@ -169,18 +169,16 @@ class World(Play):
 
     def check(self, caller, found):
         kind, *of = caller.state
-        if kind == "next" and found.collective is not None:
+        if kind == "next" and found.broadcast is not None:
             self.check_offer(caller, found)
         elif kind == "next":
-            paths = self.conductor.fleet.replicas[caller.name].source_paths
-            assert caller.serving < found.version <= self.conductor.publications.newest
-            assert found.version == self.conductor.publications.newest or paths, (
-                "who has not waited for it takes the newest"
-            )
-            assert found.version in self.conductor.publications.needed()
+            paths = self.conductor.replicas.by_name[caller.name].source_paths
+            assert caller.serving < found.version <= self.conductor.newest
+            assert found.version == self.conductor.newest or paths, "a replica that has not waited takes the newest"
+            assert found.version in self.conductor.needed()
             assert not (paths and found.share)
         elif kind == "join" and found:
-            assert of[0] not in self.declined, "begun, and the learner was told that it would not"
+            assert of[0] not in self.declined, "begun, and the learner got the answer that it does not"
         elif kind == "announce" and found.group is None:
             self.declined.add(of[0])
         elif kind == "announce":
@@ -188,7 +186,7 @@ class World(Play):
 
     def check_offer(self, caller, offer):
         assert 0 <= caller.serving < offer.version
-        group, first = offer.collective.group, offer.collective.first_rank
+        group, first = offer.broadcast.group, offer.broadcast.first_rank
         known = self.groups.setdefault(group.epoch, Group(group.world_size, group.port - 7000))
         assert (known.world_size, known.learner) == (group.world_size, group.port - 7000), "an epoch is shared"
         entry = (caller.engine, range(first, first + caller.workers))
@@ -223,41 +221,39 @@ class World(Play):
 
     def answered(self, caller, found):
         kind, *of = caller.state
-        if kind == "next" and found.collective is None:
+        if kind == "next" and found.broadcast is None:
             caller.state, caller.holds = ("staging", found.version), found.share
         elif kind == "next":
-            caller.state = "offered", found.version, found.collective.group.epoch
+            caller.state = "offered", found.version, found.broadcast.group.epoch
         elif kind == "pause":
             caller.state = "loading", *of
         else:
             caller.state = ("receiving", *of) if found else ("idle",)
 
-    def end(self, caller, *, committed, lost=False, broke_off=False):
-        version, epoch = (*caller.state[1:], -1)[:2]
+    def end(self, caller, *, committed, lost=False):
+        version = caller.state[1]
         if committed:
             caller.serving = version
-        caller.state, caller.reported = ("idle",), (version, committed, epoch)
+        caller.state, caller.reported = ("idle",), (version, committed)
         if not lost:
-            self.report(caller.name, version, committed, caller.incarnation, broke_off=broke_off, epoch=epoch)
+            self.report(caller.name, version, committed, caller.incarnation)
             self.settle()
 
-    def fail(self, name, lost=False, broke_off=False):
-        """``broke_off``: where it receives, what comes from the others ends."""
+    def fail(self, name, lost=False):
         caller = self.replicas[name]
         if caller.state[0] in ("staging", "loading", "offered", "receiving"):
-            broke_off = broke_off and caller.state[0] == "receiving"
-            self.end(caller, committed=False, lost=lost, broke_off=broke_off)
+            self.end(caller, committed=False, lost=lost)
 
     def repeat_report(self, name):
-        """The last report comes again, whatever the replica does by now."""
+        """The last report arrives again, at any time."""
         caller = self.replicas[name]
         if caller.reported is not None:
-            version, committed, epoch = caller.reported
-            self.report(name, version, committed, caller.incarnation, epoch=epoch)
+            version, committed = caller.reported
+            self.report(name, version, committed, caller.incarnation)
             self.settle()
 
     def give_up(self, name, lost=False):
-        """It no longer wants what it has asked for; ``lost``: without a word."""
+        """It cancels its question; ``lost``: without a message."""
         caller = self.replicas[name]
         self.cancel(caller, lost)
         caller.state = ("idle",)
@@ -267,10 +263,12 @@ class World(Play):
         caller = self.replicas[name]
         self.cancel(caller, lost)
         caller.state, caller.serving, caller.engine = ("idle",), -1, self.new_engine()
+        # A connection keeps the order of messages: no older report arrives after the new engine's first question.
+        caller.reported = None
         self.settle()
 
     def die(self, name, lost=False):
-        """``lost``: the news of it comes with its successor's first word."""
+        """``lost``: it is known only with the successor's first message."""
         caller = self.replicas[name]
         old = caller.incarnation
         self.replicas[name] = Rollouter(
@@ -294,24 +292,24 @@ class World(Play):
         kind, *of = self.learner.state
         if kind == "announce" and (found := self.answer(self.learner, lost)) is not None:
             self.learner.state = ("idle",) if found.group is None else ("sending", *of, found.group.epoch)
+        elif kind == "sending" and (found := self.answer(self.learner, lost)) is not None and found.error:
+            self.send(found.error)
 
     def publish_announced(self):
         if self.announced >= 0:
             self.published = self.announced
-            if self.conductor.publications.is_new(self.published):
+            if self.conductor.is_new(self.published):
                 self.publish(self.published)
                 self.settle()
 
     def send(self, error=""):
         kind, *of = self.learner.state
         if kind == "sending":
+            # It no longer watches.
+            self.cancel(self.learner)
             self.learner.state = ("idle",) if error else ("sent", *of)
-            self.ended(*of, error, again=bool(error))
+            self.ended(*of, error)
             self.settle()
-            if error:
-                # It asks for another group at once.
-                self.learner.state = "announce", of[0]
-                self.step_learner()
 
     def forget_sent(self):
         if self.learner.state[0] == "sent":

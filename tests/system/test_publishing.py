@@ -12,15 +12,15 @@ from asyncrl.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.loop import version_schedule
-from asyncrl.learner.publishing.broadcasting import Broadcaster
-from asyncrl.learner.publishing.version_mark import VersionMark
+from asyncrl.learner.publishing.broadcaster import Broadcaster
+from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.weights.segments import Segment
 
 STEPS, GROUPS = 16, 4
 WAIT_S = 50.0
 CAPACITY = 3
-"""Versions' worth of groups that the gate admits: staleness.max + 1."""
+"""VersionMaker' worth of groups that the gate admits: staleness.max + 1."""
 LAST = {"held": {"data": {"source": "synthetic", "size": 6}, "at_start": False, "n": 2}}
 
 
@@ -101,14 +101,14 @@ def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(t
 def full_disk(monkeypatch):
     """While it is set no version can be marked."""
     full = asyncio.Event()
-    real = VersionMark.advance
+    real = VersionNumbers.advance
 
     def advance(self):
         if full.is_set():
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self)
 
-    monkeypatch.setattr(VersionMark, "advance", advance)
+    monkeypatch.setattr(VersionNumbers, "advance", advance)
     monkeypatch.setattr(version_schedule, "RETRY_S", 0.05)
     return full
 

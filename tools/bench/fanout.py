@@ -107,7 +107,7 @@ async def _measure_deaths(report: Report, setting: Setting, hosts: Fleet) -> Non
         version = await hosts.publish(setting.size, hosts.receivers, setting.within_s)
         offered = await hosts.offered(version, hosts.receivers, setting.within_s)
         victim = middle(offered)
-        below.append(sum(name_of(victim) in way for ways in offered.values() for way in ways))
+        below.append(sum(name_of(victim) in sources for sources in offered.values()))
         await hosts.half(version, victim, setting.within_s)
         await hosts.kill(victim)
         survivors = [host for host in hosts.receivers if host != victim]
@@ -118,7 +118,7 @@ async def _measure_deaths(report: Report, setting: Setting, hosts: Fleet) -> Non
             lost += len(survivors) - len(hosts.serving(version, survivors))
         await hosts.start([victim])
     report.ratio("versions_lost", lost, LOST_TARGET)
-    report.figures["relay_killed"] = {"ways_through_it": below, "seconds": seconds}
+    report.figures["relay_killed"] = {"hosts_behind_it": below, "seconds": seconds}
     if seconds:
         shown = median_interval(seconds)
         report.say(
@@ -127,12 +127,8 @@ async def _measure_deaths(report: Report, setting: Setting, hosts: Fleet) -> Non
         )
 
 
-def middle(offered: dict[int, list[list[str]]]) -> int:
-    """The relay that has others above it, if any has, and most below: through which most ways to others lead."""
-    through = Counter(name for ways in offered.values() for way in ways for name in way)
-
-    def rank(host: int) -> tuple[bool, int]:
-        ways = through[name_of(host)]
-        return ways > 0 and any(offered[host]), ways
-
-    return max(offered, key=rank)
+def middle(offered: dict[int, list[str]]) -> int:
+    """The host in the middle of the chain: it has others before it and behind it."""
+    behind = Counter(name for sources in offered.values() for name in sources)
+    named = [host for host in offered if offered[host] and behind[name_of(host)]]
+    return sorted(named, key=lambda host: (len(offered[host]), -behind[name_of(host)]))[len(named) // 2]

@@ -43,8 +43,8 @@ class Host:
     """Whether it asks for the next version."""
     times: dict[tuple[str, int], float] = field(default_factory=dict)
     """Time of each event, by its name and version."""
-    sources: dict[int, list[list[str]]] = field(default_factory=dict)
-    """Ways up that it was offered, by version."""
+    sources: dict[int, list[str]] = field(default_factory=dict)
+    """Sources that it was offered, by version."""
     ended: bool = False
 
 
@@ -104,8 +104,8 @@ class Fleet:
         self._order(ROOT, do="publish", version=self._version, bytes=size)
         return self._version
 
-    async def offered(self, version: int, takers: Collection[int], within_s: float) -> dict[int, list[list[str]]]:
-        """The ways up that each was offered, once each has an offer."""
+    async def offered(self, version: int, takers: Collection[int], within_s: float) -> dict[int, list[str]]:
+        """The sources that each was offered, once each has an offer."""
         await self._until(takers, lambda host: version in host.sources, f"to be offered version {version}", within_s)
         return {host: self._hosts[host].sources[version] for host in takers}
 

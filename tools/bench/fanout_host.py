@@ -33,7 +33,7 @@ from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Pu
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.updating.updates import UpdateFollower
+from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
 from asyncrl.runtime.process import tune_memory
 from asyncrl.telemetry.logging import configure_logging
@@ -132,7 +132,7 @@ class Replica(Actor):
             offer = reply.offer
             assert offer.manifest is not None
             self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            self._tell("offered", version=offer.version, sources=[offer.sources, *offer.more_sources])
+            self._tell("offered", version=offer.version, sources=offer.sources)
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:

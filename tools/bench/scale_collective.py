@@ -1,24 +1,24 @@
-"""A stand-in for the process groups of broadcasts: all of their control plane is real, and no bytes are sent.
+"""A stand-in for the process groups of broadcasts: their whole control plane is real, and no bytes are sent.
 
-A thousand members of gloo are half a million connections, which no single machine has. So sender and receivers meet in
-files of the run folder: the sender says of each epoch and version how the send ended, and the receivers wait for that
-word as they would wait for bytes. The file ``break``, while it is there, makes the next send fail for all, once.
+A thousand members of gloo have half a million connections, too many for one machine. So sender and receivers meet in
+files of the run folder: the sender writes how the send of each epoch and version ended, and the receivers wait for that
+file. If the file ``break`` exists, the next send fails for all, once.
 
-In place of asyncrl.weights.collective, whose classes these have the interface of: ``stand_in`` before the first use.
+This takes the place of asyncrl.weights.broadcast, with the interface of its classes: call ``stand_in`` before the first
+use.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveGroup
-from asyncrl.weights.broadcast import BroadcastPart
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket
 
 FOLDER = "collective"
 WHOLE, BROKEN = "whole", "broken"
@@ -26,7 +26,7 @@ LOOK_S = 0.02
 
 
 def break_next(run_dir: Path) -> None:
-    """The next broadcast breaks under its members."""
+    """Let the next broadcast break."""
     (run_dir / FOLDER / "break").touch()
 
 
@@ -34,21 +34,17 @@ def stand_in(run_dir: Path) -> None:
     """Take the place of the real classes, from here on in this process."""
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
-    for name, made in (
-        ("sender", {"Sender": lambda *_args: Sender(folder)}),
-        ("receiver", {"Receiver": lambda: Receiver(folder)}),
-    ):
-        module = ModuleType(f"asyncrl.weights.collective.{name}")
-        module.__dict__.update(made)
-        sys.modules[module.__name__] = module
+    module = ModuleType("asyncrl.weights.broadcast")
+    module.__dict__.update(Sender=lambda *_args: Sender(folder), Receiver=lambda: Receiver(folder))
+    sys.modules[module.__name__] = module
 
 
-def _word(folder: Path, group: CollectiveGroup, version: int) -> Path:
+def _word(folder: Path, group: BroadcastGroup, version: int) -> Path:
     return folder / f"{group.epoch}-{version}"
 
 
 class Sender:
-    """The sending side, with the interface of asyncrl.weights.collective.sender."""
+    """The sending side, with the interface of asyncrl.weights.broadcast."""
 
     host, port, token = "127.0.0.1", 1, ""
 
@@ -57,12 +53,11 @@ class Sender:
 
     def send(
         self,
-        group: CollectiveGroup,
+        group: BroadcastGroup,
         version: int,
-        layouts: Sequence[BucketLayout],
-        buckets: Iterator[tuple[Bucket, int]],
+        buckets: Iterable[tuple[Bucket, int]],
     ) -> None:
-        """Say how it ended, once everything is there. Raises BroadcastFailed."""
+        """Write how it ended, once everything is there. Raises BroadcastFailed."""
         for _ in buckets:
             pass
         wanted = self._folder / "break"
@@ -74,7 +69,7 @@ class Sender:
         if breaks:
             raise BroadcastFailed(version, "a connection broke")
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         """Nothing is under way."""
 
     def close(self) -> None:
@@ -82,19 +77,19 @@ class Sender:
 
 
 class Receiver:
-    """A receiving side, with the interface of asyncrl.weights.collective.receiver."""
+    """A receiving side, with the interface of asyncrl.weights.broadcast."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._closed = False
 
     def receive(self, weights: BroadcastPart, worker: int) -> list[Any]:
-        """No buckets, once the sender has sent them. Raises BroadcastFailed."""
-        word = _word(self._folder, weights.collective.group, weights.version)
+        """No buckets, once the sender has written that it is done. Raises BroadcastFailed."""
+        word = _word(self._folder, weights.group, weights.version)
         until = time.monotonic() + weights.timeout_s
         while not word.exists():
             if self._closed or time.monotonic() > until:
-                raise BroadcastFailed(weights.version, f"{weights.timeout_s:g} s without a word of the sender")
+                raise BroadcastFailed(weights.version, f"the sender wrote nothing for {weights.timeout_s:g} s")
             time.sleep(LOOK_S)
         if word.read_text() == BROKEN:
             raise BroadcastFailed(weights.version, "a connection broke")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asyncrl.learner.exchange.publication import Publication
 from asyncrl.messages.weights import Manifest
+from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.segments import Segment, layout
 
 CHARACTERS = "".join(chr(code) for code in range(32, 127))
@@ -44,7 +44,7 @@ def make_model(folder: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
-def publish(folder: Path) -> Publication:
+def publish(folder: Path) -> HeldVersion:
     """The model's weights as version 0, in one sealed segment."""
     from safetensors import safe_open
 
@@ -59,4 +59,4 @@ def publish(folder: Path) -> Publication:
     except BaseException:
         os.close(segment.fd)
         raise
-    return Publication(Manifest(version=0, buckets=[bucket]), gather_s=0.0, fds=[segment.fd])
+    return HeldVersion(Manifest(version=0, buckets=[bucket]), [segment.fd])

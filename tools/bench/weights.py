@@ -4,7 +4,7 @@ Three processes: one holds a version and sends it (weights_sender.py), one is th
 one receives. Measured is the time until the bytes are here, verified, and could be loaded: for ``shm`` opening and
 verifying the sealed segments, for ``stream`` every chunk over ZeroMQ into sealed memory, for ``gloo`` a broadcast to
 one receiver. The floors verify nothing and write into memory that exists already: one memcpy, one loopback TCP
-connection, one bare gloo broadcast a bucket. Last, how small deltas between consecutive optimizer steps are.
+connection, one bare gloo broadcast a bucket.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.weights import BucketLayout, CollectiveGroup, Manifest, Publish
-from asyncrl.weights.collective.receiver import Receiver
+from asyncrl.messages.weights import BroadcastGroup, BucketLayout, Manifest, Publish
+from asyncrl.weights.broadcast import Receiver
 from tools.bench import weights_receiver as receive
-from tools.bench.delta_ratio import delta_ratio
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 from tools.bench.sides import Ours, server
@@ -108,10 +107,6 @@ async def measure(report: Report, sizes: list[str]) -> None:
         finally:
             learner.close()
             rollouter.close()
-    report.figures["delta"] = found = await asyncio.to_thread(delta_ratio)
-    for lr, figures in found.items():
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
-        report.say(f"delta at lr {lr:8} {shown}")
 
 
 class Size:
@@ -127,7 +122,7 @@ class Size:
         self.manifest = msgspec.json.decode(held["manifest"], type=Manifest)
         self.tcp_port: int = held["tcp_port"]
         self.bytes = sum(bucket.size for bucket in self.manifest.buckets)
-        self.group = CollectiveGroup(
+        self.group = BroadcastGroup(
             backend="gloo", epoch=self.group_epoch, world_size=2, host=held["store"][0], port=held["store"][1]
         )
         self.layouts = [BucketLayout(size=b.size, tensors=b.tensors) for b in self.manifest.buckets]
@@ -197,8 +192,7 @@ class Size:
         return seconds
 
     async def _gloo(self, receiver: Receiver) -> float:
-        order = {"group": msgspec.to_builtins(self.group), "layouts": msgspec.to_builtins(self.layouts)}
-        self.sender.order(do="gloo", version=self.manifest.version, **order)
+        self.sender.order(do="gloo", version=self.manifest.version, group=msgspec.to_builtins(self.group))
         work = asyncio.to_thread(receive.by_gloo, receiver, self.manifest.version, self.group, self.layouts)
         seconds = await work
         self.sender.answer()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.learner.exchange.publication import fill_buckets
 from asyncrl.messages.weights import TensorSpec
-from asyncrl.weights.segments import layout
+from asyncrl.weights.segments import fill_buckets, layout
 
 BUCKET_BYTES = 256 << 20
 

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.messages.weights import BucketLayout, Collective, CollectiveGroup, Manifest, Offer, Transport
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, BucketLayout, Manifest, Offer, Transport
 from asyncrl.rollouter.updating.fetch import fetch
-from asyncrl.weights.broadcast import BroadcastPart
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
@@ -22,17 +21,18 @@ async def by_fetch(manifest: Manifest, transport: Transport, call: Any, weights:
     """Seconds until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
     began = time.perf_counter()
     offer = Offer(version=manifest.version, transport=transport, manifest=manifest)
-    fetched = await fetch(offer, None, call=lambda name, request, timeout: call(request, timeout), weights=weights)
+    fetched = await fetch(offer, call=lambda name, request, timeout: call(request, timeout), weights=weights)
     seconds = time.perf_counter() - began
-    fetched.staged.close()
+    fetched.close()
     return seconds
 
 
-def by_gloo(receiver: Any, version: int, group: CollectiveGroup, layouts: list[BucketLayout]) -> float:
+def by_gloo(receiver: Any, version: int, group: BroadcastGroup, layouts: list[BucketLayout]) -> float:
     """Seconds until every bucket was received and verified."""
     began = time.perf_counter()
-    collective = Collective(group=group, first_rank=1, buckets=layouts)
-    receiver.receive(BroadcastPart(version=version, collective=collective, timeout_s=TIMEOUT_S), worker=0)
+    part = BroadcastPart(version=version, group=group, first_rank=1, buckets=layouts, timeout_s=TIMEOUT_S)
+    for _ in receiver.receive(part, worker=0):
+        pass
     return time.perf_counter() - began
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.messages.weights import Bucket, BucketLayout, CollectiveGroup, Manifest
+from asyncrl.messages.weights import BroadcastGroup, Bucket, Manifest
 from asyncrl.weights.segments import Segment
 from tools.bench.weights_layouts import LAYOUTS, buckets_of
 
@@ -57,7 +57,7 @@ class Sending:
     """The orders that this process takes."""
 
     def __init__(self) -> None:
-        from asyncrl.weights.collective.sender import Sender
+        from asyncrl.weights.broadcast import Sender
 
         self.sender = Sender("gloo", HOST, TIMEOUT_S)
         self.sent: Sent | None = None
@@ -89,9 +89,8 @@ class Sending:
     def gloo(self, order: dict[str, Any]) -> dict[str, Any]:
         """Send by our broadcast."""
         assert self.sent is not None
-        group = msgspec.convert(order["group"], CollectiveGroup)
-        layouts = msgspec.convert(order["layouts"], list[BucketLayout])
-        self.sender.send(group, order["version"], layouts, iter(self.sent.held))
+        group = msgspec.convert(order["group"], BroadcastGroup)
+        self.sender.send(group, order["version"], self.sent.held)
         return {}
 
     def bare_gloo(self, order: dict[str, Any]) -> dict[str, Any]:

@@ -72,14 +72,14 @@ FAULTS = (
     # --- the parameter server: who takes over what, and when ---
     Fault(
         "conductor-grants-beside-pauses",
-        "free = self.max_paused - self.fleet.count(Phase.LOADING)",
+        "free = self.max_paused - self.replicas.count(Phase.LOADING)",
         "free = self.max_paused",
         "no more replicas pause at once than weights.max_paused_fraction lets",
     ),
     Fault(
         "conductor-looks-late-at-pauses",
-        "deadlines.append(loading.paused_since + weights.deadline_s)",
-        "deadlines.append(loading.paused_since + weights.stage_deadline_s)",
+        "deadlines.append(loading.paused_since + self._weights.deadline_s)",
+        "deadlines.append(loading.paused_since + self._weights.stage_deadline_s)",
         "I5: a pause is taken back at its deadline",
     ),
     Fault(
@@ -102,15 +102,15 @@ FAULTS = (
         "I4: an engine whose load failed stays paused",
     ),
     Fault(
-        "late-failure-without-epoch",
-        "epoch=-1 if offer.collective is None else offer.collective.group.epoch,",
-        "epoch=-1,",
-        "a late word on an earlier broadcast does not end the present one",
+        "broadcast-group-used-after-break",
+        "self.over = reason",
+        "self.over = ''",
+        "I4: nothing is received in an epoch that is over",
     ),
     Fault(
         "fetch-takes-short-chunk",
-        "if data.nbytes != piece.size:",
-        "if data.nbytes > piece.size:",
+        "if data.nbytes != request.size:",
+        "if data.nbytes > request.size:",
         "I4: a chunk is verified before it is written",
     ),
     Fault(

@@ -18,8 +18,8 @@ from asyncrl.checks.weights import Tensor, Unreadable, read_header, weight_files
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.messages.weights import Bucket, Manifest
+from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.segments import Segment, layout
-from asyncrl.weights.staging import StagedVersion, layout_of
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -27,7 +27,7 @@ COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 COPIED_BYTES = 64 << 20
 
 
-def stage_model(config: Config) -> StagedVersion:
+def stage_model(config: Config) -> HeldVersion:
     """The model's weights; the caller closes them. A simulated engine without a model gets one small tensor."""
     made: list[tuple[Bucket, int]] = []
     try:
@@ -36,7 +36,7 @@ def stage_model(config: Config) -> StagedVersion:
         else:
             made += [_read_file(path) for path in _files(Path(config.model.path))]
         manifest = Manifest(version=0, buckets=[bucket for bucket, _ in made])
-        return StagedVersion(manifest, layout_of(manifest), [descriptor for _, descriptor in made])
+        return HeldVersion(manifest, [descriptor for _, descriptor in made])
     except BaseException:
         for _, descriptor in made:
             os.close(descriptor)

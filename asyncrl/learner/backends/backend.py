@@ -47,8 +47,8 @@ from asyncrl.config import Config
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
-from asyncrl.learner.exchange.publication import OnSealed, Publication
 from asyncrl.messages.weights import Probe
+from asyncrl.weights.held_version import HeldVersion, OnSealed
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of CUDA's allocator. torch reads both when it is imported or later. torch 2.9 reads expandable segments only
@@ -111,7 +111,7 @@ class Backend(Protocol):
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[Publication]:
+    ) -> Future[HeldVersion]:
         """Rank 0: the current weights, or the adapters alone where a version is those, as sealed segments of shared
         memory; the caller releases them.
 

@@ -6,6 +6,7 @@ have nothing to do.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,9 +23,9 @@ from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
-from asyncrl.learner.exchange.publication import OnSealed, Publication
 from asyncrl.learner.fsdp.schedule import learning_rate
-from asyncrl.messages.weights import Manifest, Probe
+from asyncrl.messages.weights import Bucket, Manifest, Probe
+from asyncrl.weights.held_version import HeldVersion, OnSealed
 from asyncrl.weights.segments import Segment, layout
 
 
@@ -67,33 +68,35 @@ class SimTrainer:
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[Publication]:
+    ) -> Future[HeldVersion]:
         self._background.wait(self._config.learner.collective_timeout_s)
         return self._background.start(lambda: self._assemble(version, probe, on_sealed))
 
-    def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> Publication:
+    def _assemble(self, version: int, probe: Probe | None, on_sealed: OnSealed | None) -> HeldVersion:
         began = time.monotonic()
-        publication = Publication(manifest=Manifest(version=version, buckets=[], probe=probe), gather_s=0.0)
+        buckets: list[Bucket] = []
+        descriptors: list[int] = []
         sim, limit = self._config.learner.sim, self._config.weights.bucket_bytes
         left = sim.publish_bytes
         try:
             while left:
                 time.sleep(sim.gather_s * min(left, limit) / sim.publish_bytes)
-                index, count = len(publication.fds), min(left, limit)
+                index, count = len(buckets), min(left, limit)
                 tensors, size = layout([(f"weights.{index}", "uint8", (count,))])
                 segment = Segment(f"asyncrl-v{version}-{index}", size)
-                publication.fds.append(segment.fd)
-                # Each version has its own bytes, so that a mix-up shows in the checksum.
+                descriptors.append(segment.fd)
+                # Different bytes for each version, so that a mix-up shows in the checksum.
                 segment.memory[: min(8, count)] = version.to_bytes(8, "little")[:count]
-                publication.manifest.buckets.append(segment.seal(tensors))
+                buckets.append(segment.seal(tensors))
                 if on_sealed is not None:
-                    on_sealed(publication.manifest.buckets[-1], segment.fd)
+                    on_sealed(buckets[-1], segment.fd)
                 left -= count
         except OSError:
-            publication.release()
+            for descriptor in descriptors:
+                os.close(descriptor)
             raise
-        publication.gather_s = time.monotonic() - began
-        return publication
+        gather_s = time.monotonic() - began
+        return HeldVersion(Manifest(version=version, buckets=buckets, probe=probe, gather_s=gather_s), descriptors)
 
     def export(self, folder: Path) -> None:
         """Do nothing: there are no weights to write."""

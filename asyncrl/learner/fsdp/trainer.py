@@ -28,7 +28,6 @@ from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
-from asyncrl.learner.exchange.publication import OnSealed, Publication
 from asyncrl.learner.fsdp import commands
 from asyncrl.learner.fsdp.commands import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
@@ -54,15 +53,15 @@ from asyncrl.learner.fsdp.updates import (
 )
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp
-from asyncrl.learner.fsdp.weights.assembly import Assembly, take_part
+from asyncrl.learner.fsdp.weights.assembly import Assembly, publish, take_part
 from asyncrl.learner.fsdp.weights.export import export
-from asyncrl.learner.fsdp.weights.gather import publish
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.learner.functions.user_functions import make_objective
 from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
-from asyncrl.weights.collective.gloo import open_store
+from asyncrl.weights.broadcast import open_store
+from asyncrl.weights.held_version import HeldVersion, OnSealed
 
 
 class Trainer:
@@ -234,7 +233,7 @@ class Trainer:
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
-    ) -> Future[Publication]:
+    ) -> Future[HeldVersion]:
         self._tell(commands.Gather("version"))
         with self._phase("copy"):
             return self._assembly.begin(

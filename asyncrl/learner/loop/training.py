@@ -45,7 +45,7 @@ from asyncrl.learner.loop.step_groups import StepGroups
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
-from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.messages.groups import Group
 from asyncrl.runtime.services import ActorServices
 from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, GroupLog
@@ -68,7 +68,7 @@ class Training:
         thread: ThreadPoolExecutor,
         intake: Intake,
         dataloader: DataloaderLink,
-        versions: Versions,
+        versions: VersionMaker,
         schedule: VersionSchedule,
         lines: StepLines,
         checkpoints: RunCheckpoints,

@@ -19,7 +19,7 @@ from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
-from asyncrl.learner.publishing.versions import Versions
+from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.runtime.services import ActorServices
 
 RETRY_S = 5.0
@@ -41,7 +41,7 @@ class VersionSchedule:
         dataloader: DataloaderLink,
         published: Callable[[int], None],
     ) -> None:
-        self._versions: Versions
+        self._versions: VersionMaker
         self.probed: Sequence[ProbeSequence] = []
         """Sequences that engines score to prove that they serve the learner's weights."""
         self._config, self._name = config, services.name
@@ -54,7 +54,7 @@ class VersionSchedule:
         self._error: OSError | None = None
         """Error of the last version that failed."""
 
-    def use(self, versions: Versions) -> None:
+    def use(self, versions: VersionMaker) -> None:
         """Publish by ``versions``, which reports to ``failed`` and ``assembled``."""
         self._versions = versions
 

@@ -1,15 +1,15 @@
-"""Sees to it that the parameter server has the newest version, off the training path.
+"""Gives the newest version to the parameter server, beside the training.
 
-The newest publication is offered here and is owned from then on. It is told to the parameter server until that has
-answered; then a call is parked there which comes back when another parameter server has taken its place, and the
-same version is published again at once, from the same segments. Nobody waits for any of this. A version whose bytes
-went bad is for others to make anew.
+``offer`` takes a version over. It is published until the parameter server has answered; then a call is parked there. If
+another parameter server takes its place, the call returns and the same version is published again, from the same
+segments. No other part of the learner waits for this. A version whose bytes have changed has to be gathered again:
+``spoiled``.
 
-Invariants: a publication stays open while it is the newest, the last one acknowledged, or part of a call; at most
-these three are held; all others are released at once, on a thread of its own: the kernel takes a tenth of a second
+Invariants: a version stays open while it is the newest, the last acknowledged one, or part of a call; at most these
+three are held. The others are closed at once, on a thread of their own, because the kernel takes a tenth of a second
 for each gigabyte that it gets back.
 
-Fails with RemoteError when the parameter server refuses a version for good.
+Fails with RemoteError when the parameter server refuses a version.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, RemoteError
-from asyncrl.learner.exchange.publication import Publication
 from asyncrl.messages import Request
 from asyncrl.messages.weights import KeepPublished, Publish, Published
 from asyncrl.runtime.calls.retry import is_refusal, wait_out
 from asyncrl.telemetry.logging import Logger
+from asyncrl.weights.held_version import HeldVersion
 
 
 class Publisher:
-    """The publisher. ``call`` asks the parameter server; ``on_spoiled`` is for a newest version gone bad in memory."""
+    """The publisher. ``call`` calls the parameter server; ``on_spoiled`` is called when the newest version is
+    spoiled."""
 
     def __init__(
         self,
@@ -39,27 +40,27 @@ class Publisher:
         self._call = call
         self._on_spoiled = on_spoiled
         self.spoiled = False
-        """Whether the newest version is corrupt in memory: the weights are to be gathered and published anew."""
+        """Whether the newest version is corrupt in memory: gather and publish the weights again."""
         self._log = log
-        self._releasing = ThreadPoolExecutor(1, thread_name_prefix="release")
-        self._held: list[Publication] = []
-        """Publications that are open, oldest first."""
-        self._newest: Publication | None = None
-        self._sending: Publication | None = None
-        self._acknowledged: Publication | None = None
+        self._closing = ThreadPoolExecutor(1, thread_name_prefix="release")
+        self._held: list[HeldVersion] = []
+        """Open versions, oldest first."""
+        self._newest: HeldVersion | None = None
+        self._sending: HeldVersion | None = None
+        self._acknowledged: HeldVersion | None = None
         self._offered = asyncio.Event()
 
     @property
     def acknowledged(self) -> int:
         """The newest version that a parameter server has confirmed; -1 before the first."""
-        return -1 if self._acknowledged is None else self._acknowledged.manifest.version
+        return -1 if self._acknowledged is None else self._acknowledged.version
 
-    def offer(self, publication: Publication) -> None:
-        """Publish a version next; it takes the place of one that was not told yet."""
-        self._held.append(publication)
-        self._newest = publication
+    def offer(self, version: HeldVersion) -> None:
+        """Publish a version next, instead of one that was not sent yet."""
+        self._held.append(version)
+        self._newest = version
         self.spoiled = False
-        self._release_unneeded()
+        self._close_unneeded()
         self._offered.set()
 
     async def run(self) -> None:
@@ -74,25 +75,24 @@ class Publisher:
                 await self._publish(self._newest)
 
     def close(self) -> None:
-        """Release everything. ``run`` has ended."""
+        """Close everything. ``run`` has ended."""
         self._newest = self._sending = self._acknowledged = None
-        self._release_unneeded()
-        self._releasing.shutdown()
+        self._close_unneeded()
+        self._closing.shutdown()
 
-    async def _publish(self, publication: Publication) -> None:
-        # Never given up for a newer one: a learner faster than the answers to this would not be heard at all.
-        self._sending = publication
+    async def _publish(self, version: HeldVersion) -> None:
+        # Never given up for a newer one: if the learner is faster than the answers, no version would get through.
+        self._sending = version
         try:
-            request = Publish(manifest=publication.manifest, gather_s=publication.gather_s)
-            if await self._answer(self._call(request)) is not None:
-                self._acknowledged = publication
+            if await self._answer(self._call(Publish(manifest=version.manifest))) is not None:
+                self._acknowledged = version
         finally:
             self._sending = None
-            self._release_unneeded()
+            self._close_unneeded()
 
-    async def _keep(self, publication: Publication) -> None:
+    async def _keep(self, version: HeldVersion) -> None:
         """Wait until the parameter server has lost it or there is a newer one; or for the length of a parked call."""
-        call = self._call(KeepPublished(version=publication.manifest.version))
+        call = self._call(KeepPublished(version=version.version))
         offered = asyncio.ensure_future(self._offered.wait())
         try:
             await asyncio.wait({call, offered}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +100,7 @@ class Publisher:
                 return
             reply: Published | None = await self._answer(call)
             if reply is not None and reply.corrupt:
-                # The segments are the very memory that is held there, so there is nothing to send again.
+                # The parameter server holds the very same segments, so there is nothing to send again.
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
                 self.spoiled = True
                 self._on_spoiled()
@@ -115,7 +115,7 @@ class Publisher:
                 call.cancel()
 
     async def _answer(self, call: asyncio.Future[Any]) -> Any:
-        """The reply; None when it did not come."""
+        """The reply; None if there is none."""
         try:
             return await call
         except (DeadlineExceeded, RemoteError) as error:
@@ -124,9 +124,9 @@ class Publisher:
             await wait_out(self._log, "parameter server", error)
             return None
 
-    def _release_unneeded(self) -> None:
+    def _close_unneeded(self) -> None:
         needed = (self._newest, self._sending, self._acknowledged)
-        for publication in self._held:
-            if not any(publication is one for one in needed):
-                self._releasing.submit(publication.release)
-        self._held = [publication for publication in self._held if any(publication is one for one in needed)]
+        for version in self._held:
+            if not any(version is one for one in needed):
+                self._closing.submit(version.close)
+        self._held = [version for version in self._held if any(version is one for one in needed)]

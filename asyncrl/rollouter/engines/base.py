@@ -22,8 +22,8 @@ from typing import Literal, Protocol
 
 from asyncrl.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.staging import StagedVersion
+from asyncrl.messages.weights import BroadcastPart
+from asyncrl.weights.held_version import HeldVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
 FIRST = -1
@@ -120,10 +120,10 @@ class Engine(Protocol):
     async def pause(self, mode: PauseMode) -> None:
         """Stop stepping. ``abort`` ends all requests, ``keep`` freezes them, ``wait`` finishes them first."""
 
-    async def accept(self, staged: StagedVersion) -> None:
+    async def accept(self, staged: HeldVersion) -> None:
         """Raise WeightsCorrupt unless these are all of the model's weights, in the right shapes. At any time."""
 
-    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
+    async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         """Replace the weights. Paused engines only; the caller keeps staged weights open meanwhile.
 
         Complete or failed (WeightsCorrupt; BroadcastFailed when the other members of the broadcast are to blame); after

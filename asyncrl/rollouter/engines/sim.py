@@ -20,13 +20,13 @@ import xxhash
 
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
+from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.staging import Layout, StagedVersion, check_complete
+from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 if TYPE_CHECKING:
-    from asyncrl.weights.collective.receiver import Receiver
+    from asyncrl.weights.broadcast import Receiver
 
 
 class SimEngine:
@@ -147,22 +147,22 @@ class SimEngine:
         self._paused = False
         self._step()
 
-    async def accept(self, staged: StagedVersion) -> None:
+    async def accept(self, staged: HeldVersion) -> None:
         self._require_alive()
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
 
-    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
+    async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         self._require_alive()
         assert self._paused, "only a paused engine may load"
-        if isinstance(weights, StagedVersion):
+        if isinstance(weights, HeldVersion):
             self._layout = weights.layout
             checksums = [bucket.checksum for bucket in weights.manifest.buckets]
         else:
             try:
                 checksums = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
-                # A close breaks the receiving off; then the engine is gone, and the broadcast not to blame.
+                # After a close the engine is gone, and the broadcast is not to blame.
                 self._require_alive()
                 raise
             self._require_alive()
@@ -177,7 +177,7 @@ class SimEngine:
 
     def _receive(self, weights: BroadcastPart) -> list[int]:
         # It imports torch, which nothing else of this engine needs.
-        from asyncrl.weights.collective.receiver import Receiver
+        from asyncrl.weights.broadcast import Receiver
 
         receiver = self._receiver = self._receiver or Receiver()
         if self._dead is not None:

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 from asyncrl.config import Config
 from asyncrl.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import Lease
-from asyncrl.messages.weights import Probe
+from asyncrl.messages.weights import BroadcastPart, Probe
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.drift import Drift, probe_engine
 from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
 from asyncrl.runtime.awaits import Awaits
 from asyncrl.runtime.clock import Clock
 from asyncrl.telemetry.states import StateLedger
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.staging import StagedVersion
+from asyncrl.weights.held_version import HeldVersion
 
 
 @dataclass(slots=True)
@@ -259,7 +258,7 @@ class EngineHost:
             self._states.enter("paused", f"weights v{version}")
         return self._clock.now() - began
 
-    async def load(self, weights: StagedVersion | BroadcastPart) -> float:
+    async def load(self, weights: HeldVersion | BroadcastPart) -> float:
         """Replace the weights of the paused engine; returns the seconds it took. Raises what the engine raises.
 
         It stays paused: ``commit`` follows, or after a failure another load.

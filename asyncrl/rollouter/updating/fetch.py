@@ -1,19 +1,20 @@
-"""Brings the bytes of a version into sealed, verified memory of this host, while the engine generates.
+"""Fetches a version into sealed, verified memory of this host, while the engine generates.
 
-Under ``shm`` the segments of another process of this host are opened and verified; under ``stream`` segments of this
-process are filled chunk by chunk: for each stripe of the chunks relays on other hosts are asked, and at last the
-parameter server (sources.py), and this host's own relay hands them on as they come. With a delta and its base at hand,
-that is read instead of the bucket and decoded; where it leads to other bytes than were published, the bucket itself is
-read.
+Under ``shm`` the segments of another process of this host are opened and verified. Under ``stream`` segments of this
+process are filled chunk by chunk: the chunks come from the replicas that the offer names, nearest first, and at last
+from the parameter server. This host's own relay passes them on as they arrive.
 
-Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; never more than
-``weights.chunks_in_flight`` chunks are asked for at once; a connection that breaks, a relay that dies, or a parameter
-server that is restarted with the same version, costs no more than the chunks in flight; nothing of a fetch that fails
-or is cancelled stays open. Reading, checksums and decoding run in threads.
+A source other than the parameter server is left for good, for the next one, when a call to it fails, when it sends
+other bytes than it says, and when it is alive but has had nothing new for IDLE_SHARE of ``weights.deadline_s``.
 
-Fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not what was published,
-DeadlineExceeded when nothing has come for ``weights.deadline_s`` or all has not come in ``weights.stage_deadline_s``,
-RemoteError and Refused as they come.
+Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; at most
+``weights.chunks_in_flight`` chunks are requested at once; a source that dies, or a parameter server that restarts with
+the same version, costs only the chunks in flight; nothing stays open after a fetch that fails or is cancelled. Reading
+and checksums run in threads.
+
+Fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not those that were
+published, DeadlineExceeded when no chunk arrives for ``weights.deadline_s`` or the fetch takes
+``weights.stage_deadline_s``, and RemoteError.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import asyncio
 import errno
 import os
 import random
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,56 +39,43 @@ from asyncrl.errors import (
     RemoteError,
     VersionGone,
     WeightsCorrupt,
-    WireError,
 )
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Bucket, Chunk, Delta, FetchChunk, Manifest, Offer
+from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Offer
 from asyncrl.rollouter.updating.relay import Relay
-from asyncrl.rollouter.updating.sources import PARAMETER_SERVER, Sources
 from asyncrl.runtime.calls.retry import is_refusal, pause
-from asyncrl.telemetry.logging import Logger, get_logger
-from asyncrl.weights.chunks import ChunkPlan, Piece
-from asyncrl.weights.segments import Segment, map_segment, open_segment, verify_segment
-from asyncrl.weights.staging import StagedVersion, apply_delta, delta_against, layout_of, seal_verified
+from asyncrl.telemetry.logging import get_logger
+from asyncrl.weights.held_version import HeldVersion, layout_of
+from asyncrl.weights.segments import Segment, open_segment, seal_verified, verify_segment
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]
-"""A call: the actor to ask, the request, and the seconds if not as many as for any call."""
+"""A call: the actor, the request, and the timeout in seconds if it is not the usual one."""
 
+PARAMETER_SERVER = "parameter_server/0"
+CORRUPT_ATTEMPTS = 3
+"""Times in a row that a chunk may arrive corrupt."""
 AGAIN_S = 0.2
-"""Longest first pause before a chunk whose call failed is asked for again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A version that is here. ``encoded_bytes`` were read or received for it."""
-
-    staged: StagedVersion
-    encoded_bytes: int
+"""Longest first pause before a chunk whose call failed is requested again."""
+SILENT_SHARE = 1 / 8
+"""Share of weights.deadline_s: a source that is silent for so long is dead. A live one answers before half of it."""
+IDLE_SHARE = 1 / 2
+"""Share of weights.deadline_s: a source with nothing new for so long is left. Hosts nearer to the parameter server must
+notice a dead source first, or all later hosts leave at once."""
 
 
 async def fetch(
-    offer: Offer,
-    base: StagedVersion | None,
-    *,
-    call: Call,
-    weights: WeightsConfig,
-    who: str = "rollouter",
-    relay: Relay | None = None,
-) -> Fetched:
-    """Take up an offer by shm or stream. ``base`` is a version to apply deltas to; it stays open meanwhile.
-
-    ``call`` asks others; ``who`` asks, for logs and errors; ``relay`` is told of each chunk. The module tells what is
-    raised.
-    """
+    offer: Offer, *, call: Call, weights: WeightsConfig, who: str = "rollouter", relay: Relay | None = None
+) -> HeldVersion:
+    """Fetch the version of an offer by shm or stream. ``who`` fetches, for logs and errors; ``relay`` gets each
+    chunk."""
     assert offer.manifest is not None, "a broadcast is not fetched"
-    layout = layout_of(offer.manifest)
-    fetching: _Fetching
+    layout_of(offer.manifest)
+    fetching: _Shared | _Stream
     if offer.transport == "shm":
-        fetching = _Shared(offer.manifest, base, weights, who)
+        fetching = _Shared(offer, weights, who)
     else:
-        ways = [offer.sources, *offer.more_sources]
-        fetching = _Stream(offer.manifest, base, weights, who, ways=ways, call=call, relay=relay)
+        fetching = _Stream(offer, weights, who, call=call, relay=relay)
     try:
         async with asyncio.timeout(weights.stage_deadline_s) as limit:
             await fetching.run()
@@ -99,38 +87,35 @@ async def fetch(
             )
             raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
         raise
-    found = [fetching.found[index] for index in range(len(offer.manifest.buckets))]
-    return Fetched(StagedVersion(offer.manifest, layout, found), fetching.encoded_bytes)
+    return HeldVersion(offer.manifest, [fetching.found[index] for index in range(len(offer.manifest.buckets))])
 
 
 class _Fetching:
-    """The common part of both ways: the descriptors found so far, and the threads that find them."""
+    """The descriptors found so far, and the threads that find them."""
 
-    source = PARAMETER_SERVER
-    """Name of the actor that is asked."""
-
-    def __init__(self, manifest: Manifest, base: StagedVersion | None, weights: WeightsConfig, who: str) -> None:
-        self.version, self.buckets = manifest.version, manifest.buckets
+    def __init__(self, offer: Offer, weights: WeightsConfig, who: str) -> None:
+        assert offer.manifest is not None
+        self.version, self.buckets = offer.version, offer.manifest.buckets
         self.found: dict[int, int] = {}
         """Descriptors by bucket: sealed and verified."""
-        self.encoded_bytes = 0
-        self._base, self._weights, self._who = base, weights, who
-        self._log: Logger = get_logger(who)
-        usable = ((index, delta_against(base, bucket, index)) for index, bucket in enumerate(self.buckets))
-        self._deltas = {index: delta for index, delta in usable if delta is not None}
+        self._bytes = 0
+        """Bytes that have arrived."""
+        self._weights, self._who = weights, who
         self._cancelled = False
 
-    async def run(self) -> None:
-        raise NotImplementedError
+    @property
+    def source(self) -> str:
+        """Name of the actor that is asked."""
+        return PARAMETER_SERVER
 
     @property
     def progress(self) -> str:
         """Progress in words, for errors."""
         total = sum(bucket.size for bucket in self.buckets)
-        return f"{self.encoded_bytes} of {total} bytes are here"
+        return f"{self._bytes} of {total} bytes are here"
 
     def close(self) -> None:
-        """Let go of everything; a GiB takes some 0.1 s."""
+        """Close everything; a GiB takes about 0.1 s."""
         while self.found:
             os.close(self.found.popitem()[1])
 
@@ -146,50 +131,22 @@ class _Fetching:
                     await asyncio.wait({running})
                 except asyncio.CancelledError:
                     continue
-            # Looked at, or asyncio would tell of an error that nobody has retrieved.
+            # Retrieved, or asyncio would log it as an error that was never retrieved.
             running.exception()
             raise
 
-    def _decode(self, index: int, encoded: Any) -> None:
-        """Decode a delta, in a thread. Raises WeightsCorrupt."""
-        assert self._base is not None
-        bucket = self.buckets[index]
-        self.found[index] = apply_delta(encoded, self._base, bucket, version=self.version, index=index)
-
-    def _reject_delta(self, index: int, error: Exception) -> None:
-        delta = self._deltas.pop(index, None)
-        if delta is not None:
-            what = "delta failed; the whole bucket is taken"
-            self._log.warning(what, version=self.version, bucket=index, base=delta.base, error=str(error))
-
 
 class _Shared(_Fetching):
-    """Fetches out of the memory of a process on this host."""
+    """Opens the memory of a process on this host."""
 
     async def run(self) -> None:
         await self.in_thread(self._read)
 
     def _read(self) -> None:
         for index, bucket in enumerate(self.buckets):
-            if index in self._deltas:
-                try:
-                    self._read_delta(index, self._deltas[index])
-                except WeightsCorrupt as error:
-                    self._reject_delta(index, error)
-            if index not in self.found:
-                self._read_bucket(index, bucket)
+            self._read_bucket(index, bucket)
             if self._cancelled:
                 return
-
-    def _read_delta(self, index: int, delta: Delta) -> None:
-        self.encoded_bytes += delta.size
-        encoded = Bucket(path=delta.path, size=delta.size, checksum=0, tensors=[])
-        descriptor = open_segment(encoded, version=self.version, index=index)
-        try:
-            mapping = map_segment(descriptor, delta.size)
-        finally:
-            os.close(descriptor)
-        self._decode(index, mapping)
 
     def _read_bucket(self, index: int, bucket: Bucket) -> None:
         try:
@@ -197,61 +154,63 @@ class _Shared(_Fetching):
         except WeightsCorrupt as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
-                # The holder has died, or let it go and may use the number for something else.
+                # The holder has died, or has closed it and may use the number for another file.
                 raise VersionGone(self.version, str(error)) from error
             raise
         for _ in verify_segment(self.found[index], bucket, version=self.version, index=index):
             if self._cancelled:
                 return
-        self.encoded_bytes += bucket.size
+        self._bytes += bucket.size
 
 
 class _Stream(_Fetching):
-    """Fetches in chunks over the wire."""
+    """Fetches chunks over the wire."""
 
-    def __init__(self, *arguments: Any, ways: Sequence[Sequence[str]], call: Call, relay: Relay | None) -> None:
-        super().__init__(*arguments)
-        self._call, self._relay = call, relay
-        now = asyncio.get_running_loop().time()
-        self._sources = [Sources(way, deadline_s=self._weights.deadline_s, now=now) for way in ways]
-        """Sources, for each stripe."""
+    def __init__(self, offer: Offer, weights: WeightsConfig, who: str, *, call: Call, relay: Relay | None) -> None:
+        super().__init__(offer, weights, who)
+        self._call, self._relay, self._log = call, relay, get_logger(who)
+        self._sources = [*offer.sources, PARAMETER_SERVER]
+        """The source that is asked now, and the next ones."""
+        self._since = self._now()
+        """Time when a chunk last arrived, or the source changed."""
+        self._chunks: deque[FetchChunk] = deque()
+        """Chunks still to be requested."""
+        self._missing: dict[int, int] = {}
+        """Bytes of each bucket that have not arrived."""
         self._filling: dict[int, Segment] = {}
         self._limit: asyncio.Timeout
         self._last_failure = ""
         self._failures = 0
-        """Failures since a chunk came last."""
-        self._draws = random.Random(f"{self._who} {self.version}")
+        """Failures of the parameter server since a chunk last arrived."""
+        self._draws = random.Random(f"{who} {self.version}")
 
     @property
-    def source(self) -> str:  # type: ignore[override]
-        return ", ".join(dict.fromkeys(sources.present for sources in self._sources))
+    def source(self) -> str:
+        return self._sources[0]
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
 
     async def run(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            self._missing[index] = bucket.size
+            for offset in range(0, bucket.size, self._weights.chunk_bytes):
+                size = min(self._weights.chunk_bytes, bucket.size - offset)
+                self._chunks.append(FetchChunk(version=self.version, bucket=index, offset=offset, size=size))
         deadline_s = self._weights.deadline_s
         try:
-            async with asyncio.timeout(deadline_s) as self._limit:
-                while missing := [index for index in range(len(self.buckets)) if index not in self.found]:
-                    # A second time only for the buckets whose deltas failed.
-                    await self._fetch(missing)
+            async with asyncio.timeout(deadline_s) as self._limit, asyncio.TaskGroup() as tasks:
+                for _ in range(min(self._weights.chunks_in_flight, len(self._chunks))):
+                    tasks.create_task(self._work())
+        except BaseExceptionGroup as group:
+            # Callers distinguish errors by class, and the first one has ended the others.
+            raise group.exceptions[0] from None
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
             what = f"chunks of version {self.version} ({self.progress})"
             raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
-
-    async def _fetch(self, indices: list[int]) -> None:
-        sizes = {i: self._deltas[i].size if i in self._deltas else self.buckets[i].size for i in indices}
-        credit = self._weights.chunks_in_flight
-        stripes = len(self._sources)
-        plan = ChunkPlan(self.version, sizes, chunk_bytes=self._weights.chunk_bytes, credit=credit, stripes=stripes)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for number in range(min(credit, plan.chunks)):
-                    tasks.create_task(self._work(plan, sizes, number % stripes))
-            assert plan.done
-        except BaseExceptionGroup as group:
-            # Callers tell errors apart by their class, and the first one has ended the others.
-            raise group.exceptions[0] from None
         finally:
             # By now no task and no thread writes any more.
             if self._filling:
@@ -261,138 +220,100 @@ class _Stream(_Fetching):
         while self._filling:
             self._filling.popitem()[1].discard()
 
-    async def _work(self, plan: ChunkPlan, sizes: dict[int, int], stripe: int) -> None:
-        """Ask for chunks, as one of several tasks. A failed chunk is asked for again here: nobody waits for another.
+    async def _work(self) -> None:
+        """Request chunks until none is left, as one of several tasks."""
+        while self._chunks:
+            request = self._chunks.popleft()
+            corrupt = 0
+            while problem := await self._fetch(request):
+                corrupt += problem != LOST
+                if corrupt >= CORRUPT_ATTEMPTS:
+                    raise WeightsCorrupt(
+                        f"its chunk at {request.offset} arrived corrupt {corrupt} times in a row: {problem}",
+                        version=self.version,
+                        bucket=request.bucket,
+                    )
 
-        Each stripe has some tasks, so that one whose source is slow holds up no other, nor the hosts below in that.
-        """
-        while (piece := plan.take(stripe)) is not None:
-            index, delta = piece.bucket, self._deltas.get(piece.bucket)
-            sources = self._sources[plan.stripe_of(piece)]
-            source = sources.present
-            chunk = await self._ask(sources, plan, piece, delta)
-            if chunk is None:
-                continue
-            if index not in self._filling:
-                self._filling[index] = Segment("asyncrl-weights", sizes[index])
-            problem = await self.in_thread(_write, self._filling[index], piece, chunk)
-            if problem:
-                self._leave(sources, source, problem)
-                self._corrupt(plan, piece, problem)
-            elif plan.accept(piece):
-                self.encoded_bytes += piece.size
-                if self._relay is not None and delta is None:
-                    self._relay.arrived(self.version, piece, self._filling[index].fd, chunk.checksum)
-                if plan.whole(index):
-                    await self._complete(index, delta)
-                self._came_on(sources)
-
-    async def _ask(self, sources: Sources, plan: ChunkPlan, piece: Piece, delta: Delta | None) -> Chunk | None:
-        """The chunk, not yet verified; None if it is to be asked for again or no longer wanted."""
-        source = sources.present
-        base = -1 if delta is None else delta.base
-        request = FetchChunk(version=self.version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
+    async def _fetch(self, request: FetchChunk) -> str:
+        """Fetch, verify and write a chunk. Returns "", LOST when the call failed, or the problem of a corrupt chunk."""
+        source, index = self.source, request.bucket
         try:
-            chunk: Chunk = await self._call(source, request, sources.timeout_s)
-            return chunk
+            # A chunk may take as long as the fetch may be without one: another call would queue it again.
+            timeout_s = self._weights.deadline_s * (1 if source == PARAMETER_SERVER else SILENT_SHARE)
+            chunk: Chunk = await self._call(source, request, timeout_s)
         except ProtocolError as error:
-            self._leave(sources, source, str(error))
-            self._corrupt(plan, piece, str(error))
-            return None
-        except (DeadlineExceeded, PeerRestarted) as error:
-            lost: WireError = error
-            self._leave(sources, source, str(error))
-        except RemoteError as error:
-            if error.code == NotHere.code:
-                # The relay waits for it as well.
-                if sources.has_nothing(source, self._now()):
-                    self._tell_left(sources, source, str(error))
-                plan.lost(piece)
-                return None
-            if source != PARAMETER_SERVER:
-                self._leave(sources, source, str(error))
-                plan.lost(piece)
-                return None
-            if error.code == VersionGone.code:
-                raise VersionGone(self.version, f"{error.actor} has let it go") from error
-            if is_refusal(error):
-                if delta is None:
-                    raise
-                # A parameter server that was restarted need not have the same deltas.
-                plan.drop(piece.bucket)
-                self._reject_delta(piece.bucket, error)
-                return None
-            lost = error
-        plan.lost(piece)
-        if source != PARAMETER_SERVER:
-            return None
-        if not self._last_failure:
-            self._log.warning("chunks do not come", version=self.version, error=str(lost))
-        self._last_failure = str(lost)
-        again_s = pause(AGAIN_S, self._failures, self._draws.random())
-        self._failures += 1
-        await asyncio.sleep(again_s)
-        return None
+            return self._corrupt(request, source, str(error))
+        except (DeadlineExceeded, PeerRestarted, RemoteError) as error:
+            await self._failed(source, error)
+            return LOST
+        if index not in self._filling:
+            self._filling[index] = Segment("asyncrl-weights", self.buckets[index].size)
+        if problem := await self.in_thread(_write, self._filling[index], request, chunk):
+            return self._corrupt(request, source, problem)
+        self._bytes += request.size
+        self._missing[index] -= request.size
+        if self._relay is not None:
+            self._relay.arrived(request, self._filling[index].fd, chunk.checksum)
+        if not self._missing[index]:
+            await self.in_thread(self._seal, index)
+        self._last_failure, self._failures, self._since = "", 0, self._now()
+        # A timeout that has expired cannot be rescheduled.
+        if not self._limit.expired():
+            self._limit.reschedule(self._since + self._weights.deadline_s)
+        return ""
 
-    def _leave(self, sources: Sources, source: str, problem: str) -> None:
-        """A relay that fails is asked no more for this stripe."""
-        if sources.failed(source, self._now()):
-            self._tell_left(sources, source, problem)
-
-    def _tell_left(self, sources: Sources, source: str, problem: str) -> None:
-        self._log.warning("relay is left", version=self.version, relay=source, next=sources.present, error=problem)
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
-
-    def _corrupt(self, plan: ChunkPlan, piece: Piece, problem: str) -> None:
-        """Note a corrupt chunk. Raises WeightsCorrupt when it has been so too often."""
+    def _corrupt(self, request: FetchChunk, source: str, problem: str) -> str:
+        self._leave(source, problem)
         self._log.warning(
             "chunk is corrupt; it is fetched again",
             version=self.version,
-            bucket=piece.bucket,
-            offset=piece.offset,
+            bucket=request.bucket,
+            offset=request.offset,
             error=problem,
         )
-        plan.corrupt(piece, problem)
+        return problem
 
-    def _came_on(self, sources: Sources) -> None:
-        self._last_failure, self._failures = "", 0
-        sources.came(self._now())
-        # A timeout that is over cannot be set anew.
-        if not self._limit.expired():
-            self._limit.reschedule(self._now() + self._weights.deadline_s)
-
-    async def _complete(self, index: int, delta: Delta | None) -> None:
-        """Verify a whole bucket. Raises WeightsCorrupt when it is not what was published."""
-        if delta is None:
-            await self.in_thread(self._seal, index)
+    async def _failed(self, source: str, error: DeadlineExceeded | PeerRestarted | RemoteError) -> None:
+        """Handle a failed call: leave the source, pause before the next call, or raise an error that will not pass."""
+        code = error.code if isinstance(error, RemoteError) else ""
+        if source != PARAMETER_SERVER:
+            # A source that is alive waits for the chunk itself.
+            if code != NotHere.code or self._now() - self._since >= IDLE_SHARE * self._weights.deadline_s:
+                self._leave(source, str(error))
             return
-        try:
-            await self.in_thread(self._decode_filled, index)
-        except WeightsCorrupt as error:
-            self._reject_delta(index, error)
+        if code == VersionGone.code:
+            raise VersionGone(self.version, f"{source} does not hold it") from error
+        if isinstance(error, RemoteError) and is_refusal(error):
+            raise error
+        if not self._last_failure:
+            self._log.warning("chunks do not arrive", version=self.version, error=str(error))
+        self._last_failure = str(error)
+        again_s = pause(AGAIN_S, self._failures, self._draws.random())
+        self._failures += 1
+        await asyncio.sleep(again_s)
+
+    def _leave(self, source: str, problem: str) -> None:
+        """Ask the next source from here on. Late failures of earlier sources change nothing."""
+        if source == self.source != PARAMETER_SERVER:
+            del self._sources[0]
+            self._since = self._now()
+            self._log.warning("relay is left", version=self.version, relay=source, next=self.source, error=problem)
 
     def _seal(self, index: int) -> None:
         segment, bucket = self._filling.pop(index), self.buckets[index]
         self.found[index] = seal_verified(segment, bucket, version=self.version, index=index)
 
-    def _decode_filled(self, index: int) -> None:
-        segment = self._filling.pop(index)
-        try:
-            self._decode(index, segment.memory)
-        finally:
-            segment.discard()
+
+LOST = "lost"
 
 
-def _write(segment: Segment, piece: Piece, chunk: Chunk) -> str:
-    """Verify and write; returns the problem of the chunk, if there is one."""
+def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
+    """Verify and write; returns the problem of the chunk, or an empty text."""
     data = chunk.data.reshape(-1).view(np.uint8).data
-    if data.nbytes != piece.size:
-        return f"{data.nbytes} bytes instead of {piece.size}"
+    if data.nbytes != request.size:
+        return f"{data.nbytes} bytes instead of {request.size}"
     found = xxhash.xxh3_64_intdigest(data)
     if found != chunk.checksum:
         return f"its checksum is {found:#018x} instead of {chunk.checksum:#018x}"
-    segment.write(piece.offset, data)
+    segment.write(request.offset, data)
     return ""

@@ -72,7 +72,7 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     from asyncrl.errors import DeadlineExceeded
     from asyncrl.learner.fsdp.ranks import hang_watch
     from asyncrl.learner.fsdp.ranks.ranks import Ranks
-    from asyncrl.weights.collective.gloo import open_store
+    from asyncrl.weights.broadcast import open_store
 
     hang_watch.BEAT_S, hang_watch.AFTER_S, hang_watch.SILENT_S = 0.2, 0.5, 1.0
     begin = dist.init_process_group

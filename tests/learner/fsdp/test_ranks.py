@@ -12,8 +12,7 @@ from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.ranks import ranks as rendezvous
-from asyncrl.weights.collective.gloo import open_store
-from asyncrl.weights.collective.links import listen
+from asyncrl.weights.broadcast import listen, open_store
 
 
 def test_a_follower_that_comes_late_hears_every_word_and_the_store_keeps_none_that_was_heard() -> None:

@@ -143,7 +143,7 @@ def _publish_and_export(backend, config, target: Path) -> dict[str, Any]:
     found = {
         "version": publication.manifest.version,
         "buckets": [[t.name for t in b.tensors] for b in publication.manifest.buckets],
-        "fds": len(publication.fds),
+        "fds": len(publication.descriptors),
         "weights": weights_of(publication),
     }
     (target / "left over").mkdir(parents=True)
@@ -192,9 +192,9 @@ def test_publication_and_export_are_what_save_pretrained_would_write(tmp_path, r
 def _train_beside_a_slow_gather(backend, config) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
     """Events, in order, while each bucket of a version was gathered only once another step was trained; the weights of
     the version before it, without a step between, of this one, and of one behind it."""
-    from asyncrl.learner.fsdp.weights import gather
+    from asyncrl.learner.fsdp.weights import assembly
 
-    real, trained, sealed = gather._Gather.wait, threading.Semaphore(0), threading.Semaphore(0)
+    real, trained, sealed = assembly._Gather.wait, threading.Semaphore(0), threading.Semaphore(0)
     events: list[str] = []
 
     def wait(self) -> list[torch.Tensor]:
@@ -206,7 +206,7 @@ def _train_beside_a_slow_gather(backend, config) -> tuple[list[str], list[dict[s
     backend.train(plan_of(backend, config, 0))
     publication = backend.publish(1).result()
     buckets, weights = len(publication.manifest.buckets), [weights_of(publication)]
-    with mock.patch.object(gather._Gather, "wait", wait):
+    with mock.patch.object(assembly._Gather, "wait", wait):
         assembly = backend.publish(2, on_sealed=lambda bucket, fd: sealed.release())
         events.append("copied")
         for step in range(1, buckets + 1):
@@ -230,9 +230,9 @@ def _train_beside_a_slow_gather_and_failed_writes(backend, config, folder: Path)
 
 def _fail_to_write(backend, folder: Path) -> tuple[list[str], int]:
     """Out of memory while publishing and a file in the way while exporting; and what is left open."""
-    from asyncrl.learner.fsdp.weights import gather
+    from asyncrl.learner.fsdp.weights import assembly
 
-    opened, real, problems, calls = open_descriptors(), gather.Segment, [], itertools.count()
+    opened, real, problems, calls = open_descriptors(), assembly.Segment, [], itertools.count()
 
     class Full(real):
         def __init__(self, name: str, size: int) -> None:
@@ -240,7 +240,7 @@ def _fail_to_write(backend, folder: Path) -> tuple[list[str], int]:
                 raise OSError(errno.ENOMEM, "no memory left")
             super().__init__(name, size)
 
-    with mock.patch.object(gather, "Segment", Full):
+    with mock.patch.object(assembly, "Segment", Full):
         for attempt in (lambda: backend.publish(1).result(), lambda: backend.export(folder / "file" / "export")):
             try:
                 attempt()

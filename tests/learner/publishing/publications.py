@@ -1,4 +1,4 @@
-"""Publications of made-up weights, and whether their segments are still open."""
+"""Versions of made-up weights, and whether their segments are still open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inprocess import sim_config
 
 from asyncrl.config import Config
 from asyncrl.learner.backends.sim import SimTrainer
-from asyncrl.learner.exchange.publication import OnSealed, Publication
+from asyncrl.weights.held_version import HeldVersion, OnSealed
 
 BUCKETS = 3
 WAIT_S = 20.0
@@ -23,13 +23,13 @@ def _config() -> Config:
     return sim_config(learner={"sim": {"publish_bytes": BUCKETS * 4096}}, weights={"bucket_bytes": 4096})
 
 
-def make_publication(version: int, on_sealed: OnSealed | None = None) -> Publication:
+def make_publication(version: int, on_sealed: OnSealed | None = None) -> HeldVersion:
     """BUCKETS sealed buckets of 4096 bytes, all of them different."""
     return SimTrainer(_config(), 0).publish(version, on_sealed=on_sealed).result()
 
 
 def open_descriptors() -> set[tuple[str, str]]:
-    """Numbers and targets: those of other tests may be closed at any time, so what is left open is in no set before."""
+    """Numbers and targets. Those of other tests may be closed at any time: compare with a set taken before."""
     gc.collect()
     return _descriptors()
 

@@ -1,4 +1,4 @@
-"""Bringing the newest version to a parameter server that may be slow, frozen, dead, or another one."""
+"""Publishing the newest version to a parameter server that may be slow, frozen, dead, or another one."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from learner.publishing.publications import make_publication, no_segment_left_op
 from virtual import run_virtual
 
 from asyncrl.errors import ProtocolError, RemoteError
-from asyncrl.learner.exchange.publication import Publication
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.messages import Done
 from asyncrl.messages.weights import KeepPublished, Publish, Published
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.telemetry.logging import get_logger
+from asyncrl.weights.held_version import HeldVersion
 
 NAME = "parameter_server/0"
 
 
 class Stub:
-    """Holds what it is told; answers nothing while it is frozen."""
+    """Holds the versions that it receives; answers nothing while it is frozen."""
 
     def __init__(self) -> None:
         self.reached: list[int] = []
-        """Versions that came, those included that are not answered."""
+        """VersionMaker that came, those included that are not answered."""
         self.told: list[int] = []
         self.kept: list[int] = []
         self.spoiled = -1
@@ -88,11 +88,11 @@ class Scene:
         await until(lambda: self.publisher.acknowledged == version and self.stub.kept[-1:] == [version])
 
 
-async def held(made: list[Publication], expected: list[bool]) -> None:
+async def held(made: list[HeldVersion], expected: list[bool]) -> None:
     """Wait until just these are open. It is another thread that closes them, so no virtual time passes meanwhile."""
     until_s = time.monotonic() + 20.0
-    while [bool(one.fds) for one in made] != expected:
-        assert time.monotonic() < until_s, [bool(one.fds) for one in made]
+    while [bool(one.descriptors) for one in made] != expected:
+        assert time.monotonic() < until_s, [bool(one.descriptors) for one in made]
         await asyncio.to_thread(time.sleep, 0.001)
 
 
@@ -116,7 +116,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
         run_virtual(main())
 
 
-def test_each_version_is_told_and_kept_and_told_anew_to_a_parameter_server_that_takes_its_place() -> None:
+def test_each_version_is_published_and_kept_and_published_again_to_a_successor() -> None:
     async def scenario(scene: Scene) -> None:
         made = []
         for version in range(3):
@@ -128,19 +128,19 @@ def test_each_version_is_told_and_kept_and_told_anew_to_a_parameter_server_that_
         for _ in range(2):
             scene.replace()
             await scene.acknowledged(2)
-            assert scene.stub.told == [2] and made[-1].fds
+            assert scene.stub.told == [2] and made[-1].descriptors
 
     play(scenario)
 
 
 def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    released, release = [], Publication.release
+    released, release = [], HeldVersion.close
 
-    def noted(publication: Publication) -> None:
+    def noted(publication: HeldVersion) -> None:
         released.append(threading.current_thread())
         release(publication)
 
-    monkeypatch.setattr(Publication, "release", noted)
+    monkeypatch.setattr(HeldVersion, "close", noted)
 
     async def scenario(scene: Scene) -> None:
         for version in range(2):
@@ -151,7 +151,7 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_an_older_version(monkeyp
     assert len(released) >= 2 and threading.current_thread() not in released[:2]
 
 
-def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server_has_not_answered() -> None:
+def test_a_newer_version_replaces_those_that_a_frozen_parameter_server_has_not_answered() -> None:
     async def scenario(scene: Scene) -> None:
         made = [make_publication(version) for version in range(6)]
         scene.publisher.offer(made[0])
@@ -161,10 +161,10 @@ def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server
         await until(lambda: 1 in scene.stub.reached)
         for publication in made[2:]:
             scene.publisher.offer(publication)
-        # The one that is held, the one that may be being taken in at this moment, and the newest.
+        # The version that is held, the one that may be on its way, and the newest.
         await held(made, [True, True, False, False, False, True])
         # Past the deadline of a call.
-        await until(lambda: not made[1].fds)
+        await until(lambda: not made[1].descriptors)
         await held(made, [True, False, False, False, False, True])
         scene.stub.awake.set()
         await scene.acknowledged(5)
@@ -173,7 +173,7 @@ def test_a_newer_version_takes_the_place_of_those_that_a_frozen_parameter_server
     play(scenario)
 
 
-def test_a_version_that_went_bad_in_memory_is_wanted_anew_and_a_refused_one_ends_it() -> None:
+def test_a_version_that_changed_in_memory_is_published_anew_and_a_refused_one_is_an_error() -> None:
     async def scenario(scene: Scene) -> None:
         scene.publisher.offer(make_publication(3))
         await scene.acknowledged(3)

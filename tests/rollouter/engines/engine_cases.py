@@ -19,10 +19,9 @@ from tiny_models import EOS, Publisher, logprobs_of, parameters_of
 
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup, Manifest
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout, Manifest
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.collective.sender import Sender
+from asyncrl.weights.broadcast import Sender
 
 PROMPT = [(7 * i + 3) % 90 for i in range(40)]
 LONG_S = 60.0
@@ -95,8 +94,8 @@ def part_of(sender: Sender, manifest: Manifest, *, epoch: int = 1, timeout_s: fl
     """The engine's part in a broadcast to it alone."""
     told = {"backend": "gloo", "epoch": epoch, "world_size": 2, "host": sender.host, "port": sender.port} | group
     layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
-    collective = Collective(group=CollectiveGroup(**told), first_rank=1, buckets=layouts)
-    return BroadcastPart(version=manifest.version, collective=collective, timeout_s=timeout_s)
+    group = BroadcastGroup(**told)
+    return BroadcastPart(version=manifest.version, group=group, first_rank=1, buckets=layouts, timeout_s=timeout_s)
 
 
 def buckets_of(manifest: Manifest) -> Iterator[tuple[Bucket, int]]:
@@ -112,7 +111,7 @@ def broken_off(sender: Sender, manifest: Manifest) -> Iterator[tuple[Bucket, int
 
 
 def send(sender: Sender, weights: BroadcastPart, buckets: Iterator[tuple[Bucket, int]]) -> None:
-    sender.send(weights.collective.group, weights.version, weights.collective.buckets, buckets)
+    sender.send(weights.group, weights.version, buckets)
 
 
 async def broadcast(

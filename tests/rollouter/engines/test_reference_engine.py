@@ -40,7 +40,7 @@ from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine
 from asyncrl.rollouter.engines.reference import model as model_module
 from asyncrl.rollouter.engines.reference.model import Model, choose, uniform
-from asyncrl.weights.collective.sender import Sender
+from asyncrl.weights.broadcast import Sender
 
 TOLERANCE = 1e-5
 ask = partial(engine_cases.ask, seed=7)

@@ -27,7 +27,7 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest, TokenDelta
 from asyncrl.rollouter.engines.sim_model import BLOCK, Batch, PrefixCache, content, response_length
-from asyncrl.weights.collective.sender import Sender
+from asyncrl.weights.broadcast import Sender
 
 RUN = run_virtual
 STEP = {"prefill_tokens_per_s": 1000.0, "decode_step_s": 1.0, "decode_step_per_request_s": 0.5}

@@ -1,10 +1,10 @@
-"""The two ends of a fetch without the rest of their actors: a server of versions, and hosts that hand them on."""
+"""The two ends of a fetch without the rest of their actors: a server of versions, and hosts that relay them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from harness import Net
@@ -14,24 +14,25 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionGone
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer
-from asyncrl.parameter_server.held import ChunkServer
-from asyncrl.parameter_server.snapshots import HeldSnapshot
-from asyncrl.rollouter.updating.fetch import Fetched, fetch
+from asyncrl.parameter_server.held_versions import HeldVersions
+from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, fetch
 from asyncrl.rollouter.updating.relay import Relay
-from asyncrl.rollouter.updating.sources import PARAMETER_SERVER
 from asyncrl.runtime.actor import Caller, handler
+from asyncrl.weights.held_version import HeldVersion
 
 
 class Server:
-    """The parameter server as far as a fetch needs it. ``on_chunk`` may change, delay or refuse a reply."""
+    """The part of the parameter server that a fetch needs. ``on_chunk`` may change, delay or refuse a reply."""
 
-    def __init__(self, *snapshots: HeldSnapshot, on_chunk: Callable[..., Any] | None = None) -> None:
-        self.snapshots = {snapshot.manifest.version: snapshot for snapshot in snapshots}
-        self.served: Counter[tuple[int, int, int]] = Counter()
-        """(bucket, offset, base)"""
+    def __init__(self, *snapshots: HeldVersion, on_chunk: Callable[..., Any] | None = None) -> None:
+        self.snapshots = {snapshot.version: snapshot for snapshot in snapshots}
+        self.served: Counter[tuple[int, int]] = Counter()
+        """(bucket, offset)"""
         self.asked_by: Counter[str] = Counter()
         self._on_chunk = on_chunk
-        self._chunks = ChunkServer()
+        self._chunks = HeldVersions()
+        for snapshot in snapshots:
+            self._chunks.add(snapshot)
         self._running = 0
         self.most_running = 0
 
@@ -45,8 +46,8 @@ class Server:
         try:
             # Others get their turn.
             await asyncio.sleep(0)
-            chunk = self._chunks.chunk(snapshot, request)
-            self.served[request.bucket, request.offset, request.base] += 1
+            chunk = self._chunks.chunk(request)
+            self.served[request.bucket, request.offset] += 1
             if caller is not None:
                 self.asked_by[caller.name] += 1
             if self._on_chunk is not None:
@@ -63,11 +64,11 @@ class Server:
 
     def close(self) -> None:
         for snapshot in self.snapshots.values():
-            snapshot.release()
+            snapshot.close()
 
 
 class Host:
-    """A rollouter as far as others of its host, and hosts below it, are concerned."""
+    """The part of a rollouter that others of its host, and the next host of the chain, need."""
 
     def __init__(self, net: Net, name: str, weights: WeightsConfig) -> None:
         self.name, self.relay, self.weights = name, Relay(), weights
@@ -90,26 +91,19 @@ class Host:
             self._peers[name] = self._net.peer(self._endpoint, name)
         return self._peers[name].call(request, timeout)
 
-    async def take(self, manifest: Manifest, *sources: str, more: Sequence[Sequence[str]] = ()) -> Fetched:
-        """Bring a version to this host, for the others there and below. ``more``: the ways of further stripes."""
-        offer = Offer(
-            version=manifest.version,
-            transport="stream",
-            manifest=manifest,
-            share=True,
-            sources=[*sources],
-            more_sources=[[*way] for way in more],
-        )
+    async def take(self, manifest: Manifest, *sources: str) -> HeldVersion:
+        """Fetch a version for this host, and for the next host of the chain."""
+        offer = Offer(version=manifest.version, transport="stream", manifest=manifest, share=True, sources=[*sources])
         self.relay.begin(manifest.version)
         try:
-            found = await fetch(offer, None, call=self.call, weights=self.weights, who=self.name, relay=self.relay)
-            self.paths = self.relay.whole(found.staged)
+            found = await fetch(offer, call=self.call, weights=self.weights, who=self.name, relay=self.relay)
+            self.paths = self.relay.whole(found)
         finally:
             self.relay.give_up(manifest.version)
         return found
 
 
 def calling(*peers: Any) -> Any:
-    """A fetch's way to ask others; the peers by their names."""
+    """The ``call`` of a fetch; the peers by their names."""
     known = {peer.name: peer for peer in peers}
     return lambda name, request, timeout: known[name].call(request, timeout)

@@ -1,4 +1,4 @@
-"""Handing a version on: chunk by chunk while it comes, to hosts below and to others of this one; whoever fails."""
+"""The relay: chunks for the next host while they arrive, the whole version for others of this host, and failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import pytest
 import xxhash
 from fetch_cases import Host, Server
 from harness import Net, replace
-from hypothesis import given
-from hypothesis import strategies as st
 from published_weights import (
     as_streamed,
     comes_to,
@@ -33,16 +31,13 @@ from virtual import run_virtual
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
+from asyncrl.rollouter.updating.fetch import IDLE_SHARE, SILENT_SHARE
 from asyncrl.rollouter.updating.relay import Relay
-from asyncrl.rollouter.updating.sources import IDLE_SHARE, PARAMETER_SERVER, SILENT_SHARE, Sources
-from asyncrl.weights.chunks import Piece
 from asyncrl.weights.segments import Segment
 
 PIECE = 1 << 20
 CONTENTS = [random_bytes(3 * PIECE + 5, 1), random_bytes(2 * PIECE, 2)]
 CHUNKS = 4 + 2
-EVEN = {Piece(0, 0, PIECE), Piece(0, 2 * PIECE, PIECE), Piece(1, 0, PIECE)}
-ODD = {Piece(0, PIECE, PIECE), Piece(0, 3 * PIECE, 5), Piece(1, PIECE, PIECE)}
 WEIGHTS = WeightsConfig(chunk_bytes=PIECE, chunks_in_flight=2, deadline_s=20.0)
 
 
@@ -59,29 +54,32 @@ def no_leak():
     assert comes_to(before)
 
 
-def asked(version: int, piece: Piece, base: int = -1) -> FetchChunk:
-    return FetchChunk(version=version, bucket=piece.bucket, offset=piece.offset, size=piece.size, base=base)
+def asked(version: int, bucket: int, offset: int, size: int) -> FetchChunk:
+    return FetchChunk(version=version, bucket=bucket, offset=offset, size=size)
 
 
-async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above():
+FIRST = asked(4, 0, 0, PIECE)
+
+
+async def test_in_a_chain_of_hosts_every_bit_arrives_and_each_asks_only_the_one_before():
     async with Net() as net:
         server = Server(held(4, CONTENTS))
         net.serve(server, "parameter_server/0")
         hosts = [Host(net, f"rollouter/{index}", WEIGHTS) for index in range(3)]
         manifest = as_streamed(server.snapshots[4].manifest)
         ways = [[], ["rollouter/0"], ["rollouter/1", "rollouter/0"]]
-        # The last one first: it waits for what is still to come.
+        # The last one first: it waits for chunks that have not arrived.
         fetching = [
             asyncio.create_task(host.take(manifest, *way)) for host, way in list(zip(hosts, ways, strict=True))[::-1]
         ]
         found = [await each for each in fetching]
         for each in found:
-            assert contents_of(each.staged.manifest) == CONTENTS
+            assert contents_of(each.manifest) == CONTENTS
         assert server.asked_by == {"rollouter/0": CHUNKS}
         assert [host.served for host in hosts] == [{"rollouter/1": CHUNKS}, {"rollouter/2": CHUNKS}, {}]
         for each in found:
-            each.staged.close()
-        # Others of the host open what it holds, whatever has become of the update.
+            each.close()
+        # Others of the host open its copy, whatever has become of the update.
         buckets = server.snapshots[4].manifest.buckets
         shared = stage(
             replace(manifest, buckets=[replace(b, path=p) for b, p in zip(buckets, hosts[2].paths, strict=True)])
@@ -95,7 +93,7 @@ async def test_a_chain_of_hosts_has_every_bit_and_each_asks_only_the_one_above()
 
 @asynccontextmanager
 async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manifest]]:
-    """A host below the parameter server, rollouter/0 and rollouter/1, whose replies ``scripts`` change."""
+    """A host after the parameter server, rollouter/0 and rollouter/1, whose replies ``scripts`` change."""
     async with Net(memory=True) as net:
         servers = [Server(held(4, CONTENTS), on_chunk=script) for script in scripts]
         for name, server in zip(("parameter_server/0", "rollouter/0", "rollouter/1"), servers, strict=False):
@@ -107,28 +105,24 @@ async def below(*scripts: Any) -> AsyncIterator[tuple[Host, list[Server], Manife
             server.close()
 
 
-async def test_each_stripe_comes_its_own_way_and_one_that_stands_still_holds_up_no_other():
+async def test_a_chunk_is_passed_on_while_the_rest_is_on_its_way():
     async def hold_back(request, chunk):
-        await go_on.wait()
+        if request.bucket == 1:
+            await go_on.wait()
         return chunk
 
     go_on = asyncio.Event()
-    async with below(None, None, hold_back) as (host, (server, *relays), manifest):
-        fetching = asyncio.create_task(host.take(manifest, "rollouter/0", more=[["rollouter/1"]]))
+    async with below(None, hold_back) as (host, (server, relay), manifest):
+        fetching = asyncio.create_task(host.take(manifest, "rollouter/0"))
         await asyncio.sleep(0)
-        # They are handed on while the rest is under way.
-        for piece in EVEN:
-            assert len((await host.relay.chunk(asked(4, piece), 20.0)).data) == piece.size
-        for piece in ODD:
-            with pytest.raises(NotHere):
-                await host.relay.chunk(asked(4, piece), 0.0)
+        assert len((await host.relay.chunk(FIRST, 20.0)).data) == PIECE
+        with pytest.raises(NotHere):
+            await host.relay.chunk(asked(4, 1, 0, PIECE), 0.0)
         go_on.set()
         found = await fetching
-        assert contents_of(found.staged.manifest) == CONTENTS
-        assert server.served.total() == 0
-        for relay, pieces in zip(relays, (EVEN, ODD), strict=True):
-            assert relay.served == {(piece.bucket, piece.offset, -1): 1 for piece in pieces}
-        found.staged.close()
+        assert contents_of(found.manifest) == CONTENTS
+        assert (server.served.total(), relay.served.total()) == (0, CHUNKS)
+        found.close()
 
 
 def flips(chunk: Chunk) -> Chunk:
@@ -146,36 +140,36 @@ def has_a_defect(chunk: Chunk) -> Chunk:
 
 
 @pytest.mark.parametrize("what", [flips, has_let_go, has_a_defect], ids=lambda what: what.__name__)
-async def test_a_relay_that_fails_is_left_for_the_next_above_and_for_its_stripe_alone(what):
+async def test_a_relay_that_fails_is_left_for_the_next(what):
     async with below(None, None, lambda _, chunk: what(chunk)) as (host, (server, good, _), manifest):
         with capture_logs() as logs:
-            found = await host.take(manifest, "rollouter/1", "rollouter/0", more=[["rollouter/0"]])
-        assert contents_of(found.staged.manifest) == CONTENTS
+            found = await host.take(manifest, "rollouter/1", "rollouter/0")
+        assert contents_of(found.manifest) == CONTENTS
         assert (server.served.total(), good.served.total()) == (0, CHUNKS)
         assert [line["relay"] for line in logs if line["event"] == "relay is left"] == ["rollouter/1"]
-        found.staged.close()
+        found.close()
 
 
 @pytest.mark.parametrize(
     ("silent", "after_s", "words"),
-    [(True, 20.0 * SILENT_SHARE, "FetchChunk"), (False, 20.0 * IDLE_SHARE, "has not come within")],
+    [(True, 20.0 * SILENT_SHARE, "FetchChunk"), (False, 20.0 * IDLE_SHARE, "has not arrived within")],
 )
-def test_a_relay_that_dies_or_gets_nothing_itself_costs_what_was_missing_and_no_version(silent, after_s, words):
+def test_a_relay_that_dies_or_gets_nothing_itself_costs_only_the_missing_chunks(silent, after_s, words):
     async def second_bucket_never(request, chunk):
         if request.bucket == 1:
             if silent:
                 await asyncio.Event().wait()
             await asyncio.sleep(1.0)
-            raise NotHere("it has not come within 1 s")
+            raise NotHere("it has not arrived within 1 s")
         return chunk
 
     async def main():
         async with below(None, second_bucket_never) as (host, (server, _), manifest):
             found = await host.take(manifest, "rollouter/0")
-            assert contents_of(found.staged.manifest) == CONTENTS
-            # All that the relay had handed on was not asked for again.
+            assert contents_of(found.manifest) == CONTENTS
+            # Chunks that the relay had sent were not requested again.
             assert server.asked_by == {"rollouter/2": 2}
-            found.staged.close()
+            found.close()
             return asyncio.get_running_loop().time()
 
     with capture_logs() as logs:
@@ -188,43 +182,41 @@ def test_a_relay_that_dies_or_gets_nothing_itself_costs_what_was_missing_and_no_
 # --- what is held ---
 
 
-def ask(relay: Relay, version: int, piece: Piece, base: int = -1) -> Chunk:
-    return run_virtual(relay.chunk(asked(version, piece, base), 5.0))
+def ask(relay: Relay, chunk: FetchChunk) -> Chunk:
+    return run_virtual(relay.chunk(chunk, 5.0))
 
 
-def test_what_has_arrived_outlives_the_one_who_fetched_it():
-    relay, content, first = Relay(), random_bytes(4096), Piece(0, 0, 4096)
+def test_an_arrived_chunk_outlives_the_fetch():
+    relay, content, first = Relay(), random_bytes(4096), asked(1, 0, 0, 4096)
     segment = Segment("test", len(content))
     segment.write(0, content)
     relay.begin(1)
-    relay.arrived(1, first, segment.fd, xxhash.xxh3_64_intdigest(content))
+    relay.arrived(first, segment.fd, xxhash.xxh3_64_intdigest(content))
     segment.discard()
-    chunk = ask(relay, 1, first)
+    chunk = ask(relay, first)
     assert chunk.data.dtype == np.uint8 and chunk.data.tobytes() == content
     assert chunk.checksum == xxhash.xxh3_64_intdigest(content)
-    for piece in (Piece(0, 4096, 4096), Piece(1, 0, 4096), Piece(0, 0, 8)):
-        with pytest.raises(NotHere, match="has not come within 5.0 s"):
-            ask(relay, 1, piece)
-    with pytest.raises(InvalidRequest):
-        ask(relay, 1, first, base=0)
+    for chunk in (asked(1, 0, 4096, 4096), asked(1, 1, 0, 4096), asked(1, 0, 0, 8)):
+        with pytest.raises(NotHere, match="has not arrived within 5.0 s"):
+            ask(relay, chunk)
     with pytest.raises(VersionGone):
-        ask(relay, 2, first)
+        ask(relay, asked(2, 0, 0, 4096))
     relay.close()
     with pytest.raises(VersionGone):
-        ask(relay, 1, first)
+        ask(relay, first)
 
 
-async def test_one_who_asks_no_more_before_a_thread_has_read_leaves_nothing_open():
+async def test_a_call_cancelled_before_a_thread_has_read_leaves_nothing_open():
     relay, go_on = Relay(), threading.Event()
-    segment, piece = Segment("test", 4096), Piece(0, 0, 4096)
+    segment, chunk = Segment("test", 4096), asked(1, 0, 0, 4096)
     relay.begin(1)
-    relay.arrived(1, piece, segment.fd, 0)
+    relay.arrived(chunk, segment.fd, 0)
     segment.discard()
     with ThreadPoolExecutor(1) as threads:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(threads)
         busy = loop.run_in_executor(None, go_on.wait, 10.0)
-        asking = [asyncio.create_task(relay.chunk(asked(1, piece), 5.0)) for _ in range(3)]
+        asking = [asyncio.create_task(relay.chunk(chunk, 5.0)) for _ in range(3)]
         await asyncio.sleep(0)
         for each in asking[1:]:
             each.cancel()
@@ -238,7 +230,7 @@ async def test_one_who_asks_no_more_before_a_thread_has_read_leaves_nothing_open
 def test_the_event_loop_does_not_wait_for_the_memory_of_a_version_that_is_dropped(monkeypatch):
     relay, segment, closed, close = Relay(), Segment("test", 4096), [], os.close
     relay.begin(1)
-    relay.arrived(1, Piece(0, 0, 4096), segment.fd, 0)
+    relay.arrived(asked(1, 0, 0, 4096), segment.fd, 0)
     segment.discard()
     monkeypatch.setattr(os, "close", lambda descriptor: closed.append(threading.current_thread()) or close(descriptor))
     relay.give_up(1)
@@ -246,16 +238,16 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_a_version_that_is_droppe
     assert len(closed) == 1 and threading.current_thread() not in closed
 
 
-def test_one_whole_version_is_held_beside_the_one_that_comes():
+def test_one_whole_version_is_held_beside_the_one_on_its_way():
     relay, staged = Relay(), {}
     for version in (1, 2, 3):
         snapshot = held(version, [random_bytes(100, version)])
         staged[version] = stage(snapshot.manifest)
-        snapshot.release()
+        snapshot.close()
 
     def holds(version):
         try:
-            ask(relay, version, Piece(9, 0, 1))
+            ask(relay, asked(version, 9, 0, 1))
         except VersionGone:
             return False
         except (NotHere, InvalidRequest):
@@ -269,22 +261,27 @@ def test_one_whole_version_is_held_beside_the_one_that_comes():
         loop = asyncio.get_running_loop()
         loop.call_at(1.0, relay.give_up, version)
         with pytest.raises(VersionGone):
-            await relay.chunk(asked(version, Piece(9, 0, 1)), 1000.0)
-        assert loop.time() == 1.0, "who waits for what is dropped is told at once"
+            await relay.chunk(asked(version, 9, 0, 1), 1000.0)
+        assert loop.time() == 1.0, "a call that waits for a dropped version is answered at once"
+
+    def whole(version):
+        [descriptor] = staged[version].descriptors
+        relay.arrived(asked(version, 0, 0, 100), descriptor, 0)
+        return relay.whole(staged[version])
 
     relay.begin(1)
-    assert len(relay.whole(staged[1])) == 1
+    assert len(whole(1)) == 1
     relay.begin(2)
     assert versions() == {1, 2}
     run_virtual(wait_for(2))
     assert versions() == {1}
     relay.begin(2)
-    relay.whole(staged[2])
+    whole(2)
     assert versions() == {2}
     relay.give_up(2)
     assert versions() == {2}
     relay.begin(3)
-    # It is begun anew, or something newer is.
+    # The same begins again, or a newer one does.
     relay.begin(3)
     relay.begin(4)
     assert versions() == {2, 4}
@@ -293,33 +290,3 @@ def test_one_whole_version_is_held_beside_the_one_that_comes():
     relay.close()
     for each in staged.values():
         each.close()
-
-
-# --- whom a stripe asks ---
-
-ABOVE = ["r/1", "r/2"]
-
-
-def test_one_that_lives_is_left_only_when_nothing_has_come_for_long():
-    sources = Sources(ABOVE, deadline_s=80, now=0)
-    long = 80 * IDLE_SHARE
-    assert not sources.has_nothing("r/1", long - 1)
-    sources.came(long - 1)
-    assert not sources.has_nothing("r/1", long + 1)
-    assert sources.has_nothing("r/1", 2 * long - 1)
-    # The next has all of its time, and what was in flight to the one before says nothing of it.
-    assert not sources.has_nothing("r/2", 2 * long) and not sources.failed("r/1", 2 * long)
-    assert sources.has_nothing("r/2", 3 * long - 1)
-    assert not sources.has_nothing(PARAMETER_SERVER, 9 * long)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["failed", "has_nothing"]), st.sampled_from([*ABOVE, PARAMETER_SERVER]))))
-def test_each_relay_is_left_at_most_once_and_in_order(events):
-    sources = Sources(ABOVE, deadline_s=80, now=0)
-    for now, (what, name) in enumerate(events):
-        before = sources.present
-        changed = getattr(sources, what)(name, now * 30)
-        assert changed == (sources.present != before) and (not changed or before == name)
-        assert changed or what != "failed" or name != before or name == PARAMETER_SERVER
-        assert [*sources.left, sources.present] == [*ABOVE, PARAMETER_SERVER][: len(sources.left) + 1]
-        assert sources.timeout_s == 80 * (1 if sources.present == PARAMETER_SERVER else SILENT_SHARE)

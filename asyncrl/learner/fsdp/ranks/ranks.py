@@ -52,7 +52,7 @@ class Ranks:
         replicas: int = 1,
         store: TCPStore | None = None,
     ) -> None:
-        """``store`` is rank 0's, as of weights.collective.gloo.open_store; ``replicas`` divides ``world_size``.
+        """``store`` is rank 0's, as of weights.broadcast.open_store; ``replicas`` divides ``world_size``.
 
         Raises DeadlineExceeded when a rank is late.
         """

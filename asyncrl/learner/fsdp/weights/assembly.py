@@ -1,35 +1,41 @@
-"""Assembles the weights beside the training: copied on the training thread, gathered and written on one of its own.
+"""Assembles the weights beside the training: copied on the training thread, gathered and written on another thread.
 
-A version is the adapters alone where versions are published so, and else the whole model with adapters added in; an
-export is the whole model, and the adapters beside it.
+Every rank first copies its own shards to host memory (copies.py); training waits only for that. Then the copies are
+gathered bucket by bucket, layer by layer: rank 0 writes one bucket into a sealed segment while the next is gathered. A
+version is the adapters alone if versions are published so, and else the whole model with adapters added in; an export
+is the whole model, and the adapters beside it.
 
-It keeps: the copy is of one moment, and is read to its end before the next is taken, so that no version is torn and
-one copy bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the
-collectives of a step.
+Invariants: a copy is of one moment and is read to its end before the next is taken, so no version is torn and one copy
+bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the collectives of a
+step. Every rank finishes the gather even if the writing fails; the error is raised afterwards on rank 0 alone.
 
-Fails with DeadlineExceeded, in the training, where the assembly before does not end in time, or with the error in which
-its exchange ended: the ranks are out of step then. The result on rank 0 is in its future alone.
+Fails with DeadlineExceeded, in the training, if the assembly before does not end in time, or with the error of its
+exchange: the ranks are out of step then. The result on rank 0 is in its future alone.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.errors import AsyncRLError, DeadlineExceeded
 from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.ranks.ranks import Ranks
-from asyncrl.learner.fsdp.weights.copies import ShardCopies, adapter_units, model_units
-from asyncrl.learner.fsdp.weights.gather import gather_buckets
+from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
+from asyncrl.messages.weights import Bucket, Manifest, Probe
+from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.segments import Segment, fill_buckets, layout
 
 STOP_WAIT_S = 30.0
-"""Time that an assembly has to end when the rank stops."""
+"""Time for an assembly to end when the rank stops."""
 _LOG = logging.getLogger(__name__)
 
 Purpose = Literal["version", "export"]
@@ -81,12 +87,120 @@ class Assembly:
 
     def _see_last(self) -> None:
         error = self._last.exception() if self._last is not None else None
-        # A disk or memory that is full leaves the ranks in step.
+        # After a full disk or memory the ranks are still in step.
         if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
             raise error
 
 
 def take_part(gathered: Iterator[dict[str, Tensor]]) -> None:
-    """Ranks above 0: send the parts that rank 0 gathers."""
+    """Ranks above 0: send their parts to rank 0."""
     for _ in gathered:
         pass
+
+
+def publish(
+    gathered: Iterator[dict[str, Tensor]],
+    version: int,
+    *,
+    probe: Probe | None = None,
+    on_sealed: OnSealed | None = None,
+) -> HeldVersion:
+    """Rank 0: the version whose buckets gather_buckets gives, in sealed segments. Raises OSError if one cannot be
+    written.
+    """
+    began = time.monotonic()
+    buckets: list[Bucket] = []
+    descriptors: list[int] = []
+    problem: OSError | None = None
+    for tensors in gathered:
+        if problem is None:
+            try:
+                bucket, descriptor = _write_bucket(f"asyncrl-v{version}-{len(buckets)}", tensors)
+            except OSError as error:
+                problem = error
+            else:
+                buckets.append(bucket)
+                descriptors.append(descriptor)
+                if on_sealed is not None:
+                    on_sealed(bucket, descriptor)
+    if problem is not None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise problem
+    gather_s = time.monotonic() - began
+    return HeldVersion(Manifest(version=version, buckets=buckets, probe=probe, gather_s=gather_s), descriptors)
+
+
+def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
+    specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
+    segment = Segment(name, size)
+    try:
+        for spec, tensor in zip(specs, tensors.values(), strict=True):
+            if tensor.numel():
+                place = torch.frombuffer(segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset)
+                place.view(tensor.shape).copy_(tensor)
+                # Sealing unmaps the memory behind it.
+                del place
+        return segment.seal(specs), segment.fd
+    except BaseException:
+        segment.discard()
+        raise
+
+
+def gather_buckets(
+    units: list[Unit], ranks: Ranks, group: dist.ProcessGroup | None, *, bucket_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """All ranks of the first replica together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks
+    above 0.
+
+    ``units`` are copies. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile. The tensors are
+    in host memory and may share it with the copies: read them before the next bucket. That is gathered meanwhile.
+    """
+    pending: tuple[list[Unit], _Gather] | None = None
+    with ranks.waiting("gathering the weights"):
+        plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
+        # The turn without a bucket is for the last one, which is still being gathered.
+        for bucket in [*plan, None]:
+            ready = pending
+            if bucket is not None:
+                members = [units[i] for i in bucket]
+                pending = (members, _Gather([weight for unit in members for weight in unit.weights], ranks, group))
+            if ready is None:
+                continue
+            full = ready[1].wait()
+            if ranks.rank:
+                yield {}
+                continue
+            found: dict[str, Tensor] = {}
+            values = iter(full)
+            for unit in ready[0]:
+                found |= unit.named(values)
+            yield found
+
+
+class _Gather:
+    """One bucket that rank 0 gathers: the parts of each rank in one buffer, in one collective."""
+
+    def __init__(self, weights: list[Weight], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
+        self._weights, self._ranks = weights, ranks
+        self._work: Any = None
+        self._received: list[Tensor] = []
+        sharded = [weight for weight in weights if weight.sharded]
+        if group is None or not sharded:
+            return
+        sent = flat(sharded, ranks.shards)
+        if ranks.rank == 0:
+            self._received = [torch.empty_like(sent) for _ in range(ranks.shards)]
+        self._work = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
+
+    def wait(self) -> list[Tensor]:
+        """On rank 0 the full weights in order; otherwise nothing."""
+        if self._work is not None:
+            self._work.wait()
+        if self._ranks.rank:
+            return []
+        whole = iter(joined([weight for weight in self._weights if weight.sharded], self._received))
+        return [
+            weight.part.view(weight.shape) if not weight.sharded or self._work is None else next(whole)
+            for weight in self._weights
+        ]

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, TypeVar
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.reference.model import seed_of
 from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.staging import Layout, StagedVersion, check_complete
+from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.rollouter.engines.reference.model import Continuation, Model, Sampled
-    from asyncrl.weights.collective.receiver import Receiver
+    from asyncrl.weights.broadcast import Receiver
 
 CLOSE_S = 10.0
 """Time that a computation gets to notice its interruption."""
@@ -332,31 +332,31 @@ class ReferenceEngine:
         self._paused = False
         self._wake()
 
-    async def accept(self, staged: StagedVersion) -> None:
+    async def accept(self, staged: HeldVersion) -> None:
         self._require_alive()
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
         else:
             await asyncio.to_thread(checkpoint.check_layout, staged, self._folder)
 
-    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
+    async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         self._require_alive()
         model, version = self._model, weights.version
         assert model is not None, "not started"
         assert self._paused, "only a paused engine may load"
-        if isinstance(weights, StagedVersion):
+        if isinstance(weights, HeldVersion):
             tensors = await asyncio.to_thread(_read, weights)
         else:
             try:
                 tensors = await asyncio.to_thread(self._receive, weights)
             except BroadcastFailed:
-                # A close breaks the receiving off; then the engine is gone, and the broadcast not to blame.
+                # After a close the engine is gone, and the broadcast is not to blame.
                 self._require_alive()
                 raise
         await self._compute(
             f"the load of version {version}", lambda: model.load(tensors, version), self._config.weights.deadline_s
         )
-        if isinstance(weights, StagedVersion):
+        if isinstance(weights, HeldVersion):
             self._layout = weights.layout
         self._version = version
         for flight in self._flights.values():
@@ -366,14 +366,14 @@ class ReferenceEngine:
             flight.stale = flight.it.seen > 0
 
     def _receive(self, weights: BroadcastPart) -> dict[str, Tensor]:
-        from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_in
-        from asyncrl.weights.collective.receiver import Receiver
+        from asyncrl.weights.broadcast import Receiver
+        from asyncrl.weights.tensors import tensors_in
 
         receiver = self._receiver = self._receiver or Receiver()
         if self._dead is not None:
             # Closed before there was anything to close.
             receiver.close()
-        received = zip(receiver.receive(weights, worker=0), weights.collective.buckets, strict=True)
+        received = zip(receiver.receive(weights, worker=0), weights.buckets, strict=True)
         return _copies(named for memory, bucket in received for named in tensors_in(memory, bucket.tensors))
 
     async def checksum(self) -> str:
@@ -381,8 +381,8 @@ class ReferenceEngine:
         return await self._compute("a checksum", self._loaded().checksum, self._timeout_s)
 
 
-def _read(staged: StagedVersion) -> dict[str, Tensor]:
-    from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_of
+def _read(staged: HeldVersion) -> dict[str, Tensor]:
+    from asyncrl.weights.tensors import tensors_of
 
     return _copies(tensors_of(staged.manifest))
 

@@ -30,12 +30,12 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.staging import StagedVersion
+from asyncrl.weights.held_version import HeldVersion
 
 __all__ = [
     "AsyncLLM",
@@ -170,23 +170,19 @@ def submission_seed(request: GenerationRequest) -> int | None:
     return int.from_bytes(digest, "little") >> 1
 
 
-def update_info(weights: StagedVersion | BroadcastPart) -> dict[str, Any]:
+def update_info(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
     """Arguments of a load for the workers; see weights.py."""
-    if isinstance(weights, StagedVersion):
+    if isinstance(weights, HeldVersion):
         return {"manifest": _manifest(weights)}
-    collective = msgspec.structs.replace(weights.collective, probe=None)
-    return {
-        "collective": msgspec.json.encode(collective).decode(),
-        "timeout_s": weights.timeout_s,
-    }
+    return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, probe=None)).decode()}
 
 
-def adapter_update(weights: StagedVersion, config: Config) -> dict[str, Any]:
+def adapter_update(weights: HeldVersion, config: Config) -> dict[str, Any]:
     """Arguments of the workers' ``load_adapter``; see lora.py."""
     return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
 
 
-def _manifest(weights: StagedVersion) -> str:
+def _manifest(weights: HeldVersion) -> str:
     # Workers do not need the probe, and JSON cannot hold its arrays.
     return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
 

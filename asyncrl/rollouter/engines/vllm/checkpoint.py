@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.weights.staging import StagedVersion, check_complete
+from asyncrl.weights.held_version import HeldVersion, check_complete
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -101,7 +101,7 @@ def optional_names(config: dict[str, Any], names: Iterable[str]) -> frozenset[st
     return frozenset(name for name in names if any(re.search(pattern, name) for pattern in patterns))
 
 
-def check_layout(staged: StagedVersion, folder: str) -> None:
+def check_layout(staged: HeldVersion, folder: str) -> None:
     """Raise WeightsCorrupt unless ``staged`` has all of the model's weights, in the shapes that ``folder`` says.
 
     A folder without safetensors files says nothing.

@@ -26,14 +26,14 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
 from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.staging import Layout, StagedVersion, check_complete
+from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 CLOSE_GRACE_S = 5.0
 """Time that a healthy engine with several workers gets to end by itself before it is killed."""
@@ -307,11 +307,11 @@ class VllmEngine:
         self._heard = self._loop.time()
         self._paused = False
 
-    async def accept(self, staged: StagedVersion) -> None:
+    async def accept(self, staged: HeldVersion) -> None:
         self._watch.require_alive()
         await asyncio.to_thread(self._check_layout, staged)
 
-    def _check_layout(self, staged: StagedVersion) -> None:
+    def _check_layout(self, staged: HeldVersion) -> None:
         if self._layout is not None:
             check_complete(staged.version, staged.layout, self._layout)
         elif self._loads_adapters:
@@ -319,7 +319,7 @@ class VllmEngine:
         else:
             checkpoint.check_layout(staged, self._model_path)
 
-    async def load(self, weights: StagedVersion | BroadcastPart, *, recompute_kv: bool) -> None:
+    async def load(self, weights: HeldVersion | BroadcastPart, *, recompute_kv: bool) -> None:
         version = weights.version
         assert self._paused, "only a paused engine may load"
         # The caller that waits for it has the same deadline from the pause on, and a name for it.
@@ -342,7 +342,7 @@ class VllmEngine:
                 self._update_open = False
                 raise self._not_loaded(weights, str(error)) from error
         self._update_open = False
-        if isinstance(weights, StagedVersion):
+        if isinstance(weights, HeldVersion):
             self._layout = weights.layout
             if self._loads_adapters:
                 self._checksums = [bucket.checksum for bucket in weights.manifest.buckets]
@@ -351,15 +351,15 @@ class VllmEngine:
                 flight.stale.add(version)
         self._version = version
 
-    def _not_loaded(self, weights: StagedVersion | BroadcastPart, why: str) -> BroadcastFailed | WeightsCorrupt:
+    def _not_loaded(self, weights: HeldVersion | BroadcastPart, why: str) -> BroadcastFailed | WeightsCorrupt:
         if isinstance(weights, BroadcastPart):
             return BroadcastFailed(weights.version, f"engine {self.name}: {why}")
         return WeightsCorrupt(f"engine {self.name} could not load them: {why}", version=weights.version)
 
-    async def _give(self, weights: StagedVersion | BroadcastPart) -> str:
+    async def _give(self, weights: HeldVersion | BroadcastPart) -> str:
         """Let the workers load the weights; the reason that one of them could not, else empty."""
         if self._loads_adapters:
-            assert isinstance(weights, StagedVersion), "adapters are not broadcast"
+            assert isinstance(weights, HeldVersion), "adapters are not broadcast"
             update = self._vllm.adapter_update(weights, self._config)
             return _first(await self._llm.collective_rpc("load_adapter", kwargs=update))
         if not self._update_open:

@@ -15,7 +15,7 @@ from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.lora import layer_of, tensor_names
 from asyncrl.rollouter.engines.vllm.checkpoint import weight_shapes
-from asyncrl.weights.staging import Layout, StagedVersion, check_complete
+from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 _INDEX = re.compile(r"\.\d+\.")
 
@@ -28,7 +28,7 @@ def targets(lora: LoraConfig, folder: str) -> list[str] | None:
     return None if linear is None else sorted({_last(name) for name in linear if _INDEX.search(name)})
 
 
-def check_adapters(staged: StagedVersion, folder: str, lora: LoraConfig) -> None:
+def check_adapters(staged: HeldVersion, folder: str, lora: LoraConfig) -> None:
     """Raise WeightsCorrupt unless ``staged`` has nothing but adapters of lora.rank, whole and on layers of the model.
 
     Layers are alike where nothing but numbers in their names differ: of those that fit lora.targets, either all have an

@@ -153,7 +153,7 @@ def engine_arguments(config: Config, name: str) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "scheduler_cls": "asyncrl.rollouter.engines.vllm.scheduler.make_scheduler",
-        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.weights.FailureTeller",
+        "worker_extension_cls": "asyncrl.rollouter.engines.vllm.worker.weights.FailureReport",
         # Log-probs after temperature, as the learner computes them.
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,

@@ -31,7 +31,7 @@ from asyncrl.learner.fsdp.model.lora import WithoutAdapters, adapted_layers, add
 from asyncrl.learner.fsdp.model.policy import load_policy, make_row
 from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
-from asyncrl.learner.fsdp.weights import gather
+from asyncrl.learner.fsdp.weights import assembly
 from asyncrl.learner.fsdp.weights.dcp import load_weights
 from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
@@ -188,12 +188,12 @@ def _leave(backend, config, run: Path) -> dict[str, Any]:
     backend.export(run / "export")
     go_on = threading.Event()
 
-    class Held(gather.Segment):
+    class Held(assembly.Segment):
         def __init__(self, name: str, size: int) -> None:
             assert go_on.wait(60)
             super().__init__(name, size)
 
-    with mock.patch.object(gather, "Segment", Held):
+    with mock.patch.object(assembly, "Segment", Held):
         version = backend.publish(1)
         loss = train(backend, config, 2)["loss/policy"]
         assert not version.done()

@@ -30,7 +30,7 @@ from asyncrl.learner.fsdp.startup import loading, sharding
 from asyncrl.learner.fsdp.startup.sharding import make_mesh
 from asyncrl.learner.fsdp.startup.startup_check import Scoring
 from asyncrl.learner.fsdp.weights.shard_plan import own_rows
-from asyncrl.weights.collective.gloo import open_store
+from asyncrl.weights.broadcast import open_store
 
 CPU = torch.device("cpu")
 

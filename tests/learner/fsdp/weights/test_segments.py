@@ -1,4 +1,4 @@
-"""Published segments: sealed, released, and what goes into each."""
+"""Published segments: sealed, closed, and the size of each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from segment_reading import read_manifest
 
 from asyncrl.errors import WeightsCorrupt
-from asyncrl.learner.exchange.publication import Publication, fill_buckets
 from asyncrl.messages.weights import Manifest
-from asyncrl.weights.segments import SEALS, Segment, layout
+from asyncrl.weights.held_version import HeldVersion
+from asyncrl.weights.segments import SEALS, Segment, fill_buckets, layout
 
 
-def _publish() -> Publication:
+def _publish() -> HeldVersion:
     tensors, size = layout([("a", "float32", (2, 3))])
     segment = Segment("test", size)
-    return Publication(manifest=Manifest(version=3, buckets=[segment.seal(tensors)]), gather_s=0.0, fds=[segment.fd])
+    return HeldVersion(Manifest(version=3, buckets=[segment.seal(tensors)]), [segment.fd])
 
 
 def test_a_sealed_segment_refuses_every_change() -> None:
@@ -41,12 +41,12 @@ def test_a_sealed_segment_refuses_every_change() -> None:
         os.close(fd)
 
 
-def test_a_released_publication_is_gone_for_those_who_had_not_opened_it() -> None:
+def test_a_closed_version_can_no_longer_be_opened() -> None:
     publication = _publish()
     [bucket] = publication.manifest.buckets
     late = os.open(bucket.path, os.O_RDONLY)
-    publication.release()
-    publication.release()
+    publication.close()
+    publication.close()
     assert os.fstat(late).st_size == bucket.size
     os.close(late)
     with pytest.raises(WeightsCorrupt, match="cannot be opened"):
@@ -58,5 +58,5 @@ def test_buckets_hold_consecutive_units_within_the_limit(sizes: list[int], limit
     buckets = fill_buckets(sizes, limit)
     assert [i for bucket in buckets for i in bucket] == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1 for bucket in buckets)
-    # Never more than needed: two neighbours would not have fitted into one.
+    # As few as possible: two neighbours do not fit into one.
     assert all(sum(sizes[i] for i in first) + sizes[second[0]] > limit for first, second in pairwise(buckets))

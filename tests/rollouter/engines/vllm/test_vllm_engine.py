@@ -39,7 +39,7 @@ from asyncrl.rollouter.engines.vllm.adapter import AsyncLLM, LoadLogger, submiss
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving import generation
 from asyncrl.rollouter.serving.drift import ROUNDING
-from asyncrl.weights.collective.sender import Sender
+from asyncrl.weights.broadcast import Sender
 from tools.live_run import engine_cores, lives, title
 
 pytestmark = LEAVES_CONTEXTS

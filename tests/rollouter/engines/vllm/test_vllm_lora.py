@@ -24,7 +24,7 @@ from asyncrl.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.weights.staging import StagedVersion
+from asyncrl.weights.held_version import HeldVersion
 from tools.live_run import engine_cores
 
 pytestmark = [pytest.mark.slow, *LEAVES_CONTEXTS]
@@ -44,7 +44,7 @@ class Served:
     publisher: Publisher
     versions: Iterator[int]
 
-    def stage(self, adapter: Adapter) -> StagedVersion:
+    def stage(self, adapter: Adapter) -> HeldVersion:
         return stage(self.publisher.publish(next(self.versions), adapter))
 
     async def load(self, adapter: Adapter) -> int:

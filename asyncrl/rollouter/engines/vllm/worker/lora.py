@@ -24,7 +24,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.platforms import current_platform
 
 from asyncrl.messages.weights import Manifest
-from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_of
+from asyncrl.weights.tensors import tensors_of
 
 ADAPTER_ID = 1
 Matrices = tuple[torch.Tensor, torch.Tensor]

@@ -1,21 +1,21 @@
 """The worker's side of a weight update: vLLM's weight transfer backend ``asyncrl``.
 
-It runs in vLLM's worker processes. A version comes either in sealed memory, which the engine's owner has verified and
-holds open, or by broadcast: over gloo it is received and verified whole before the model is touched, over NCCL every
-bucket is loaded as it comes (nccl.py). It is fed to the model's own checkpoint loader, layer by layer.
+This runs in vLLM's worker processes. A version is either in sealed memory, which the engine's owner has verified and
+holds open, or comes by broadcast, bucket by bucket, each verified before it is loaded. The model's own checkpoint
+loader takes the tensors, layer by layer.
 
 A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or ``failure`` has
 the reason and the model must not be stepped until an update, of either kind, has succeeded. Any number of failed
 updates may come before. Every wait on others has the timeout of its broadcast.
 
-A failure is no error of the remote call. At the first one vLLM reads no further answer, so that those of the other
+A failure is not an error of the remote call. After an error vLLM reads no further answer: the answers of the other
 workers would be taken for answers to later calls, and their updates would stay open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,34 +33,29 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.messages.weights import Collective, Manifest
-from asyncrl.rollouter.engines.vllm.worker.buckets import tensors_in, tensors_of
-from asyncrl.rollouter.engines.vllm.worker.nccl import NcclReceiver
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.collective.receiver import Receiver
+from asyncrl.messages.weights import BroadcastPart, Manifest
+from asyncrl.weights.broadcast import Receiver
+from asyncrl.weights.tensors import tensors_in, tensors_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
-"""Checkpoint names and tensors, which may be views of memory that is gone after the load."""
+"""Checkpoint names and tensors, which may be views of memory that is freed after the load."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """No arguments: nothing is to be set up."""
+    """No arguments: there is nothing to set up."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """``manifest``: a Manifest as JSON, its paths openable by this process; or ``collective``: a Collective as JSON,
-    with the seconds for each wait in ``timeout_s``.
-    """
+    """``manifest``: a Manifest as JSON with paths that this process can open; or ``broadcast``: a BroadcastPart."""
 
     version: int
     manifest: str | None = None
-    collective: str | None = None
-    timeout_s: float = 0.0
+    broadcast: str | None = None
 
 
-class FailureTeller:
+class FailureReport:
     """Mixed into vLLM's worker (worker_extension_cls): its methods are remote calls."""
 
     weight_transfer_engine: WeightTransfer
@@ -83,8 +78,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._pending = False
         self.failure = ""
         """Reason that the last update failed; empty if it succeeded."""
-        self._gloo = Receiver()
-        self._nccl = NcclReceiver(self.config, self.vllm_config, self.device)
+        self._receiver = Receiver()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to do."""
@@ -98,11 +92,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leave all broadcasts."""
-        self._gloo.close()
-        self._nccl.close()
+        self._receiver.close()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one complete version, or note the failure: a parameter without a new value, or what receiving raises."""
+        """Load one complete version, or note why that failed."""
         self.failure = ""
         try:
             self._receive(update_info)
@@ -115,22 +108,15 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             with self._reload() as load:
                 load(tensors_of(manifest))
             return
-        assert update_info.collective is not None, "an update has a manifest or a collective"
-        collective = msgspec.json.decode(update_info.collective, type=Collective)
-        weights = BroadcastPart(version=update_info.version, collective=collective, timeout_s=update_info.timeout_s)
-        worker = self.parallel_config.rank
-        if collective.group.backend == "gloo":
-            memory = self._gloo.receive(weights, worker)
-            with self._reload() as load:
-                buckets = zip(memory, collective.buckets, strict=True)
-                load(named for received, layout in buckets for named in tensors_in(received, layout.tensors))
-        else:
-            with self._reload() as load:
-                self._nccl.receive(weights, worker, load)
+        assert update_info.broadcast is not None, "an update has a manifest or a broadcast"
+        part = msgspec.json.decode(update_info.broadcast, type=BroadcastPart)
+        with self._reload() as load, closing(self._receiver.receive(part, self.parallel_config.rank)) as buckets:
+            for memory, layout in zip(buckets, part.buckets, strict=True):
+                load(tensors_in(memory, layout.tensors))
 
     @contextmanager
     def _reload(self) -> Iterator[Callable[[Named], None]]:
-        """All of the model's weights are to be given to the function inside, in one call or several."""
+        """Inside, give all of the model's weights to the function, in one call or several."""
         model: Any = self.model
         if self._pending:
             # Layers that a failed update left half received would count its tensors together with the new ones.
@@ -168,8 +154,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError(f"incomplete weights: nothing for {absent[:3]}, a part of {partial[:3]}")
 
     def _repack_tied_heads(self) -> None:
-        # On CPU a layer computes with a packed copy of its weight. The reload packs the embedding only, and a head
-        # that shares its parameter would keep the copy that it made of the old values.
+        # On CPU a layer computes with a packed copy of its weight. The reload packs the embedding only; a head that
+        # shares its parameter would keep the copy of the old values.
         if not current_platform.is_cpu():
             return
         for name, layer in self.model.named_modules():

@@ -1,14 +1,14 @@
-"""The version mark: the highest number that a publication of this run has ever had, and the learner's start number.
+"""The numbers of versions and of the learner's starts: durable in the run's folder, and never given twice.
 
-A version names one set of weights everywhere: in leases, cache salts, engine labels, segments and bases of deltas.
-So a number is made durable in the run's folder before anybody hears of it, and is never given again, also after a death
-between the two and a new start in the same folder. A number that was marked and never published is left out.
+A version names one set of weights everywhere: in leases, cache salts, engine labels and segments. So a number is
+durable before any other process hears of it. After a death between the two, and after a new start in the same folder,
+it is not given again; a number that was given and never published is left out.
 
-The mark may get lost, as when a run is copied, come from a backup, or be damaged. So it is never taken alone: other
-durable files bear version numbers too (``find_used``), and the mark begins above all of them.
+The file may get lost, come from a backup, or be damaged. So it is never trusted alone: other durable files hold version
+numbers too (``find_used``), and new numbers are above all of them.
 
-Fails with ConfigError naming the file when there is a mark that this user may not read, and with OSError when a number
-cannot be made durable; it is not to be used then.
+Fails with ConfigError naming the file if this user may not read it, and with OSError if a number cannot be made
+durable; do not use it then.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ _MISSING = "is not there"
 
 
 class Used(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Numbers up to which all may have been given."""
+    """The highest numbers that were given."""
 
     version: int = -1
     start: int = 0
 
 
-class VersionMark:
-    """The mark of one run. Reading and writing it blocks."""
+class VersionNumbers:
+    """The numbers of one run. Reading and writing them blocks."""
 
     def __init__(self, folder: Path, used: Used | None = None) -> None:
-        """``used`` are the numbers that other files in the run's folder tell of; the mark is not below them."""
+        """``used`` are the numbers that other files in the run's folder hold; new numbers are above them."""
         self._path = folder / FILE
         used = used or Used()
         mark, self.problem = self._read()
-        """The fault of the mark, in words for the user; empty if nothing was."""
+        """What is wrong with the file, for the user; empty if nothing is."""
         is_new_run = self.problem == _MISSING and used == Used()
         if is_new_run:
             self.problem = ""
         elif used.version > mark.version or used.start > mark.start:
-            self.problem = self.problem or f"is older than the run: it tells of version {mark.version}"
+            self.problem = self.problem or f"is older than the run: it holds version {mark.version}"
         self.version = max(mark.version, used.version)
         """The highest number given so far; -1 before the first."""
         self.start = max(mark.start, used.start)
@@ -71,7 +71,7 @@ class VersionMark:
         self.version, self.start = mark.version, mark.start
 
     def _read(self) -> tuple[Used, str]:
-        """The mark as it is there, and its fault in words. Raises ConfigError."""
+        """The numbers in the file, and what is wrong with it. Raises ConfigError."""
         try:
             mark = msgspec.json.decode(self._path.read_bytes(), type=Used)
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class VersionMark:
             reason = f"cannot be read, so that a number could be given twice: {error.strerror or error}"
             raise ConfigError([f"{self._path}: {reason}; make it readable, or restore it"]) from error
         if mark.version < -1 or mark.start < 0:
-            return Used(), f"is damaged: it tells of version {mark.version}, start {mark.start}"
+            return Used(), f"is damaged: it holds version {mark.version}, start {mark.start}"
         return mark, ""
 
 
@@ -92,13 +92,13 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def find_used(run_dir: Path, checkpoints: Path) -> Used:
-    """The highest numbers that the folder of checkpoints (in names of any kind) and metrics.jsonl tell of.
+    """The highest numbers in the names in the folder of checkpoints and in metrics.jsonl.
 
     Raises CheckpointError or OSError.
     """
     version, start = CheckpointFolder(checkpoints).highest_version(), 0
     for line in _last_lines(run_dir / "metrics.jsonl"):
-        # The first line of the tail may be cut, and the last one torn by the death of its writer.
+        # The first line of the tail may be cut, and the last one incomplete because its writer died.
         with contextlib.suppress(msgspec.DecodeError):
             found = msgspec.json.decode(line, type=_Line)
             version, start = max(version, -1 if found.version is None else found.version), max(start, found.start)

@@ -1,4 +1,4 @@
-"""Broadcasting from the learner's side: what is announced, sent and reported, whatever becomes of it."""
+"""The learner's side of broadcasts: announcements, sends and reports."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ from probes import make_probe
 
 from asyncrl.config.load import validate_config
 from asyncrl.errors import BroadcastFailed
-from asyncrl.learner.publishing.broadcasting import Broadcaster, BucketQueue, collective_backend
+from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
 from asyncrl.messages import Done
-from asyncrl.messages.weights import Announce, Announced, BroadcastEnded, BucketLayout, CollectiveGroup
+from asyncrl.messages.weights import (
+    AnnounceBroadcast,
+    Announced,
+    BroadcastEnded,
+    BroadcastGroup,
+    BroadcastState,
+    WatchBroadcast,
+)
 from asyncrl.runtime.actor import Caller, handler
 from asyncrl.runtime.parking import ParkingLot
 from asyncrl.telemetry.logging import get_logger
@@ -30,25 +37,32 @@ PROBE = make_probe()
 
 
 class Stub:
-    """Answers announcements with what ``answer`` says, once that is not None."""
+    """Answers announcements with ``answer``, once that is not None."""
 
     def __init__(self) -> None:
-        self.announced: list[Announce] = []
+        self.announced: list[AnnounceBroadcast] = []
         self.ended: list[BroadcastEnded] = []
         self.epoch = 0
-        self.answer: Callable[[Announce], Announced | None] = self.group
+        self.answer: Callable[[AnnounceBroadcast], Announced | None] = self.group
+        self.state: BroadcastState | None = None
+        """Answer to the learner while it sends."""
         self.changed = ParkingLot()
 
-    def group(self, request: Announce) -> Announced:
+    def group(self, request: AnnounceBroadcast) -> Announced:
         self.epoch += 1
         place = {"backend": request.backend, "host": request.host, "port": request.port}
-        return Announced(decided=True, group=CollectiveGroup(epoch=self.epoch, world_size=3, **place))
+        return Announced(decided=True, group=BroadcastGroup(epoch=self.epoch, world_size=3, **place))
 
     @handler
-    async def announce(self, request: Announce, caller: Caller) -> Announced:
+    async def announce(self, request: AnnounceBroadcast, caller: Caller) -> Announced:
         self.announced.append(request)
         found = await self.changed.until(lambda: self.answer(request), caller.park_s)
         return found or Announced(decided=False)
+
+    @handler
+    async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
+        found = await self.changed.until(lambda: self.state, caller.park_s)
+        return found or BroadcastState(over=False)
 
     @handler
     def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
@@ -57,7 +71,7 @@ class Stub:
 
 
 class FakeSender:
-    """Reads what it is to send, when it is let; fails with each of ``failures`` first, behind a bucket."""
+    """Reads the buckets when ``go_on`` is set; fails with each of ``failures`` first, after a bucket."""
 
     host, port, token = "127.0.0.1", 4711, "t"
 
@@ -70,7 +84,7 @@ class FakeSender:
         self.aborts = 0
         self.closed = False
 
-    def send(self, group: CollectiveGroup, version: int, layouts: list[BucketLayout], buckets: Iterator[Any]) -> None:
+    def send(self, group: BroadcastGroup, version: int, buckets: Iterator[Any]) -> None:
         received: list[bytes] = []
         aborts = self.aborts
         self.sent.append((version, group.epoch, received))
@@ -81,9 +95,8 @@ class FakeSender:
             if self.failures:
                 raise self.failures.pop(0)
             received.append(os.pread(descriptor, bucket.size, 0))
-        assert len(received) == len(layouts)
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         self.aborts += 1
         self.go_on.set()
 
@@ -106,7 +119,7 @@ class Scene:
     def gather(self, version: int) -> None:
         """Begin, and gather all of it at once."""
         sending = self.begin(version)
-        make_publication(version, sending.put).release()
+        make_publication(version, sending.put).close()
         sending.gathered()
 
     async def first(self) -> None:
@@ -115,7 +128,7 @@ class Scene:
         await self.broadcaster.start()
         assert self.begin(0) is None
         with make_publication(0) as publication:
-            self.broadcaster.published(publication.manifest)
+            self.broadcaster.gathered(publication.manifest)
 
     async def idle(self) -> None:
         """Until no version is on its way."""
@@ -143,7 +156,9 @@ def play(scenario: Callable[[Scene], Awaitable[None]], *, timeout_s: float = 5.0
 
 def content(version: int) -> list[bytes]:
     with make_publication(version) as made:
-        return [os.pread(fd, bucket.size, 0) for fd, bucket in zip(made.fds, made.manifest.buckets, strict=True)]
+        return [
+            os.pread(fd, bucket.size, 0) for fd, bucket in zip(made.descriptors, made.manifest.buckets, strict=True)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +173,7 @@ def content(version: int) -> list[bytes]:
         ("shm", True, "vllm", 1, None),
     ],
 )
-def test_what_versions_are_broadcast_with(transport, on_gpu, engine, gpus, expected) -> None:
+def test_the_backend_of_broadcasts(transport, on_gpu, engine, gpus, expected) -> None:
     tree = sim_config(rollout={"gpus_per_replica": gpus}).model_dump()
     tree["weights"]["transport"] = transport
     tree["rollout"]["engine"] = engine
@@ -170,15 +185,15 @@ def test_a_version_is_sent_as_its_buckets_come_and_outlives_its_publication() ->
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = lambda _request: None
         sending = scene.begin(1)
-        # A version that comes while one is on its way is left to the others' ways.
+        # A version that comes meanwhile is not broadcast.
         assert scene.begin(2) is None
         with make_publication(1) as publication:
             manifest = publication.manifest
-            assert scene.stub.announced == [], "engines would be paused for what is not there"
-            for index, (bucket, fd) in enumerate(zip(manifest.buckets, publication.fds, strict=True)):
+            assert scene.stub.announced == [], "engines would be paused for nothing"
+            for index, (bucket, fd) in enumerate(zip(manifest.buckets, publication.descriptors, strict=True)):
                 sending.put(bucket, fd)
                 if not index:
-                    # It is asked until that is decided.
+                    # The learner asks until it is decided.
                     await until(lambda: len(scene.stub.announced) >= 2)
                     assert scene.sender.sent == []
                     scene.stub.answer = scene.stub.group
@@ -187,14 +202,16 @@ def test_a_version_is_sent_as_its_buckets_come_and_outlives_its_publication() ->
                 if index + 1 < len(manifest.buckets):
                     # Sent before the next one is there.
                     await until(lambda: len(scene.sender.sent[0][2]) == index + 1)  # noqa: B023
-        # Whatever is opened next takes the numbers that were closed.
+        # The next open descriptors take the numbers that were closed.
         with make_publication(2) as other:
             await asyncio.sleep(0.05)
             ((_, _, received),) = scene.sender.sent
-            assert len(received) == len(manifest.buckets) - 1, "nobody has all of what is not known to be published"
+            assert len(received) == len(manifest.buckets) - 1, (
+                "no engine has all of a version that may not be published"
+            )
             sending.gathered()
             await scene.idle()
-            assert len(open_segments()) == len(other.fds)
+            assert len(open_segments()) == len(other.descriptors)
         assert scene.sender.sent == [(1, 1, content(1))]
         announcement = scene.stub.announced[-1]
         assert (announcement.version, announcement.host, announcement.port) == (1, "127.0.0.1", 4711)
@@ -206,20 +223,20 @@ def test_a_version_is_sent_as_its_buckets_come_and_outlives_its_publication() ->
     play(scenario)
 
 
-def refuse(_request: Announce) -> Announced:
+def refuse(_request: AnnounceBroadcast) -> Announced:
     raise BroadcastFailed(1, "no")
 
 
 @pytest.mark.parametrize("answer", [lambda _request: Announced(decided=True), refuse], ids=["nobody", "refusal"])
-def test_when_there_is_nobody_to_send_to_nothing_is_sent(answer: Callable[[Announce], Announced]) -> None:
+def test_without_a_group_nothing_is_sent(answer: Callable[[AnnounceBroadcast], Announced]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = answer
         sending = scene.begin(1)
         with make_publication(1) as early:
-            sending.put(early.manifest.buckets[0], early.fds[0])
+            sending.put(early.manifest.buckets[0], early.descriptors[0])
         await scene.idle()
         with make_publication(1, sending.put) as publication:
-            assert len(open_segments()) == len(publication.fds)
+            assert len(open_segments()) == len(publication.descriptors)
         assert ([each.version for each in scene.stub.announced], scene.sender.sent, scene.stub.ended) == ([1], [], [])
         assert scene.begin(2) is not None
 
@@ -243,22 +260,21 @@ Put = Callable[[BucketQueue, Any, int], None]
     ],
     ids=["not gathered", "late", "size", "tensors", "closed"],
 )
-def test_what_does_not_come_as_announced_is_broken_off(second: Put, error: str) -> None:
+def test_a_bucket_that_is_not_as_announced_breaks_it_off(second: Put, error: str) -> None:
     async def scenario(scene: Scene) -> None:
         sending = scene.begin(1)
         with make_publication(1) as publication:
-            first, other, third = zip(publication.manifest.buckets, publication.fds, strict=True)
+            first, other, third = zip(publication.manifest.buckets, publication.descriptors, strict=True)
             sending.put(*first)
             await until(lambda: scene.sender.sent)
             second(sending, *other)
-            if sending.problem:
+            if sending._problem:
                 sending.put(*third)
             await scene.idle()
         ((_, _, received),) = scene.sender.sent
         (ended,) = scene.stub.ended
         assert received == content(1)[: len(received)] and len(received) <= 1
         assert re.fullmatch(f"broadcast of version 1: {error}", ended.error)
-        assert (scene.sender.aborts, ended.again) == (1, False)
 
     play(scenario, timeout_s=0.5)
 
@@ -271,31 +287,48 @@ def test_without_its_first_bucket_a_version_is_not_announced(told: bool) -> None
             sending.fail("no memory left")
         await scene.idle()
         with make_publication(1) as publication:
-            sending.put(publication.manifest.buckets[0], publication.fds[0])
+            sending.put(publication.manifest.buckets[0], publication.descriptors[0])
         assert (scene.stub.announced, scene.sender.sent, scene.stub.ended) == ([], [], [])
 
     play(scenario, timeout_s=0.1)
 
 
-def test_a_broadcast_that_fails_is_announced_anew_and_each_group_is_sent_every_bucket() -> None:
+def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
     async def scenario(scene: Scene) -> None:
-        scene.sender.failures = [TimeoutError("it did not come"), BroadcastFailed(1, "rollouter/1 is gone")]
+        scene.sender.failures = [TimeoutError("it did not come")]
         scene.gather(1)
         await scene.idle()
-        assert scene.sender.sent == [(1, 1, []), (1, 2, []), (1, 3, content(1))]
-        assert [(ended.epoch, ended.error, ended.again) for ended in scene.stub.ended] == [
-            (1, "it did not come", True),
-            (2, "broadcast of version 1: rollouter/1 is gone", True),
-            (3, "", False),
-        ]
-        assert scene.sender.aborts == 2, "the members wait for buckets that will not come"
+        assert scene.sender.sent == [(1, 1, [])]
+        assert scene.stub.ended == [BroadcastEnded(version=1, epoch=1, error="it did not come")]
         assert not open_segments()
+        scene.gather(2)
+        await scene.idle()
+        assert scene.sender.sent[-1] == (2, 2, content(2))
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("sends", [True, False], ids=["in a send", "between buckets"])
+def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_broke(sends: bool) -> None:
+    async def scenario(scene: Scene) -> None:
+        if sends:
+            scene.sender.go_on.clear()
+        queue = scene.begin(1)
+        with make_publication(1) as version:
+            queue.put(version.manifest.buckets[0], version.descriptors[0])
+            await until(lambda: scene.sender.sent)
+            scene.stub.state = BroadcastState(over=True, error="rollouter/1 is gone")
+            scene.stub.changed.wake()
+            await scene.idle()
+        [ended] = scene.stub.ended
+        assert ended.error and scene.sender.aborts == 1
+        assert sends or "rollouter/1 is gone" in ended.error
 
     play(scenario)
 
 
 @pytest.mark.parametrize("is_decided", [True, False])
-def test_the_end_of_the_learner_breaks_off_a_broadcast(is_decided: bool) -> None:
+def test_a_learner_that_ends_breaks_off_its_broadcast(is_decided: bool) -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
         if not is_decided:

@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 
 from asyncrl import files
 from asyncrl.errors import ConfigError
-from asyncrl.learner.publishing import version_mark
-from asyncrl.learner.publishing.version_mark import FILE, Used, VersionMark, find_used
+from asyncrl.learner.publishing import version_numbers
+from asyncrl.learner.publishing.version_numbers import FILE, Used, VersionNumbers, find_used
 
 
 @settings(max_examples=examples(25))
 @given(starts=st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_no_number_is_given_twice_whatever_becomes_of_those_who_took_it(starts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    given_out = [mark.advance() for count in starts for mark in [VersionMark(folder)] for _ in range(count)]
+    given_out = [mark.advance() for count in starts for mark in [VersionNumbers(folder)] for _ in range(count)]
     assert given_out == list(range(sum(starts)))
-    assert VersionMark(folder).version == sum(starts) - 1
+    assert VersionNumbers(folder).version == sum(starts) - 1
     assert {path.name for path in folder.iterdir()} <= {FILE}
 
 
 @pytest.mark.parametrize("call", ["open", "sync"])
 def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch, call):
-    mark = VersionMark(tmp_path)
+    mark = VersionNumbers(tmp_path)
     mark.advance()
     with monkeypatch.context() as patch:
 
@@ -40,7 +40,7 @@ def test_a_number_that_cannot_be_made_durable_is_not_given(tmp_path, monkeypatch
     assert mark.version == 0
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert mark.advance() == 1
-    assert VersionMark(tmp_path).version == 1
+    assert VersionNumbers(tmp_path).version == 1
 
 
 def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
@@ -53,7 +53,7 @@ def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    VersionMark(tmp_path).advance()
+    VersionNumbers(tmp_path).advance()
     assert done == [(str(tmp_path / "version_mark.json.new"), False), (str(tmp_path), True)]
 
 
@@ -61,37 +61,37 @@ def test_it_is_on_disk_before_it_is_given(tmp_path, monkeypatch):
     ("content", "problem"),
     [
         (None, "is not there"),
-        (b'{"version": -2}', "is damaged: it tells of version -2"),
+        (b'{"version": -2}', "is damaged: it holds version -2"),
         (b"\xff\xff", "is damaged"),
-        (b'{"version": 12, "start": 2}', "is older than the run: it tells of version 12"),
-        (b'{"version": 40, "start": 1}', "is older than the run: it tells of version 40"),
+        (b'{"version": 12, "start": 2}', "is older than the run: it holds version 12"),
+        (b'{"version": 40, "start": 1}', "is older than the run: it holds version 40"),
         (b'{"version": 40, "start": 2}', ""),
     ],
 )
 def test_a_mark_that_is_lost_older_or_damaged_begins_above_what_else_is_known(tmp_path, content, problem):
     if content is not None:
         (tmp_path / FILE).write_bytes(content)
-    mark = VersionMark(tmp_path, Used(40, 2))
+    mark = VersionNumbers(tmp_path, Used(40, 2))
     assert mark.problem.startswith(problem) and bool(mark.problem) == bool(problem)
     assert mark.begin() >= 3
     assert mark.advance() >= 41
-    again = VersionMark(tmp_path, Used(40, 2))
+    again = VersionNumbers(tmp_path, Used(40, 2))
     assert (again.version, again.start, again.problem) == (mark.version, mark.start, "")
 
 
 def test_a_mark_that_is_not_there_is_no_problem_of_a_new_run(tmp_path):
-    assert VersionMark(tmp_path, find_used(tmp_path, tmp_path / "checkpoints")).problem == ""
+    assert VersionNumbers(tmp_path, find_used(tmp_path, tmp_path / "checkpoints")).problem == ""
     (tmp_path / FILE).write_bytes(b"{")
-    assert VersionMark(tmp_path).problem.startswith("is damaged")
+    assert VersionNumbers(tmp_path).problem.startswith("is damaged")
 
 
 def test_a_mark_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeypatch):
     def refused(_path):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(version_mark.Path, "read_bytes", refused)
+    monkeypatch.setattr(version_numbers.Path, "read_bytes", refused)
     with pytest.raises(ConfigError, match=f"{FILE}: cannot be read, .*: Permission denied; make it readable"):
-        VersionMark(tmp_path)
+        VersionNumbers(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_numbers_are_known_from_the_checkpoints_and_the_metrics(tmp_path, names,
 
 
 def test_of_a_long_file_of_metrics_the_end_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(version_mark, "TAIL_BYTES", 100)
+    monkeypatch.setattr(version_numbers, "TAIL_BYTES", 100)
     lines = [b'{"weights/version":%d,"start":1}\n' % version for version in range(1000)]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
     assert find_used(tmp_path, tmp_path / "checkpoints") == Used(999, 1)

@@ -1,4 +1,4 @@
-"""Broadcasts: who takes part, the barrier, what calls one off or breaks it, and what becomes of the members."""
+"""Broadcasts: members, begin, and what calls one off or breaks it."""
 
 import pytest
 from conductor_play import Play
@@ -25,13 +25,13 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     assert play.woken() == {*R}
     offers = [play.look(name) for name in R]
     assert {offer.version for offer in offers} == {1}
-    assert [offer.collective.first_rank for offer in offers] == [1, 2, 3]
-    [group] = {offer.collective.group for offer in offers}
+    assert [offer.broadcast.first_rank for offer in offers] == [1, 2, 3]
+    [group] = {offer.broadcast.group for offer in offers}
     assert (group.world_size, group.host, group.port, group.backend) == (4, "127.0.0.1", 7000, "gloo")
     for name in R[:2]:
         assert play.join(name, 1, group.epoch) is None
     assert play.look("learner/0") is None
-    # Nobody is to be paused for a learner that is not there.
+    # No replica is paused for a learner that is not there.
     play.end_of_park("learner/0")
     assert play.join("r/2", 1, group.epoch) is None
     assert play.announce(1).group == group
@@ -41,6 +41,7 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     commit_all(play, 1)
     # A repeated announcement has the same answer.
     assert play.announce(1).group == group
+    assert play.watch(1, group.epoch).over
     play.publish(1)
     play.ended(1, group.epoch)
     assert play.announce(1).group == group
@@ -48,7 +49,7 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     assert play.counts("begun", "broken") == (1, 0)
 
 
-def test_a_broadcast_does_not_miss_its_learner_where_news_of_the_death_of_an_older_one_is_late():
+def test_a_late_notice_of_the_death_of_an_older_learner_changes_nothing():
     play = serving()
     epoch = play.gather(1, *R, learner=("learner/0", 2))
     play.left("learner/0", incarnation=1)
@@ -57,11 +58,11 @@ def test_a_broadcast_does_not_miss_its_learner_where_news_of_the_death_of_an_old
     assert play.counts("begun", "called_off") == (1, 0)
 
 
-# --- who takes part ---
+# --- members ---
 
 
 @pytest.mark.parametrize("phase", ["staging", "waiting", "loading", "behind"])
-def test_who_is_busy_or_behind_is_left_out(phase):
+def test_a_replica_that_is_busy_or_behind_is_left_out(phase):
     play = serving(max_paused_fraction=0.1)
     play.publish(1)
     assert play.next("r/0", 0).version == 1
@@ -74,15 +75,15 @@ def test_who_is_busy_or_behind_is_left_out(phase):
         play.report("r/0", 1, committed=False)
     assert play.announce(2) is None
     assert (play.phases()["r/0"], play.phases()["r/2"]) == (phase, "announced")
-    # It is served by itself once the version is there.
+    # It gets the version by stream once that is published.
     play.publish(2)
     if phase != "behind":
         play.report("r/0", 1)
     offer = play.next("r/0", 0 if phase == "behind" else 1)
-    assert (offer.version, offer.collective, offer.transport) == (2, None, "stream")
+    assert (offer.version, offer.broadcast, offer.transport) == (2, None, "stream")
 
 
-def test_who_is_silent_or_serves_the_version_is_left_out_and_who_is_between_two_questions_is_not():
+def test_a_silent_replica_is_left_out_and_one_between_two_questions_is_not():
     play = Play()
     for name, version in (("r/0", 4), ("r/1", 5), ("r/2", 6), ("r/3", 4), ("r/4", 4), ("r/5", -1)):
         play.next(name, version)
@@ -93,13 +94,13 @@ def test_who_is_silent_or_serves_the_version_is_left_out_and_who_is_between_two_
     play.later(1)
     assert play.announce(5) is None
     assert {name for name, phase in play.phases().items() if phase == "announced"} == {"r/3"}
-    assert play.next("r/3", 4).collective is not None
+    assert play.next("r/3", 4).broadcast is not None
 
 
-@pytest.mark.parametrize("why", ["nobody serves", "published", "one is under way", "called off"])
+@pytest.mark.parametrize("why", ["none serves", "published", "one is under way", "called off"])
 def test_there_is_no_broadcast(why):
-    play = serving() if why != "nobody serves" else Play()
-    if why == "nobody serves":
+    play = serving() if why != "none serves" else Play()
+    if why == "none serves":
         play.publish(0)
         play.next("r/0", -1)
     elif why == "published":
@@ -114,7 +115,7 @@ def test_there_is_no_broadcast(why):
                 play.next(name, 0)
     assert play.announce(1).group is None
     if why == "one is under way":
-        # Not even when it is asked again, and the first one is over.
+        # Not even when it asks again after the first one is over.
         play.later(4)
         assert play.announce(1).group is None
         assert play.announce(3) is None
@@ -157,11 +158,11 @@ def test_an_epoch_is_of_one_set_of_engines_and_lasts_as_long_as_that(change):
     ANOTHER_SET[change](play)
     of = {"another place": {"port": 7001}, "another learner": {"learner": ("learner/0", 2)}}.get(change, {})
     assert play.announce(3, **of) is None
-    epochs = {play.look(name).collective.group.epoch for name in play.conductor.fleet.replicas}
+    epochs = {play.look(name).broadcast.group.epoch for name in play.conductor.replicas.by_name}
     assert epochs == {5 if change in ("the same", "called off") else 6}
 
 
-# --- what calls it off ---
+# --- called off ---
 
 
 BLAMELESS = {
@@ -181,7 +182,7 @@ BLAMELESS = {
 
 
 @pytest.mark.parametrize("what", BLAMELESS)
-def test_who_is_missing_calls_it_off_for_all(what):
+def test_a_missing_member_calls_it_off_for_all(what):
     happens, blameless = BLAMELESS[what]
     play = serving()
     epoch = play.gather(1, *R)
@@ -190,171 +191,81 @@ def test_who_is_missing_calls_it_off_for_all(what):
     wake, [note] = play.effects("broadcast called off")
     assert {name for name in blameless if name != "r/2"} <= wake
     assert note.level == "warning" and note.facts["reason"] and note.facts["version"] == 1
-    # Members that wait are told so, and go on; they are members of the next one.
+    # Members that wait get the answer, and resume; they are members of the next one.
     for name in blameless:
         assert play.phases()[name] == "serving"
         if name != "r/2":
             assert play.look(name) is False
-        # Whoever comes late, or again, is told the same.
+        # A member that comes late, or again, gets the same answer.
         assert play.join(name, 1, epoch) is False
         assert play.next(name, 0) is None
     assert all(play.phases().get(name) != "serving" for name in set(R) - set(blameless))
     if not what.startswith("the learner"):
         assert play.look("learner/0").group is None
-    # The version goes to all by itself, once it is published.
+    # The version goes to each by stream, once it is published.
     play.publish(1)
     for name in blameless:
         offer = play.look(name)
-        assert (offer.version, offer.transport, offer.collective) == (1, "stream", None)
+        assert (offer.version, offer.transport, offer.broadcast) == (1, "stream", None)
     assert play.counts("called_off", "begun") == (1, 0)
 
 
-# --- what breaks it ---
+# --- broken ---
 
 
 BREAKS = {
-    "dies": (lambda play, epoch: play.left("r/0"), ["r/1"]),
-    "fails": (lambda play, epoch: play.report("r/0", 1, committed=False), ["r/1"]),
-    "asks for the next": (lambda play, epoch: play.next("r/0", 0), ["r/1"]),
-    "has another engine": (lambda play, epoch: play.next("r/0", -1), ["r/1"]),
-    "takes too long": (lambda play, epoch: play.later(10), ["r/0", "r/1"]),
-    "the learner says so": (lambda play, epoch: play.ended(1, epoch, "reset", again=True), ["r/0", "r/1"]),
+    "dies": lambda play, epoch: play.left("r/0"),
+    "fails": lambda play, epoch: play.report("r/0", 1, committed=False),
+    "asks for the next": lambda play, epoch: play.next("r/0", 0),
+    "has another engine": lambda play, epoch: play.next("r/0", -1),
+    "takes too long": lambda play, epoch: play.later(10),
+    "the learner fails": lambda play, epoch: play.ended(1, epoch, "reset"),
+    "the learner dies": lambda play, epoch: play.left("learner/0"),
 }
-"""How it breaks, and who is not to blame and has not committed."""
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["unpublished", "published"])
 @pytest.mark.parametrize("what", BREAKS)
-def test_who_survives_a_broken_broadcast_is_in_the_next_one(what, published):
-    breaks, survivors = BREAKS[what]
+def test_after_a_broken_broadcast_the_version_goes_by_stream(what, published):
     play = serving()
     epoch = play.begin(1, *R)
     commit_all(play, 1, "r/2")
     if published:
         play.publish(1)
+    assert play.watch(1, epoch) is None
     play.woken()
-    breaks(play, epoch)
-    _, [note] = play.effects("broadcast broken")
+    BREAKS[what](play, epoch)
+    wake, [note] = play.effects("broadcast broken")
     assert note.level == "warning" and note.facts["reason"]
-    assert {name for name, phase in play.phases().items() if phase == "regrouping"} == {*survivors}
-    # Whoever asks first is not sent the version by itself, published or not, and nobody is paused for it so far.
-    for name in survivors[:-1]:
-        assert play.join(name, 1, epoch) is False
-        assert play.next(name, 0) is None
-    play.ended(1, epoch, "connection reset", again=True)
-    assert play.announce(1) is None
-    offers = [play.next(survivors[-1], 0), *map(play.look, survivors[:-1])]
-    [group] = {offer.collective.group for offer in offers}
-    assert group.epoch > epoch and group.world_size == 1 + len(survivors)
-    # Whoever is to blame is served by itself.
-    if published and play.phases().get("r/0") == "behind":
-        assert play.next("r/0", 0).transport == "stream"
-    begins = [play.join(name, 1, group.epoch) for name in survivors]
-    assert begins == [None] * (len(survivors) - 1) + [True]
-    assert play.look("learner/0").group == group
-    commit_all(play, 1, *survivors)
-    assert play.counts("broken", "begun") == (1, 2)
+    if what != "the learner dies":
+        # The learner stops at once.
+        assert "learner/0" in wake and play.look("learner/0").error == note.facts["reason"]
+        assert play.announce(1).group is None
+    if not published:
+        play.publish(1)
+    assert play.phases()["r/1"] == "behind"
+    for name in R[:2]:
+        if name in play.phases():
+            assert play.join(name, 1, epoch) is False
+            offer = play.next(name, 0)
+            assert (offer.version, offer.transport, offer.broadcast) == (1, "stream", None)
+    assert play.counts("broken", "begun") == (1, 1)
 
 
-def broken(*names):
-    """A broadcast that broke by the learner's word; the named ask afterwards. Returns its epoch too."""
-    play = serving()
-    epoch = play.begin(1, *R)
-    play.publish(1)
-    play.ended(1, epoch, "connection reset", again=True)
-    for name in names:
-        assert play.next(name, 0) is None
-    return play, epoch
-
-
-def test_a_version_that_breaks_twice_is_left_to_the_rolling_transports():
-    play, epoch = broken(*R)
-    assert play.announce(1) is None
-    for name in R:
-        play.join(name, 1, epoch + 1)
-    play.ended(1, epoch + 1, "connection reset", again=True)
-    assert play.announce(1).group is None
-    for name in R:
-        offer = play.next(name, 0)
-        assert (offer.version, offer.transport, offer.collective) == (1, "stream", None)
-
-
-SILENT = {
-    "goes silent": lambda play, epoch: play.later(4),
-    "will not": lambda play, epoch: play.ended(1, epoch, "no memory left"),
-    "dies": lambda play, epoch: play.left("learner/0"),
-}
-
-
-@pytest.mark.parametrize("what", SILENT)
-def test_nobody_waits_for_a_learner_that_does_not_announce_it_anew(what):
-    play = serving()
-    epoch = play.begin(1, *R)
-    play.left("r/0")
-    play.publish(1)
-    for name in R[1:]:
-        assert play.next(name, 0) is None
-    play.woken()
-    SILENT[what](play, epoch)
-    assert play.woken() >= {"r/1", "r/2"}
-    assert {play.look(name).transport for name in R[1:]} == {"stream"}
-
-
-def test_who_does_not_come_back_after_the_break_or_has_another_engine_is_not_waited_for():
-    play, _ = broken("r/0", "r/1")
-    assert play.announce(1) is None
-    assert set(play.phases().values()) == {"regrouping"}
-    play.later(4)
-    assert play.phases() == {"r/0": "announced", "r/1": "announced", "r/2": "regrouping"}
-    assert {play.look(name).collective.group.world_size for name in R[:2]} == {3}
-    play, _ = broken()
-    assert play.next("r/0", -1).transport == "stream"
-    assert play.phases() == {"r/0": "staging", "r/1": "regrouping", "r/2": "regrouping"}
-
-
-def test_a_learner_that_has_not_heard_of_the_begin_need_not_ask_anew():
-    play = serving()
-    epoch = play.gather(1, *R)
-    assert play.join("r/2", 1, epoch)
-    play.left("r/0")
-    assert play.look("learner/0") is None
-    assert play.next("r/1", 0) is None
-    assert play.next("r/2", 0).collective.group.epoch == epoch + 1
-    for name in R[1:]:
-        play.join(name, 1, epoch + 1)
-    assert play.look("learner/0").group.epoch == epoch + 1
-
-
-def test_who_only_tells_of_the_break_is_not_to_blame():
-    play = serving()
-    play.begin(1, *R)
-    # Its word comes before the news that r/0 is dead.
-    assert play.report("r/1", 1, committed=False, broke_off=True)
-    assert set(play.phases().values()) == {"regrouping"}
-    for name in R[1:]:
-        assert play.next(name, 0) is None
-    assert play.announce(1) is None
-    play.left("r/0")
-    assert {play.look(name).collective.group.world_size for name in R[1:]} == {3}
-
-
-def test_versions_are_left_out_where_no_group_comes_about_and_nobody_is_to_blame():
+def test_versions_are_left_out_after_broadcasts_that_broke():
     play = serving("r/0")
     announced = []
     for version in range(1, 14):
         if play.announce(version) is None:
             announced.append(version)
-            for _ in range(2):
-                epoch = play.look("r/0").collective.group.epoch
-                assert play.join("r/0", version, epoch)
-                assert play.look("learner/0").group.epoch == epoch
-                play.ended(version, epoch, "nobody can connect", again=True)
-                play.next("r/0", version - 1)
-                play.announce(version)
+            epoch = play.look("r/0").broadcast.group.epoch
+            assert play.join("r/0", version, epoch)
+            assert play.look("learner/0").group.epoch == epoch
+            play.ended(version, epoch, "no connection")
         play.publish(version)
         play.commit("r/0", version, serving=version - 1)
     assert announced == [1, 2, 4, 8]
-    # One that comes about ends that; r/0 serves 13.
+    # A successful one ends that; r/0 serves 13.
     for version in (14, 15):
         assert play.announce(version).group is None
         play.publish(version)
@@ -364,59 +275,44 @@ def test_versions_are_left_out_where_no_group_comes_about_and_nobody_is_to_blame
         commit_all(play, version, "r/0")
 
 
-def test_no_version_is_left_out_where_a_member_is_to_blame():
-    play = serving()
-    for version in range(1, 4):
-        play.begin(version, *R)
-        play.report("r/0", version, committed=False)
-        for name in R[1:]:
-            play.next(name, version - 1)
-        assert play.announce(version) is None
-        epoch = play.look("r/1").collective.group.epoch
-        for name in R[1:]:
-            play.join(name, version, epoch)
-        play.report("r/1", version, committed=False)
-        play.ended(version, epoch, "r/1 has failed", again=True)
-        play.publish(version)
-        for name in R:
-            play.commit(name, version, serving=version - 1)
+def test_a_successor_of_the_parameter_server_does_not_stop_the_learner():
+    state = Play().watch(1, 5)
+    assert (state.over, state.error) == (True, "")
 
 
-def test_a_commit_before_the_break_counts_and_one_who_has_committed_breaks_nothing():
+def test_a_commit_counts_before_and_after_the_break():
     play = serving()
     epoch = play.begin(1, *R)
     play.report("r/0", 1)
     play.left("r/0")
     assert play.phases() == {"r/1": "receiving", "r/2": "receiving"}
     play.left("r/1")
-    assert play.phases() == {"r/2": "regrouping"}
+    assert play.phases() == {"r/2": "behind"}
     commit_all(play, 1, "r/2")
     assert play.phases() == {"r/2": "serving"}
     assert play.begin(2, "r/2") == epoch + 1
-    # It does not count against the pauses of others.
+    # The members do not count against the pauses of others.
     assert play.next("r/3", -1).version == 0
     assert play.pause("r/3", 0)
 
 
-def test_a_learner_that_fails_after_all_have_committed_sends_it_to_nobody_again():
+def test_a_learner_that_fails_after_all_have_committed_breaks_nothing():
     play = serving()
     epoch = play.begin(1, *R)
     commit_all(play, 1)
-    play.ended(1, epoch, "connection reset", again=True)
-    answer = play.announce(1)
-    assert (answer.decided, answer.group) == (True, None)
+    play.ended(1, epoch, "connection reset")
     assert play.counts("begun", "broken") == (1, 0)
     play.publish(1)
-    # Its group is not used again, and the next version is not left out.
+    # Its group is not used again, and the next version is broadcast.
     assert play.begin(2, *R) == epoch + 1
 
 
-def test_words_on_other_broadcasts_change_nothing():
+def test_messages_on_other_broadcasts_change_nothing():
     play = serving()
     epoch = play.gather(3, *R)
     before = play.phases()
     play.ended(2, epoch - 1, "late")
-    play.ended(3, epoch + 1, "of whom?")
+    play.ended(3, epoch + 1, "unknown")
     assert play.join("r/2", 2, epoch) is False
     assert play.join("r/2", 3, epoch + 1) is False
     assert not play.report("r/0", 2, committed=False)

@@ -1,13 +1,13 @@
-"""Broadcasts new versions to the engines, bucket after bucket as they are sealed, off the training path.
+"""Broadcasts new versions to the engines, bucket by bucket as they are sealed, beside the training.
 
-A version is announced to the parameter server when its first bucket is sealed: engines go on until then. Once every
-member of the group is paused the sender's thread sends the buckets sealed so far and then the rest, so that gathering a
-bucket overlaps sending the one before. The training thread hands its buckets over and waits for nobody.
+A version is announced to the parameter server when its first bucket is sealed; engines generate until then. When every
+member of the group is paused, a thread sends the sealed buckets and then the rest, so that one bucket is gathered while
+the one before is sent. The training thread hands its buckets over and waits for nothing.
 
-Invariants: one version at a time is announced or sent, and one that comes meanwhile is left to the rolling transports;
-a descriptor is this module's own and stays open until the send is over, apart from the fate of the publication; the
-parameter server is told how each send ended. A broadcast that fails is logged and changes nothing else: it is announced
-once more, for those who survived it, and the parameter server decides whether and to whom it is sent again.
+Invariants: one version at a time is announced or sent, and one that comes meanwhile goes by shm or stream; a descriptor
+is this module's own and stays open until the send is over; the parameter server is told how each send ended, and a send
+stops when the parameter server says that the broadcast is broken. A broadcast that fails is logged; the version then
+goes by shm or stream.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.weights import (
-    Announce,
+    AnnounceBroadcast,
     Announced,
     BroadcastEnded,
+    BroadcastGroup,
+    BroadcastState,
     Bucket,
     BucketLayout,
     CollectiveBackend,
-    CollectiveGroup,
     Manifest,
     Probe,
+    WatchBroadcast,
 )
 from asyncrl.runtime.calls.retry import is_refusal, wait_out
 from asyncrl.telemetry.logging import Logger
 
 if TYPE_CHECKING:
-    from asyncrl.weights.collective.sender import Sender
-
-SealedBucket = tuple[Bucket, int]
-"""A bucket and a descriptor of its segment, valid until the broadcast is over."""
+    from asyncrl.weights.broadcast import Sender
 
 
 def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | None:
-    """Backend by which versions are broadcast, or None; ``on_gpu`` says whether the learner's weights are."""
+    """Backend of broadcasts, or None; ``on_gpu`` says whether the learner's weights are on GPUs."""
     transport = config.weights.transport
     if transport in ("nccl", "gloo"):
         return transport
@@ -55,32 +54,29 @@ def collective_backend(config: Config, *, on_gpu: bool) -> CollectiveBackend | N
 
 
 class BucketQueue:
-    """The buckets of one version: put in on the thread that assembles, read on the sender's, once for each group."""
+    """The buckets of one version: put on the thread that assembles, read on the thread that sends."""
 
     def __init__(self, version: int, layouts: list[BucketLayout], timeout_s: float) -> None:
         self.version, self.layouts = version, layouts
         self._timeout_s = timeout_s
-        self._sealed: list[SealedBucket] = []
+        self._sealed: list[tuple[Bucket, int]] = []
+        """Buckets, each with a descriptor of its segment."""
         self._gathered = False
         self._changed = threading.Condition()
         self._problem = ""
+        """Reason that the version cannot be sent whole."""
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._begun = asyncio.Event()
 
     async def begun(self) -> bool:
-        """Wait until the first bucket is there; False if none will come."""
+        """Wait until the first bucket is there; False if none comes."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._begun.wait()
         except TimeoutError:
             self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket 0")
         return not self._problem
-
-    @property
-    def problem(self) -> str:
-        """Reason that the version cannot be sent whole to any group; empty where nothing stands against it."""
-        return self._problem
 
     def put(self, bucket: Bucket, descriptor: int) -> None:
         """Take the next sealed bucket. Returns at once; an error with it fails the broadcast alone."""
@@ -109,7 +105,7 @@ class BucketQueue:
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Note, from any thread, that no further bucket will come."""
+        """Note, from any thread, that no further bucket comes."""
         with self._changed:
             self._fail(reason)
 
@@ -119,10 +115,10 @@ class BucketQueue:
             self._changed.notify_all()
             self._loop.call_soon_threadsafe(self._begun.set)
 
-    def buckets(self) -> Iterator[SealedBucket]:
-        """Buckets in order, each as soon as it is there. Raises BroadcastFailed when one will not come.
+    def buckets(self) -> Iterator[tuple[Bucket, int]]:
+        """Buckets in order, each as soon as it is there. Raises BroadcastFailed when one does not come.
 
-        The last one is held back until all is gathered: nobody may serve a version that is never published.
+        The last one is held back until all is gathered, because no engine may serve a version that is never published.
         """
         for index in range(len(self.layouts)):
             self._wait(partial(self._has, index), f"waited {{}} for its own bucket {index}")
@@ -150,7 +146,7 @@ class BucketQueue:
 
 
 class Broadcaster:
-    """The broadcasts. ``call`` asks the parameter server; ``make_sender`` is called on the sender's thread."""
+    """The broadcasts. ``call`` calls the parameter server; ``make_sender`` is called on the sender's thread."""
 
     def __init__(
         self,
@@ -169,79 +165,87 @@ class Broadcaster:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._sender: Sender | None = None
         self._layouts: list[BucketLayout] = []
-        self._sending: BucketQueue | None = None
+        self._queue: BucketQueue | None = None
+        """The version that is announced or sent."""
 
     async def start(self) -> None:
-        """Bind the rendezvous store. Raises the sender's errors."""
+        """Bind the store at which members meet. Raises the sender's errors."""
         self._sender = await self._on_thread(self._make_sender)
 
-    def published(self, manifest: Manifest) -> None:
+    def gathered(self, manifest: Manifest) -> None:
         """Note that a version was gathered; the next one has the same layout."""
         self._layouts = [BucketLayout(size=bucket.size, tensors=bucket.tensors) for bucket in manifest.buckets]
-        if self._sending is not None and self._sending.version == manifest.version:
-            self._sending.gathered()
+        if self._queue is not None and self._queue.version == manifest.version:
+            self._queue.gathered()
 
     def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue | None:
         """Announce a version once its first bucket is put into the result, and send its buckets.
 
-        None if it is not broadcast: it is the first, or one before it is still on its way.
+        None if it is not broadcast: it is the first, or an earlier one is still being sent.
         """
         if self._sender is None or not self._layouts:
             return None
-        if self._sending is not None:
-            self._log.info("not broadcast: another version is", version=version, other=self._sending.version)
+        if self._queue is not None:
+            self._log.info("not broadcast: another version is", version=version, other=self._queue.version)
             return None
-        self._sending = BucketQueue(version, self._layouts, self._timeout_s)
-        tasks.create_task(self._conduct(self._sending, self._sender, probe), name=f"broadcast of version {version}")
-        return self._sending
+        self._queue = BucketQueue(version, self._layouts, self._timeout_s)
+        tasks.create_task(self._broadcast(self._queue, self._sender, probe), name=f"broadcast of version {version}")
+        return self._queue
 
     async def close(self) -> None:
         """End; a send under way is broken off. The tasks that ``begin`` made have ended."""
         if self._sender is not None:
-            if self._sending is not None:
-                self._sending.fail("the learner ends")
-                # The sender's own thread is in ``send`` until this ends it.
-                await asyncio.to_thread(self._sender.abort)
+            if self._queue is not None:
+                self._queue.fail("the learner ends")
+                self._sender.abort("the learner ends")
             await self._on_thread(self._sender.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._sending is not None:
-            self._sending.close()
+        if self._queue is not None:
+            self._queue.close()
 
-    async def _conduct(self, sending: BucketQueue, sender: Sender, probe: Probe | None) -> None:
-        announcement = Announce(
-            version=sending.version,
+    async def _broadcast(self, queue: BucketQueue, sender: Sender, probe: Probe | None) -> None:
+        announcement = AnnounceBroadcast(
+            version=queue.version,
             backend=self._backend,
             host=sender.host,
             port=sender.port,
-            buckets=sending.layouts,
-            probe=probe,
             token=sender.token,
+            buckets=queue.layouts,
+            probe=probe,
         )
-        if await sending.begun():
-            while (group := await self._decision(announcement)) is not None:
-                if not await self._send(sending, sender, group):
-                    break
-        # Its descriptors may be the last of a version, whose memory the kernel takes its time to get back.
-        await self._on_thread(sending.close)
-        self._sending = None
+        if await queue.begun() and (group := await self._decision(announcement)) is not None:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch(queue, sender, group))
+                await self._send(queue, sender, group)
+                watching.cancel()
+        # Its descriptors may be the last of a version, and the kernel takes its time to get the memory back.
+        await self._on_thread(queue.close)
+        self._queue = None
 
-    async def _send(self, sending: BucketQueue, sender: Sender, group: CollectiveGroup) -> bool:
-        """Send to one group; whether another is to be asked for, since it did not reach this one."""
-        error = ""
-        try:
-            await self._on_thread(lambda: _send(sender, group, sending))
-        except (AsyncRLError, OSError, RuntimeError) as problem:
-            error = str(problem) or type(problem).__name__
-            self._log.warning("broadcast failed", version=sending.version, epoch=group.epoch, error=error)
-        again = bool(error) and not sending.problem
-        await self._answer(BroadcastEnded(version=sending.version, epoch=group.epoch, error=error, again=again))
-        return again
-
-    async def _decision(self, announcement: Announce) -> CollectiveGroup | None:
+    async def _decision(self, announcement: AnnounceBroadcast) -> BroadcastGroup | None:
         while True:
             reply: Announced | None = await self._answer(announcement)
             if reply is None or reply.decided:
                 return None if reply is None else reply.group
+
+    async def _send(self, queue: BucketQueue, sender: Sender, group: BroadcastGroup) -> None:
+        error = ""
+        try:
+            await self._on_thread(lambda: sender.send(group, queue.version, queue.buckets()))
+        except (AsyncRLError, OSError, RuntimeError) as problem:
+            error = str(problem) or type(problem).__name__
+            self._log.warning("broadcast failed", version=queue.version, epoch=group.epoch, error=error)
+        await self._answer(BroadcastEnded(version=queue.version, epoch=group.epoch, error=error))
+
+    async def _watch(self, queue: BucketQueue, sender: Sender, group: BroadcastGroup) -> None:
+        """Stop the send when the parameter server knows that the broadcast is broken."""
+        request = WatchBroadcast(version=queue.version, epoch=group.epoch)
+        state: BroadcastState | None = BroadcastState(over=False)
+        while state is not None and not state.over:
+            state = await self._answer(request)
+        if state is not None and state.error:
+            queue.fail(state.error)
+            sender.abort(state.error)
 
     async def _answer(self, request: Request) -> Any:
         """The reply, however late; None when the parameter server refuses."""
@@ -257,12 +261,3 @@ class Broadcaster:
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-def _send(sender: Sender, group: CollectiveGroup, sending: BucketQueue) -> None:
-    try:
-        sender.send(group, sending.version, sending.layouts, sending.buckets())
-    except BaseException:
-        # The members wait for buckets that will not come.
-        sender.abort()
-        raise

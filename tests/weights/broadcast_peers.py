@@ -1,4 +1,4 @@
-"""Processes that take part in broadcasts, and what they are sent."""
+"""Processes that take part in broadcasts, and the versions that are sent."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ import xxhash
 from torch_processes import torch_context
 
 from asyncrl.errors import BroadcastFailed
-from asyncrl.messages.weights import Bucket, BucketLayout, Collective, CollectiveGroup
-from asyncrl.weights.broadcast import BroadcastPart
-from asyncrl.weights.collective.receiver import Receiver
-from asyncrl.weights.collective.sender import Sender
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout
+from asyncrl.weights.broadcast import Receiver, Sender
 from asyncrl.weights.segments import Segment, layout
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0
-"""For what must not take that long; longer than any process needs to come up."""
+"""A deadline for waits that end much earlier; longer than any process needs to start."""
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,7 +48,7 @@ class Version:
     """A version in sealed memory, until ``close``."""
 
     def __init__(self, version: int, buckets: Sequence[Tensors], *, flipped: int | None = None) -> None:
-        """In bucket ``flipped`` a bit differs from what its checksum was taken of."""
+        """In bucket ``flipped`` one bit changes after its checksum was computed."""
         self.version = version
         self.buckets: list[tuple[Bucket, int]] = []
         for index, tensors in enumerate(buckets):
@@ -79,7 +77,7 @@ class Version:
 
 @dataclass
 class Peer:
-    """A process that does as it is told, one order at a time."""
+    """A process that carries out one order at a time."""
 
     process: Any
     pipe: Connection
@@ -160,10 +158,10 @@ class _Served:
 
     def receive(self, weights: BroadcastPart, worker: int) -> Answer:
         try:
-            memory = self._receiver.receive(weights, worker)
+            received = self._receiver.receive(weights, worker)
+            return Answer(checksums=[xxhash.xxh3_64_intdigest(each.numpy().data) for each in received])
         except Exception as error:
             return Answer(error=str(error), kind=type(error).__name__)
-        return Answer(checksums=[xxhash.xxh3_64_intdigest(each.numpy().data) for each in memory])
 
     def close_meanwhile(self, weights: BroadcastPart, worker: int, after_s: float) -> Answer:
         """Close the receiver from another thread while it receives."""
@@ -188,23 +186,23 @@ class _Served:
         self._sender = Sender("gloo", HOST, timeout_s)
         return self._sender.port
 
-    def send(self, group: CollectiveGroup, number: int, large: bool, freeze: int = 0) -> Answer:
+    def send(self, group: BroadcastGroup, number: int, large: bool, freeze: int = 0) -> Answer:
         """A version, with process ``freeze`` frozen when it begins."""
         assert self._sender is not None
         version = Version(number, large_tensors(number) if large else small_tensors(number))
         try:
-            self._sender.send(group, number, version.layouts, _frozen(version, freeze))
+            self._sender.send(group, number, _frozen(version, freeze))
         except BroadcastFailed as error:
             return Answer(error=str(error), kind=type(error).__name__)
         finally:
             version.close()
         return Answer(checksums=version.checksums)
 
-    def send_for_ever(self, group: CollectiveGroup) -> None:
+    def send_for_ever(self, group: BroadcastGroup) -> None:
         """Never comes to the end of version 0."""
         assert self._sender is not None
         version = Version(0, large_tensors(0))
-        self._sender.send(group, 0, version.layouts, _again_and_again(version))
+        self._sender.send(group, 0, _again_and_again(version))
 
 
 def _frozen(version: Version, process: int) -> Iterator[tuple[Bucket, int]]:
@@ -219,22 +217,20 @@ def _again_and_again(version: Version) -> Iterator[tuple[Bucket, int]]:
         time.sleep(1.0)
 
 
-def group_at(port: int, epoch: int, size: int) -> CollectiveGroup:
+def group_at(port: int, epoch: int, size: int) -> BroadcastGroup:
     """A group of ``size`` whose rank 0 is at this port."""
-    return CollectiveGroup(backend="gloo", epoch=epoch, world_size=size, host=HOST, port=port)
+    return BroadcastGroup(backend="gloo", epoch=epoch, world_size=size, host=HOST, port=port)
 
 
-def to_receive(group: CollectiveGroup, rank: int, version: Version, timeout_s: float = PATIENCE_S) -> BroadcastPart:
-    """Orders for a replica of one worker to receive this version."""
+def to_receive(group: BroadcastGroup, rank: int, version: Version, timeout_s: float = PATIENCE_S) -> BroadcastPart:
+    """The part of a replica of one worker."""
     return BroadcastPart(
-        version=version.version,
-        collective=Collective(group=group, first_rank=rank, buckets=version.layouts),
-        timeout_s=timeout_s,
+        version=version.version, group=group, first_rank=rank, buckets=version.layouts, timeout_s=timeout_s
     )
 
 
 def settled_use() -> tuple[int, int]:
-    """Descriptors and threads of this process, when they have stopped becoming fewer."""
+    """Descriptors and threads of this process, when their number no longer falls."""
     least = (1 << 30, 1 << 30)
     since = time.monotonic()
     while time.monotonic() - since < 0.5:

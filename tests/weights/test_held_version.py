@@ -1,4 +1,4 @@
-"""Staging: what is verified before any weights reach an engine."""
+"""Held versions: seals, checksums and layouts are checked before any weights reach an engine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tiny_models import Publisher
 
 from asyncrl.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
+from asyncrl.weights.held_version import check_complete, layout_of
 from asyncrl.weights.segments import ITEM_BYTES, size_of
-from asyncrl.weights.staging import check_complete, layout_of
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +52,7 @@ def manifest(*specs: TensorSpec, size: int = 256) -> Manifest:
     return Manifest(version=4, buckets=[bucket(size=size, tensors=list(specs))])
 
 
-def test_staged_memory_outlives_its_publisher(publisher):
+def test_a_held_version_outlives_its_publisher(publisher):
     published = publisher.publish(3, tensors())
     staged = stage(published)
     publisher.close()
@@ -64,7 +64,7 @@ def test_staged_memory_outlives_its_publisher(publisher):
     staged.close()
     staged.close()
     assert not any(os.path.exists(ours.path) for ours in staged.manifest.buckets)
-    # What nobody fetches closes itself.
+    # A version that its owner never received closes itself.
     publisher = Publisher()
     paths = [each.path for each in stage(publisher.publish(3, tensors())).manifest.buckets]
     publisher.close()
@@ -77,7 +77,7 @@ def test_staged_memory_outlives_its_publisher(publisher):
         (lambda p, b: {"checksum": b.checksum ^ 1}, "its checksum is"),
         (lambda p, b: {"size": b.size + 64}, "bytes instead of"),
         (lambda p, b: {"path": p.segment(Path(b.path).read_bytes(), seal=False)}, "not sealed"),
-        (lambda p, b: {"path": "/proc/self/fd/../../1/environ"}, "is no /proc/PID/fd/N"),
+        (lambda p, b: {"path": "/proc/self/fd/../../1/environ"}, "is not a /proc/PID/fd/N"),
         (lambda p, b: {"path": f"/proc/{os.getpid()}/fd/99999"}, "cannot be opened"),
     ],
 )
@@ -85,7 +85,7 @@ def test_wrong_buckets_are_refused(publisher, change, words):
     first, second = publisher.publish(3, tensors()).buckets
     fields = {"path": second.path, "size": second.size, "checksum": second.checksum, "tensors": second.tensors}
     wrong = Bucket(**(fields | change(publisher, second)))
-    # What other tests have left to the collector is not to be closed in between.
+    # Objects of other tests must not be closed in between.
     gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(WeightsCorrupt, match=words) as caught:

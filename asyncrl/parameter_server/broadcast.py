@@ -1,0 +1,288 @@
+"""The broadcast under way: its members, its begin and its end. Pure.
+
+    announced ──all members paused, the learner waits──► begun ──all have committed──► over
+        └──► called off                                    └──► broken
+
+At most one is under way. Its members have an epoch: the number of one exact set of engines and one learner. An epoch is
+never used for another set, and never again after its process group broke, because the old group's members may still
+have bytes on the wire. Rank 0 is the learner; the members' workers have the ranks from 1 on, in the order of the
+members' names.
+
+A member that dies, fails or does not come ends the broadcast for all. Before the begin, the others resume and stay
+members of the next broadcast. After it, the replicas that have not committed get the version by shm or stream, and are
+members again once they have committed.
+
+After a broadcast that broke, versions are left out before the next attempt: 0, 1, 3, 7 and then 15. Each attempt pauses
+all members, in vain where no group can be formed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.messages.weights import (
+    AnnounceBroadcast,
+    Announced,
+    BroadcastGroup,
+    BroadcastPart,
+    BroadcastState,
+    CollectiveBackend,
+)
+from asyncrl.parameter_server.replicas import BROADCAST_PHASES, Phase, Replica, ReplicaEvent, Replicas
+
+AWAY_S = 5.0
+"""Seconds for which a replica without an open question still counts as present."""
+LEFT_OUT_MAX = 15
+"""Most versions left out between two attempts."""
+
+
+class Stage(StrEnum):
+    """Stage of a broadcast."""
+
+    ANNOUNCED = "announced"
+    BEGUN = "begun"
+    OVER = "over"
+    CALLED_OFF = "called_off"
+    BROKEN = "broken"
+
+
+@dataclass(slots=True)
+class _Broadcast:
+    """One version that all members receive at once."""
+
+    announcement: AnnounceBroadcast
+    learner: tuple[str, int]
+    """Name and incarnation."""
+    group: BroadcastGroup
+    first_ranks: dict[str, int]
+    """First rank of each member's workers."""
+    since: float
+    """Time at which the stage began."""
+    stage: Stage = Stage.ANNOUNCED
+    error: str = ""
+    """Reason that it is broken."""
+
+    @property
+    def version(self) -> int:
+        return self.announcement.version
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.stage in (Stage.ANNOUNCED, Stage.BEGUN)
+
+
+def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) -> bool:
+    """Whether a replica can be a member when the learner offers to broadcast over ``backend``.
+
+    ``configured`` is weights.transport; under auto only nccl is worth a pause of all replicas at once.
+    """
+    if backend == "nccl" and not on_gpu:
+        return False
+    return configured == backend or (configured == "auto" and backend == "nccl")
+
+
+class BroadcastControl:
+    """The broadcast under way, and the epochs. Moves the replicas of ``replicas``."""
+
+    def __init__(self, weights: WeightsConfig, replicas: Replicas, *, first_epoch: int) -> None:
+        self._weights = weights
+        self._replicas = replicas
+        self._epoch = first_epoch - 1
+        self._epoch_members: object = None
+        """The members of the epoch; None after its group broke."""
+        self._current: _Broadcast | None = None
+        self._declined = -1
+        """Newest version that is not broadcast any more."""
+        self._broken_in_a_row = 0
+        self._left_out = 0
+        """Versions still to be left out."""
+
+    # --- messages of the learner ---
+
+    def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
+        """Take the learner's question for a group. ``newest`` is the newest version published."""
+        current, version = self._current, announcement.version
+        if current is not None and current.version == version:
+            self.advance(now)
+            return
+        if version > max(self._declined, newest) and not (current is not None and current.is_under_way):
+            if self._left_out:
+                self._left_out -= 1
+            elif members := self._members(announcement, now):
+                self._current = self._open(learner, announcement, members, now)
+                return
+        self._declined = max(self._declined, version)
+        self._replicas.note("no broadcast", version=version)
+
+    def _members(self, announcement: AnnounceBroadcast, now: float) -> list[Replica]:
+        """Replicas that can take part, in the order of ranks."""
+        found = [
+            replica
+            for replica in self._replicas.of(Phase.SERVING)
+            if 0 <= replica.serving < announcement.version
+            and may_broadcast(self._weights.transport, announcement.backend, on_gpu=replica.on_gpu)
+            and (self._replicas.asks(replica.name) or now - replica.heard < AWAY_S)
+        ]
+        return sorted(found, key=lambda replica: replica.name)
+
+    def _open(
+        self, learner: tuple[str, int], announcement: AnnounceBroadcast, members: list[Replica], now: float
+    ) -> _Broadcast:
+        first_ranks, rank = {}, 1
+        for replica in members:
+            first_ranks[replica.name] = rank
+            rank += replica.workers
+            self._replicas.move(replica, ReplicaEvent.INVITED)
+            replica.target = announcement.version
+        place = (announcement.backend, announcement.host, announcement.port, announcement.token)
+        engines = tuple((replica.name, replica.incarnation, replica.engine, replica.workers) for replica in members)
+        if self._epoch_members != (learner, place, engines):
+            self._epoch, self._epoch_members = self._epoch + 1, (learner, place, engines)
+        group = BroadcastGroup(
+            backend=announcement.backend,
+            epoch=self._epoch,
+            world_size=rank,
+            host=announcement.host,
+            port=announcement.port,
+            token=announcement.token,
+        )
+        self._replicas.note("broadcast announced", version=announcement.version, epoch=group.epoch, world_size=rank)
+        return _Broadcast(announcement, learner, group, first_ranks, since=now)
+
+    def decided(self, version: int) -> Announced | None:
+        """The answer to the announcement of ``version``; None while it is open."""
+        current = self._current
+        if current is None or current.version != version:
+            return Announced(decided=True)
+        if current.stage in (Stage.BEGUN, Stage.OVER):
+            return Announced(decided=True, group=current.group)
+        return None if current.is_under_way else Announced(decided=True)
+
+    def state(self, version: int, epoch: int) -> BroadcastState | None:
+        """The answer to a learner that sends ``version``; None while the broadcast is under way."""
+        current = self._current
+        if current is None or not self.is_current(version, epoch):
+            # The broadcast was begun with an earlier parameter server. It can still succeed.
+            return BroadcastState(over=True)
+        return None if current.is_under_way else BroadcastState(over=True, error=current.error)
+
+    def ended(self, version: int, epoch: int, error: str, now: float) -> None:
+        """The learner has sent everything, or an ``error`` has broken the group."""
+        # If all is sent, the broadcast is over once every member has committed.
+        if not error:
+            return
+        if epoch == self._epoch:
+            self._epoch_members = None
+        if self.is_current(version, epoch):
+            self._end(f"the learner, sending version {version}: {error}", now)
+
+    def left(self, name: str, incarnation: int, now: float) -> None:
+        """Note the death of this incarnation of an actor, which may be the learner."""
+        current = self._current
+        if current is not None and current.learner[0] == name and current.learner[1] <= incarnation:
+            self._end(f"{name} is gone", now)
+            self._current = None
+
+    def withdrew(self, name: str, now: float) -> None:
+        """Note that a caller no longer waits for an answer; it may be the learner, for its group."""
+        current = self._current
+        if current is not None and current.learner[0] == name and current.stage is Stage.ANNOUNCED:
+            self._end(f"{name} has given it up", now)
+
+    # --- the members ---
+
+    def part(self, replica: Replica) -> BroadcastPart:
+        """An announced member's part."""
+        current = self._current
+        assert current is not None
+        return BroadcastPart(
+            version=current.version,
+            group=current.group,
+            first_rank=current.first_ranks[replica.name],
+            buckets=current.announcement.buckets,
+            probe=current.announcement.probe,
+            timeout_s=self._weights.broadcast_timeout_s,
+        )
+
+    def is_current(self, version: int, epoch: int) -> bool:
+        """Whether this is the last broadcast that was announced."""
+        return self._current is not None and (self._current.version, self._current.group.epoch) == (version, epoch)
+
+    def advance(self, now: float) -> None:
+        """Begin if all members are paused; end if all have committed."""
+        current = self._current
+        if current is None or not current.is_under_way:
+            return
+        # At most one is under way, so all replicas in its phases are members; one that leaves them ends it.
+        if current.stage is Stage.BEGUN:
+            if not self._replicas.count(Phase.RECEIVING):
+                current.stage, self._broken_in_a_row = Stage.OVER, 0
+                self._replicas.wake(current.learner[0])
+            return
+        # A learner that does not wait now would leave the members paused.
+        if self._replicas.asks(current.learner[0]) and not self._replicas.count(Phase.ANNOUNCED):
+            for replica in list(self._replicas.of(Phase.PAUSED)):
+                self._replicas.move(replica, ReplicaEvent.BEGUN)
+            current.stage, current.since = Stage.BEGUN, now
+            self._replicas.wake(current.learner[0])
+            self._replicas.counts["broadcasts_begun"] += 1
+            self._replicas.note("broadcast begins", version=current.version, epoch=current.group.epoch)
+
+    def member_lost(self, name: str, before: Phase, why: str, now: float) -> None:
+        """Note that a replica has left phase ``before`` without a commit."""
+        if before in BROADCAST_PHASES:
+            self._end(f"{name} {why}", now)
+
+    # --- time ---
+
+    def deadline(self) -> float | None:
+        """Time at which the stage of the broadcast under way runs out."""
+        current = self._current
+        if current is None or not current.is_under_way:
+            return None
+        is_begun = current.stage is Stage.BEGUN
+        return current.since + (self._weights.deadline_s if is_begun else self._weights.broadcast_timeout_s)
+
+    def pass_time(self, now: float) -> None:
+        """End a broadcast that takes too long."""
+        deadline, current = self.deadline(), self._current
+        if deadline is None or current is None or now < deadline:
+            return
+        if current.stage is Stage.BEGUN:
+            self._end(f"not over after {self._weights.deadline_s:g} s (weights.deadline_s)", now)
+            return
+        missing = list(self._replicas.of(Phase.ANNOUNCED))
+        for replica in missing:
+            self._replicas.move(replica, ReplicaEvent.OVERDUE)
+        names = ", ".join(replica.name for replica in missing) or current.learner[0]
+        within = f"within {self._weights.broadcast_timeout_s:g} s (weights.broadcast_timeout_s)"
+        self._end(f"{names} did not come {within}", now)
+
+    def _end(self, why: str, now: float) -> None:
+        """End the broadcast before its time. A member that caused it has left the broadcast's phases by now."""
+        current = self._current
+        assert current is not None
+        if not current.is_under_way:
+            return
+        if current.stage is Stage.ANNOUNCED:
+            current.stage, word, event = Stage.CALLED_OFF, "called_off", ReplicaEvent.CALLED_OFF
+        else:
+            current.stage, word, event = Stage.BROKEN, "broken", ReplicaEvent.BROKEN
+            self._epoch_members = None
+            self._left_out = min(2**self._broken_in_a_row - 1, LEFT_OUT_MAX)
+            self._broken_in_a_row += 1
+        current.since, current.error = now, why
+        for replica in list(self._replicas.of(*BROADCAST_PHASES)):
+            self._replicas.move(replica, event)
+        self._declined = max(self._declined, current.version)
+        self._replicas.wake(current.learner[0])
+        self._replicas.counts[f"broadcasts_{word}"] += 1
+        self._replicas.note(
+            f"broadcast {word.replace('_', ' ')}",
+            level="warning",
+            version=current.version,
+            epoch=current.group.epoch,
+            reason=why,
+        )

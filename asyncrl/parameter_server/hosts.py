@@ -1,0 +1,100 @@
+"""One fetch per host: which replica fetches a version for its host, which wait for it, and the chain of hosts. Pure.
+
+Of the replicas of a host that cannot open the parameter server's segments, one fetches over the network. The others
+wait and open its segments. Invariants: while one fetches, no other replica of its host begins to fetch a version that
+the first could give it; a replica that waited for a version is given that version, even if a newer one is out by now,
+so a host whose network is slower than the learner still shares each copy; when the replica that fetches dies, fails or
+gives up, another takes its place; a replica that does not find the offered segments fetches the version itself. No wait
+is longer than the staging deadline of the replica that fetches.
+
+The hosts that fetch one version form a chain in the order of their offers: each asks the one before it for chunks, and
+the first asks the parameter server. So each link carries the version once in each direction. An offer names the nearest
+earlier hosts: when one dies, the next asks the one before it.
+"""
+
+from __future__ import annotations
+
+from asyncrl.config.rollout import WeightsConfig
+from asyncrl.parameter_server.replicas import HOLDING_PHASES, IDLE_PHASES, Phase, Replica, Replicas
+
+MAX_SOURCES = 8
+"""Earlier hosts that an offer names."""
+
+
+class Hosts:
+    """The copies of all hosts. Looks at ``replicas``."""
+
+    def __init__(self, weights: WeightsConfig, replicas: Replicas) -> None:
+        self._weights = weights
+        self._replicas = replicas
+        self._chain: dict[str, Replica] = {}
+        """Replicas that fetch or hold the newest version, in the order of their offers."""
+
+    def shares(self, replica: Replica) -> bool:
+        """Whether a replica takes part; one that failed at a version too often fetches by itself."""
+        return (
+            self._weights.transport != "stream"
+            and replica.host != ""
+            and replica.failed_attempts < self._weights.max_attempts
+        )
+
+    def holder(self, replica: Replica, newest: int) -> Replica | None:
+        """Replica of the same host, itself included, that holds the version that ``replica`` takes next."""
+        beside = self._replicas.beside(replica)
+        awaited = next((other for other in beside if other.name == replica.waits_for), None)
+        if awaited is not None and awaited.held_version > replica.serving and is_held_for(awaited):
+            return awaited
+        return next((other for other in beside if other.held_version == newest), None)
+
+    def fetcher(self, replica: Replica) -> Replica | None:
+        """Replica of the same host that fetches a newer version than ``replica`` serves."""
+        beside = self._replicas.beside(replica)
+        return next((other for other in beside if other.is_fetching and other.target > replica.serving), None)
+
+    def found_nothing(self, replica: Replica) -> None:
+        """Forget offered segments that were not there: the replica that held them may be dead."""
+        for other in self._replicas.beside(replica):
+            if other.held_paths == replica.source_paths != ():
+                other.held_version, other.held_paths = -1, ()
+
+    def awaited(self) -> set[str]:
+        """Names of the replicas that others wait for."""
+        return {
+            name
+            for name, waiting in self._replicas.waits()
+            if any(each.phase in IDLE_PHASES for each in waiting.values())
+        }
+
+    def join_chain(self, replica: Replica) -> list[str]:
+        """Let a replica fetch its target for its host; returns the replicas to ask for chunks, nearest first."""
+        version = replica.target
+        self._chain = {name: each for name, each in self._chain.items() if self._is_in_chain(each, version)}
+        self._chain.pop(replica.name, None)
+        sources = list(reversed(self._chain))[:MAX_SOURCES]
+        self._chain[replica.name] = replica
+        replica.fetches = True
+        return sources
+
+    def _is_in_chain(self, replica: Replica, version: int) -> bool:
+        if self._replicas.by_name.get(replica.name) is not replica:
+            return False
+        return replica.held_version == version or (replica.is_fetching and replica.target == version)
+
+    def wake_waiting(self) -> None:
+        """Wake replicas that wait for one that fetches no longer. Called after any change."""
+        for name, waiting in self._replicas.waits():
+            awaited = self._replicas.by_name.get(name)
+            if awaited is None or not awaited.is_fetching:
+                for replica in waiting.values():
+                    if replica.phase in IDLE_PHASES:
+                        self._replicas.wake(replica.name)
+
+
+def is_held_for(awaited: Replica) -> bool:
+    """Whether the version that a replica has staged is still held here for the replicas that wait for it."""
+    return awaited.phase in HOLDING_PHASES and not awaited.outrun and awaited.held_version == awaited.target
+
+
+def pins(replica: Replica, awaited: set[str]) -> bool:
+    """Whether a version must stay held because this replica stages it, or others of its host wait to open it."""
+    return not replica.outrun and (replica.phase is Phase.STAGING or replica.name in awaited)

@@ -1,0 +1,195 @@
+"""A version of the weights in sealed memory, held open by one process: the learner, the parameter server or a replica.
+
+Invariants: the bytes cannot change, because every segment is sealed; they stay as long as the version is held here,
+even if the process that wrote them dies. The kernel frees a segment when the last process lets go of it. A view keeps
+its mapping, and with it the pages: ZeroMQ may still send from a version that is closed. So nothing is unmapped by hand.
+
+Fails with WeightsCorrupt for a segment that is missing, of another size, not sealed, or with another checksum, and for
+a manifest that contradicts itself; with VersionGone for a version that is closed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+
+import msgspec
+
+from asyncrl.errors import InvalidRequest, VersionGone, WeightsCorrupt
+from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
+from asyncrl.weights.segments import (
+    ALIGNMENT,
+    ITEM_BYTES,
+    map_segment,
+    open_segment,
+    path_of,
+    size_of,
+    verify_bytes,
+)
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype and shape of each parameter, by name."""
+OnSealed = Callable[[Bucket, int], None]
+"""Function that gets each sealed bucket, in order, with the descriptor of its segment. It runs on the thread that
+assembles the version: it neither waits nor raises, and duplicates the descriptor to keep it."""
+
+
+class HeldVersion:
+    """One version. ``manifest`` names the descriptors of this process. May be used from several threads."""
+
+    def __init__(self, manifest: Manifest, descriptors: Sequence[int]) -> None:
+        """``descriptors`` are of the segments, bucket by bucket; the object closes them."""
+        self.descriptors = list(descriptors)
+        """Empty once closed."""
+        buckets = [
+            msgspec.structs.replace(bucket, path=path_of(descriptor))
+            for bucket, descriptor in zip(manifest.buckets, descriptors, strict=True)
+        ]
+        self.manifest = msgspec.structs.replace(manifest, buckets=buckets)
+        self._views: dict[int, memoryview] = {}
+        self._lock = threading.Lock()
+        # An object that its owner never received, because the waiting task was cancelled, closes itself.
+        self._finalizer = weakref.finalize(self, _close_all, self.descriptors)
+
+    @property
+    def version(self) -> int:
+        """Number of the version."""
+        return self.manifest.version
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buckets."""
+        return sum(bucket.size for bucket in self.manifest.buckets)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Dtype and shape of each parameter."""
+        return layout_of(self.manifest)
+
+    def bytes_of(self, bucket: int) -> memoryview:
+        """Bytes of a bucket, read-only and not copied. Raises InvalidRequest for an unknown bucket, VersionGone."""
+        with self._lock:
+            if not self._finalizer.alive:
+                raise VersionGone(self.version)
+            if bucket >= len(self.descriptors):
+                raise InvalidRequest(f"version {self.version} has no bucket {bucket}")
+            if bucket not in self._views:
+                mapping = map_segment(self.descriptors[bucket], self.manifest.buckets[bucket].size)
+                self._views[bucket] = memoryview(mapping)
+            return self._views[bucket]
+
+    def verify(self) -> None:
+        """Compare every bucket with its checksum; blocks. Raises WeightsCorrupt, VersionGone."""
+        for index, bucket in enumerate(self.manifest.buckets):
+            for _ in verify_bytes(self.bytes_of(index), bucket.checksum, version=self.version, index=index):
+                pass
+
+    def close(self) -> None:
+        """Let the memory go. May be repeated. A GiB that no other process holds takes about 0.1 s."""
+        with self._lock:
+            self._views.clear()
+            self._finalizer()
+
+    def __enter__(self) -> HeldVersion:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def hold(manifest: Manifest) -> HeldVersion:
+    """Open every segment of a manifest, without comparing checksums. Raises WeightsCorrupt."""
+    descriptors: list[int] = []
+    try:
+        for index, bucket in enumerate(manifest.buckets):
+            descriptors.append(open_segment(bucket, version=manifest.version, index=index))
+    except BaseException:
+        _close_all(descriptors)
+        raise
+    return HeldVersion(manifest, descriptors)
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+# --- names, types and shapes ---
+
+
+def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Layout of a manifest. Raises WeightsCorrupt unless each name occurs once, and each tensor lies aligned within its
+    bucket and overlaps no other.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for index, bucket in enumerate(manifest.buckets):
+        if not bucket.size:
+            raise WeightsCorrupt("it is empty", version=manifest.version, bucket=index)
+        end = 0
+        # An empty tensor may lie where the next one begins. It comes first, or it would seem to lie inside that one.
+        for spec in sorted(bucket.tensors, key=lambda spec: (spec.offset, math.prod(spec.shape))):
+            problem = _spec_problem(spec, bucket, end)
+            if problem is None and spec.name in found:
+                problem = "occurs twice"
+            if problem is not None:
+                raise WeightsCorrupt(f"{spec.name} {problem}", version=manifest.version, bucket=index)
+            found[spec.name] = (spec.dtype, spec.shape)
+            end = spec.offset + size_of(spec)
+    return found
+
+
+def _spec_problem(spec: TensorSpec, bucket: Bucket, end: int) -> str | None:
+    if spec.dtype not in ITEM_BYTES:
+        return f"has the unknown dtype {spec.dtype!r}"
+    if any(extent < 0 for extent in spec.shape):
+        return f"has the shape {spec.shape}"
+    if spec.offset % ALIGNMENT:
+        return f"lies at {spec.offset}, which is not aligned to {ALIGNMENT} bytes"
+    if spec.offset < end:
+        return f"overlaps the tensor before it (offset {spec.offset} < {end})"
+    if spec.offset + size_of(spec) > bucket.size:
+        return f"reaches past the bucket's {bucket.size} bytes"
+    return None
+
+
+def check_complete(
+    version: int,
+    found: Layout,
+    expected: Layout,
+    *,
+    optional: frozenset[str] = frozenset(),
+    dtypes: bool = True,
+) -> None:
+    """Compare a version's layout with the expected one; raises WeightsCorrupt naming the first few differences.
+
+    ``optional`` names may be absent on either side. ``dtypes`` False compares shapes only.
+    """
+    missing = expected.keys() - found.keys() - optional
+    unknown = found.keys() - expected.keys() - optional
+    changed = [
+        f"{name} is {_shown(found[name])} instead of {_shown(expected[name])}"
+        for name in found.keys() & expected.keys()
+        if found[name][1] != expected[name][1] or (dtypes and found[name][0] != expected[name][0])
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} of {len(expected)} parameters are missing ({_few(missing)})")
+    if unknown:
+        problems.append(f"{len(unknown)} parameters are unknown to the model ({_few(unknown)})")
+    if changed:
+        problems.append(f"{len(changed)} parameters have changed ({_few(changed)})")
+    if problems:
+        raise WeightsCorrupt("; ".join(problems), version=version)
+
+
+def _shown(entry: tuple[str, tuple[int, ...]]) -> str:
+    return f"{entry[0]} {list(entry[1])}"
+
+
+def _few(names: Collection[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")

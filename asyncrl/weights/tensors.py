@@ -1,0 +1,40 @@
+"""The tensors of a version that is in sealed memory or was received."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from asyncrl.messages.weights import Manifest, TensorSpec
+from asyncrl.weights.segments import size_of
+
+
+def tensors_of(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a version whose paths this process can open: views that keep their bucket's memory."""
+    for bucket in manifest.buckets:
+        descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            memory = mapped(descriptor, bucket.size)
+        finally:
+            os.close(descriptor)
+        yield from tensors_in(memory, bucket.tensors)
+
+
+def tensors_in(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket, as views of its bytes."""
+    for spec in specs:
+        dtype = getattr(torch, spec.dtype)
+        size = size_of(spec)
+        if size:
+            yield spec.name, memory[spec.offset : spec.offset + size].view(dtype).view(spec.shape)
+        else:
+            yield spec.name, torch.empty(spec.shape, dtype=dtype)
+
+
+def mapped(descriptor: int, size: int) -> torch.Tensor:
+    """The bytes of a segment, not copied: uint8 [size]. The descriptor may be closed afterwards."""
+    # Copy on write: torch has no read-only tensors, and a loader that works in place changes pages of its own.
+    return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)

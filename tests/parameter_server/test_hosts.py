@@ -1,0 +1,186 @@
+"""One fetch per host: which replica fetches, which wait and open its copy; and the chain of hosts."""
+
+import pytest
+from conductor_play import Play
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.parameter_server.hosts import MAX_SOURCES
+
+HERE = {"same_host": False, "host": "a"}
+THERE = {"same_host": False, "host": "b"}
+PATHS = ("/proc/7/fd/3", "/proc/7/fd/4")
+R = tuple(f"r/{index}" for index in range(8))
+
+
+def on_hosts(*asking, **weights):
+    """The named replicas, all on one host, ask for version 0."""
+    play = Play(**{"transport": "auto", "max_paused_fraction": 1.0, **weights})
+    play.publish(0)
+    offers = [play.next(name, -1, **HERE) for name in asking]
+    assert all(offer is None for offer in offers[1:])
+    if offers:
+        assert (offers[0].version, offers[0].transport, offers[0].share, offers[0].sources) == (0, "stream", True, [])
+    return play
+
+
+def fetched(play, name, version=0):
+    """The replica has fetched the version for its host."""
+    assert play.pause(name, version, paths=PATHS)
+
+
+def way(offer):
+    return offer.version, offer.transport, offer.share
+
+
+def test_one_replica_of_a_host_fetches_and_the_others_open_its_copy():
+    play = on_hosts(*R)
+    play.woken()
+    fetched(play, "r/0")
+    assert play.woken() >= {*R[1:]}
+    for name in R[1:]:
+        assert way(play.look(name)) == (0, "shm", False)
+        assert play.replica(name).source_paths == PATHS
+    # Nothing more has to be held for them than is held anyway.
+    assert play.needed() == {0}
+
+
+@pytest.mark.parametrize("why", ["stream", "unknown", "failed"])
+def test_a_replica_that_does_not_share_fetches_by_itself(why):
+    play = on_hosts(transport="stream" if why == "stream" else "auto", max_attempts=1)
+    place = {"same_host": False} if why == "unknown" else HERE
+    assert play.next("r/0", -1, **place).transport == "stream"
+    if why == "failed":
+        assert play.next("r/1", -1, **place) is None
+        fetched(play, "r/0")
+        assert play.look("r/1").transport == "shm"
+        play.report("r/1", 0, committed=False)
+    offer = play.next("r/1", -1, **place)
+    assert (way(offer), offer.sources) == ((0, "stream", False), [])
+
+
+LOST = {
+    "dies": lambda play: play.left("r/0"),
+    "fails": lambda play: play.report("r/0", 0, committed=False),
+    "takes too long": lambda play: play.later(60),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_when_the_replica_that_fetches_is_lost_another_takes_its_place(what):
+    play = on_hosts(*R, stage_deadline_s=60)
+    play.woken()
+    LOST[what](play)
+    assert play.woken() >= {*R[1:]}
+    first, *others = [play.look(name) for name in R[1:]]
+    assert way(first) == (0, "stream", True) and others == [None] * 6
+    fetched(play, "r/1")
+    assert {play.look(name).transport for name in R[2:]} == {"shm"}
+
+
+def test_a_replica_that_waited_gets_the_version_that_it_waited_for():
+    play = on_hosts("r/0", "r/1")
+    for version in (1, 2):
+        play.publish(version)
+        # Still one copy at a time.
+        assert play.look("r/1") is None
+    assert play.needed() == {0, 2}
+    fetched(play, "r/0")
+    assert play.needed() == {0, 2}
+    assert way(play.look("r/1"))[:2] == (0, "shm")
+    # A replica that has not waited takes the newest.
+    assert play.next("r/2", -1, **HERE).version == 2
+
+
+def test_no_replica_waits_for_a_version_that_was_let_go():
+    play = on_hosts(versions_held=2)
+    play.next("r/9", -1, **THERE)
+    play.publish(1)
+    play.next("r/0", -1, **HERE)
+    play.next("r/1", -1, **HERE)
+    play.publish(2)
+    assert play.needed() == {0, 2}
+    fetched(play, "r/0", 1)
+    assert way(play.look("r/1")) == (2, "stream", True)
+
+
+def test_a_late_replica_opens_the_copy_of_its_host_while_that_exists():
+    play = on_hosts("r/0")
+    fetched(play, "r/0")
+    play.report("r/0", 0)
+    assert play.next("r/0", 0, **HERE) is None
+    assert play.next("r/1", -1, **HERE).transport == "shm"
+    # It finds nothing and fetches at once: r/0 is dead, which is not known here yet.
+    assert way(play.next("r/1", -1, **HERE)) == (0, "stream", True)
+    assert play.next("r/2", -1, **HERE) is None
+
+
+def test_a_replica_loads_its_own_copy_again_until_a_newer_version_came_another_way():
+    play = on_hosts("r/0", transport="gloo")
+    fetched(play, "r/0")
+    play.report("r/0", 0, committed=False)
+    assert play.next("r/0", -1, **HERE).transport == "shm"
+    assert play.replica("r/0").source_paths == PATHS
+    assert play.pause("r/0", 0)
+    # It still holds its copy.
+    play.report("r/0", 0)
+    assert play.replica("r/0").held_version == 0
+    play.next("r/0", 0, **HERE)
+    play.begin(1, "r/0")
+    play.report("r/0", 1)
+    assert play.replica("r/0").held_version == -1
+
+
+# --- the chain ---
+
+
+def sources(play, name, host, serving=-1):
+    return play.next(name, serving, same_host=False, host=host).sources
+
+
+def test_each_host_asks_the_hosts_before_it_nearest_first():
+    play = on_hosts()
+    assert [sources(play, name, name) for name in R[:3]] == [[], ["r/0"], ["r/1", "r/0"]]
+    named = [sources(play, f"h/{index:02d}", f"{index}") for index in range(20)]
+    assert max(map(len, named)) == MAX_SOURCES
+    # A new version has a new chain.
+    play.publish(1)
+    play.report("r/2", 0, committed=False)
+    assert sources(play, "r/2", "r/2") == []
+
+
+def test_a_relay_that_is_lost_or_drops_the_version_is_not_named():
+    play = on_hosts()
+    for index in range(4):
+        sources(play, f"r/{index}", f"{index}")
+    play.left("r/0")
+    play.report("r/1", 0, committed=False)
+    # A replica that has the version whole stays a source.
+    fetched(play, "r/2")
+    play.report("r/2", 0)
+    play.next("r/2", 0, same_host=False, host="2")
+    assert sources(play, "r/4", "4") == ["r/3", "r/2"]
+    # One that failed joins at the end.
+    assert sources(play, "r/1", "1") == ["r/4", "r/3", "r/2"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from(["joins", "fails", "dies", "serves"]), st.sampled_from(R)), max_size=60))
+def test_whatever_comes_and_goes_no_host_is_its_own_source(steps):
+    play, place = on_hosts(), {}
+    for number, (what, name) in enumerate(steps):
+        phase = play.phases().get(name)
+        if what == "joins" and phase not in ("staging", "loading"):
+            serving = play.replica(name).serving if phase else -1
+            offer = play.next(name, serving, same_host=False, host=name)
+            if offer is not None and offer.share:
+                place[name] = number
+                earlier = [place[each] for each in offer.sources]
+                assert earlier == sorted(earlier, reverse=True) and number not in earlier
+        elif what == "fails" and phase == "staging":
+            play.report(name, 0, committed=False)
+        elif what == "serves" and phase == "staging":
+            fetched(play, name)
+            play.report(name, 0)
+        elif what == "dies":
+            play.left(name)
