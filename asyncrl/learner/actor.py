@@ -84,7 +84,7 @@ class Learner(Actor):
             return
         run_dir = self.context.run_dir
         # Before anything slow: without the mark nothing can be published.
-        mark = await self._on_thread(self._read_mark)
+        mark = await self._on_thread(self._read_numbers)
         start = await self._on_thread(mark.begin)
         if mark.problem:
             above = f"new versions are above {mark.version}, the highest in checkpoints and metrics"

@@ -138,10 +138,10 @@ class _Epoch:
                 if self._stopped.done():
                     return
                 time.sleep(LOOK_S)
-            reason = watched.get("over").decode(errors="replace")
+            reason = f"the learner: {watched.get('over').decode(errors='replace')}"
         except RuntimeError:
-            reason = "it is gone"
-        self.stop(f"the learner: {reason}")
+            reason = "the learner is gone"
+        self.stop(reason)
 
     def stop(self, reason: str) -> None:
         """End the present operation and every later one. From any thread."""

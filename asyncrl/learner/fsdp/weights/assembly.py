@@ -29,6 +29,7 @@ from torch import Tensor
 from asyncrl.errors import AsyncRLError, DeadlineExceeded
 from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.model.policy import Policy
+from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
