@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import threading
@@ -242,7 +243,9 @@ def test_i4_another_version_is_not_taken(peers, sender, version) -> None:
     [peer] = peers.take(1)
     made, other = version(3, small_tensors(3)), version(4, small_tensors(4))
     begin([peer], group_at(sender.port, 1, 2), other)
-    sender.send(group_at(sender.port, 1, 2), 3, iter(made.buckets[:1]))
+    # The member leaves after the header, before or after the sender has sent the bytes.
+    with contextlib.suppress(BroadcastFailed):
+        sender.send(group_at(sender.port, 1, 2), 3, iter(made.buckets[:1]))
     answer = peer.answer()
     assert answer.kind == "BroadcastFailed"
     assert "bucket 0 of version 3" in answer.error and "in place of bucket 0 of version 4" in answer.error
