@@ -179,7 +179,7 @@ class Sender:
             raise ConfigError(["weights.transport: nccl needs a GPU and NCCL here; choose another transport"])
         self.host, self._timeout_s = host, timeout_s
         self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-        self._store = open_store(host, timeout_s, ports)
+        self._store: TCPStore | None = open_store(host, timeout_s, ports)
         self.port: int = self._store.port
         """Port at which members meet."""
         self.token = secrets.token_hex(16)
@@ -214,6 +214,8 @@ class Sender:
 
     def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
         epoch = self._epoch
+        if self._store is None:
+            raise BroadcastFailed(version, "the sender is closed")
         if epoch is None or epoch.group.epoch < group.epoch:
             if epoch is not None:
                 epoch.end(f"epoch {epoch.group.epoch} is over, the next is {group.epoch}")
@@ -230,9 +232,11 @@ class Sender:
             self._epoch.stop(reason)
 
     def close(self) -> None:
-        """Send no more. Called on the thread that sends."""
+        """Send no more, and close the store. Called on the thread that sends; may be repeated."""
         if self._epoch is not None:
             self._epoch.end("the learner has ended")
+        # The store ends with its last reference, and with it every wait of members that are left behind.
+        self._epoch = self._store = None
 
 
 class Receiver:
@@ -265,6 +269,8 @@ class Receiver:
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch
+        if self._closed:
+            raise BroadcastFailed(part.version, ENDED)
         if epoch is not None and (epoch.group, epoch.rank) == (group, rank):
             if epoch.over:
                 raise BroadcastFailed(part.version, f"epoch {group.epoch} is over: {epoch.over}")
