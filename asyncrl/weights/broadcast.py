@@ -244,7 +244,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self._epoch: _Epoch | None = None
-        self._closed = False
+        self._ended = threading.Event()
 
     def receive(self, part: BroadcastPart, worker: int) -> Generator[Tensor]:
         """The bytes of every bucket, verified: uint8 [size]. ``worker`` counts within the replica.
@@ -269,7 +269,7 @@ class Receiver:
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch
-        if self._closed:
+        if self._ended.is_set():
             raise BroadcastFailed(part.version, ENDED)
         if epoch is not None and (epoch.group, epoch.rank) == (group, rank):
             if epoch.over:
@@ -284,7 +284,8 @@ class Receiver:
             raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
         epoch = self._epoch = _Epoch(group, rank, store, address, part.timeout_s)
         threading.Thread(target=epoch.watch, args=(watched,), name="asyncrl: end of an epoch", daemon=True).start()
-        if self._closed:
+        # ``close`` may have come from another thread meanwhile.
+        if self._ended.is_set():
             epoch.end(ENDED)
             raise BroadcastFailed(part.version, ENDED)
         return epoch
@@ -315,7 +316,7 @@ class Receiver:
 
     def close(self) -> None:
         """Receive no more: a broadcast under way fails at once. From any thread; may be repeated."""
-        self._closed = True
+        self._ended.set()
         if self._epoch is not None:
             self._epoch.end(ENDED)
 
