@@ -1,4 +1,4 @@
-"""The controller's shell, on the in-memory transport."""
+"""The controller actor on the in-memory transport."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ class Cluster:
     async def die(self):
         self.main.cancel()
         await asyncio.gather(self.main, return_exceptions=True)
-        # A thread that writes the address file continues, and would meet that of a successor.
+        # A thread that writes the address file continues, and could overwrite that of a successor.
         await asyncio.sleep(0.02)
         await until(lambda: not (self.run_dir / "private" / "controller.json.new").exists())
 
@@ -143,8 +143,8 @@ async def resolved(cluster, name):
 @pytest.mark.parametrize(
     ("left", "is_told"), [(b'{"address": "memo', True), (b'{"address": 5}', False), (b"\xff\xfe", True), (None, True)]
 )
-def test_a_successor_starts_with_any_address_file(tmp_path, capsys, left, is_told):
-    """And where the first one was, if its agent remembers."""
+def test_a_successor_starts_with_any_content_of_the_address_file(tmp_path, capsys, left, is_told):
+    """And at the address of the first controller, if its agent remembers it."""
     path = tmp_path / "private" / "controller.json"
 
     async def scenario(cluster):
@@ -189,7 +189,7 @@ async def test_a_parked_call_is_answered_before_half_of_its_deadline(cluster):
 
 
 @on_cluster()
-async def test_metrics_reach_callers_that_ask_for_them_once(cluster):
+async def test_metrics_reach_callers_that_poll_for_them_once(cluster):
     learner, watcher = cluster.caller("learner/0"), cluster.caller()
     state = await learner.call(WatchRun(seen_line=0))
     without = watcher.call(WatchRun(seen=state.number))
@@ -199,14 +199,14 @@ async def test_metrics_reach_callers_that_ask_for_them_once(cluster):
     while state.last_line < total:
         state = await watcher.call(WatchRun(seen=state.number, seen_line=state.last_line))
         seen += [line["step"] for line in state.lines]
-    # The oldest may have gone, but there is no gap after them.
+    # The oldest may be gone, but there is no gap after them.
     assert len(seen) >= LINES_KEPT and seen == list(range(seen[0], total + 1))
     assert await is_parked(without)
     without.cancel()
 
 
 async def beats(peer, *, until, above=0):
-    """Beat until the event ``until``; the numbers of the beats are above ``above``."""
+    """Beat until the event ``until``, with numbers above ``above``."""
     await peer.call(WatchRun())
     beat = above
     while not until.is_set():
@@ -225,7 +225,7 @@ async def test_a_reported_failure_ends_the_run(cluster):
 
 
 @on_cluster()
-async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_reports_the_reason(cluster):
+async def test_an_actor_that_fails_on_a_file_with_an_undecodable_name_reports_the_reason(cluster):
     class Failing(Actor):
         role = "dataloader"
 
@@ -240,7 +240,7 @@ async def test_an_actor_that_fails_on_a_file_whose_name_is_no_text_reports_the_r
     assert r"caf\udce9.jsonl" in state.reason
 
 
-def test_lost_lines_of_logs_and_snapshots_are_reported(tmp_path):
+def test_lost_log_lines_and_snapshots_are_reported(tmp_path):
     async def scenario(cluster):
         fill(cluster.run_dir)
         for name, lost in (("learner/0", 3), ("rollouter/0", 4)):
@@ -264,7 +264,7 @@ def test_lost_lines_of_logs_and_snapshots_are_reported(tmp_path):
 
 
 @on_cluster()
-async def test_an_actor_sends_its_notices_during_its_life_and_at_its_end_and_metrics_cannot_pass_for_them(cluster):
+async def test_an_actor_sends_notices_during_its_life_and_at_its_end_and_metrics_cannot_replace_them(cluster):
     class Speaker(Actor):
         role = "reward"
 
@@ -294,8 +294,8 @@ async def test_an_actor_sends_its_notices_during_its_life_and_at_its_end_and_met
 
 @pytest.mark.parametrize("is_successor", [False, True])
 @on_cluster()
-async def test_a_run_that_has_never_run_does_not_make_way(cluster, is_successor):
-    """There is nothing to write. But a successor's run was running before, even if it waits for all actors again."""
+async def test_a_run_that_has_never_run_is_not_preempted(cluster, is_successor):
+    """It has nothing to write. A successor's run was running before, even if it waits for all actors again."""
 
     caller = cluster.caller()
     if is_successor:
@@ -334,9 +334,7 @@ class Working(Actor):
 
 
 @on_cluster()
-async def test_an_actor_asks_a_successor_again_that_cannot_register_it_so_far_and_ends_if_it_refuses(
-    cluster, monkeypatch
-):
+async def test_an_actor_registers_again_until_a_successor_accepts_or_refuses_it(cluster, monkeypatch):
     failures, register = [OSError("no space left")], Registry.register
 
     def failing(self, record, now):
@@ -360,8 +358,8 @@ async def test_an_actor_asks_a_successor_again_that_cannot_register_it_so_far_an
 
 
 @on_cluster()
-async def test_a_successor_learns_everything_from_actors_that_register_again(cluster):
-    """I5: the actor continues with its own incarnation and address."""
+async def test_i5_a_successor_learns_everything_from_actors_that_register_again(cluster):
+    """The actor continues with its own incarnation and address."""
 
     address = cluster.controller.address
     actor = Working(cluster.context("rollouter/0", 9, controller=address))
@@ -382,7 +380,7 @@ async def test_a_successor_learns_everything_from_actors_that_register_again(clu
         await until(lambda: states)
         await launcher.call(StopRun(reason="preempted", preempt=True))
         await until(lambda: actor.times == 1)
-        # A cast goes where there is a connection.
+        # A cast needs a connection.
         await learner.call(WatchRun())
         learner.cast(MetricsLine(line={"step": 1}))
         await until(lambda: any(1 in lines for _, lines in states))
@@ -402,7 +400,7 @@ async def test_a_successor_learns_everything_from_actors_that_register_again(clu
         await launcher.call(StopRun(reason="preempted", preempt=True))
         await until(lambda: actor.run_state.phase == "preempting" and actor.run_state.number > last)
         assert actor.times == 1
-        # A cast goes where there is a connection.
+        # A cast needs a connection.
         await learner.call(WatchRun())
         learner.cast(MetricsLine(line={"step": 2}))
         await until(lambda: [2] in [lines for _, lines in states[states.index("successor") + 1 :]])
@@ -425,8 +423,8 @@ async def test_an_actor_that_the_successor_refuses_ends(cluster):
 
 
 @on_cluster()
-async def test_waits_end_with_the_incarnation_that_gave_the_notice(cluster):
-    """However late a notice comes; and a later incarnation has waits of its own."""
+async def test_waits_end_with_the_incarnation_that_reported_them(cluster):
+    """However late a notice comes. A later incarnation has waits of its own."""
     watcher, agent = cluster.caller(), cluster.caller("agent/0")
 
     async def waits():
@@ -453,7 +451,7 @@ async def test_waits_end_with_the_incarnation_that_gave_the_notice(cluster):
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_hears_what_the_run_waits_for(cluster):
+async def test_a_successor_of_the_controller_learns_what_the_run_waits_for(cluster):
     class Waiting(Working):
         role = "rollouter"
 

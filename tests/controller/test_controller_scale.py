@@ -1,4 +1,4 @@
-"""The controller's work for each of many actors does not grow with their number."""
+"""The controller's work for each actor does not grow with the number of actors."""
 
 import asyncio
 
@@ -41,7 +41,7 @@ with_rollouters = played(run, given=2)
 
 
 @with_rollouters(40)
-async def test_while_a_run_starts_no_actor_is_woken_for_the_others(cluster, names):
+async def test_no_actor_is_woken_for_the_others_while_a_run_starts(cluster, names):
     # All actors get its generation.
     await cluster.register("learner/0")
     names.remove("learner/0")
@@ -54,7 +54,7 @@ async def test_while_a_run_starts_no_actor_is_woken_for_the_others(cluster, name
     assert not done
     shown = await follower.call(WatchRun(seen=first.number, seen_line=0))
     assert shown.waiting_for == names[-1:] and shown.number > first.number
-    # To come back with what it has seen since changes nothing for an actor, either.
+    # A call that reports what the actor has seen wakes none either.
     again = cluster.caller("agent/2").call(WatchRun(seen=shown.number), timeout=1000.0)
     done, _ = await asyncio.wait({again}, timeout=1.0)
     assert not done
@@ -64,7 +64,7 @@ async def test_while_a_run_starts_no_actor_is_woken_for_the_others(cluster, name
 
 
 def broken_paths(rollouters):
-    """A look at paths that are all broken."""
+    """Look at paths that are all broken."""
     unreachable = UnreachableActors(60.0, interval_s=1.0)
     unreached = {f"rollouter/{i}": {"learner/0": 100.0} for i in range(0, rollouters, 2)}
     names = [*SINGLE, *(f"rollouter/{i}" for i in range(rollouters))]
@@ -95,7 +95,7 @@ def a_stall(rollouters):
 
 
 def late_replicas(rollouters):
-    """A quarter of the replicas is lost, another is not ready in time and set aside."""
+    """A quarter of the replicas is lost; another one is not ready in time and is set aside."""
     names = [f"rollouter/{i}" for i in range(rollouters)]
     run = RunStateMachine(
         expected=frozenset({*SINGLE, *names}),
@@ -116,5 +116,5 @@ def late_replicas(rollouters):
 
 
 @pytest.mark.parametrize("make", [broken_paths, a_stall, late_replicas])
-def test_four_times_the_replicas_are_four_times_the_work(make):
+def test_four_times_the_replicas_cost_four_times_the_work(make):
     assert steps_of(make(400)) < 5 * steps_of(make(100))

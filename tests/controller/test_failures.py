@@ -31,7 +31,7 @@ def config(policy="report", stall_s=0.5, replicas=1, **supervision):
 
 
 def cut(replicas):
-    # Ten times the interval at which the actors of the test beat: a busy machine is no silence.
+    # Ten times the interval at which the actors of the test beat: a busy machine does not look silent.
     return config(stall_s=60.0, replicas=replicas, unreachable_s=1.0, heartbeat_s=10 * BEAT_S)
 
 
@@ -43,7 +43,7 @@ class Beating:
         self.peers, self.silent, self.tokens, self.beats = {}, set(), 0.0, 0
 
     async def comes_up(self, name, incarnation=1):
-        """It beats in the place of the one before it."""
+        """It beats in the place of its predecessor."""
         await self.cluster.register(name, incarnation)
         self.peers[name] = self.cluster.caller(name, incarnation)
 
@@ -86,7 +86,7 @@ async def state_until(cluster, found):
 
 
 async def is_killed(cluster, name, incarnation):
-    """As its agent kills it, and starts it again."""
+    """Simulate its agent, which kills it and starts it again."""
     state = await state_until(cluster, lambda state: state.condemned or state.phase == "draining")
     if state.condemned:
         assert [(actor.name, actor.incarnation) for actor in state.condemned] == [(name, incarnation)]
@@ -97,7 +97,7 @@ async def is_killed(cluster, name, incarnation):
 
 
 async def notice_until(cluster, found):
-    """The first notice on a stall whose text is as wanted."""
+    """The first notice on a stall whose text matches."""
     watcher, number, line = cluster.caller(), -1, 0
     while True:
         state = await watcher.call(WatchRun(seen=number, seen_line=line))
@@ -122,12 +122,12 @@ async def test_a_stall_is_reported_again_while_it_lasts_and_restarts_no_actor(cl
 
 
 @on_cluster(config("stop"))
-async def test_policy_stop_ends_the_run_with_the_report_as_its_reason(cluster):
+async def test_policy_stop_ends_the_run_with_the_report_as_the_reason(cluster):
     async with beating(cluster):
         state = await state_until(cluster, lambda state: state.phase == "draining")
         assert (state.failed_actor, state.exit_code) == (CONTROLLER, 1)
         assert "rollouter/0 waits 5 s on its engine for tokens" in state.reason
-        # Its stacks are still to be taken.
+        # Its stacks have not been taken yet.
         assert "rollouter/0" in [each.name for each in state.stuck]
 
 

@@ -73,7 +73,7 @@ def test_a_stall_is_reported_once_and_again_after_twice_the_time():
         (None, STALL_S + DEADLINES_S, "If this lasts 350 s, the run ends"),
     ],
 )
-def test_the_policy_says_when_a_stall_ends_the_run(policy, ends_after, consequence):
+def test_a_stall_ends_the_run_as_the_policy_says(policy, ends_after, consequence):
     run = Watched(policy)
     began = run.now
     run.passes(10 * STALL_S)
@@ -82,7 +82,7 @@ def test_the_policy_says_when_a_stall_ends_the_run(policy, ends_after, consequen
     assert run.detector.consequence.startswith(consequence)
 
 
-def test_a_version_a_group_or_a_token_each_move_the_run_and_progress_that_shrink_do_not():
+def test_a_version_a_group_or_a_token_is_progress_and_a_smaller_count_is_not():
     for which in range(3):
         run = Watched()
         for step in range(1, 4):
@@ -94,7 +94,7 @@ def test_a_version_a_group_or_a_token_each_move_the_run_and_progress_that_shrink
         run.has("rollouter/0", "generating", progress=progress)
         run.passes(0.4 * STALL_S)
     assert run.reports == [1000.0 + LOOK_S + STALL_S]
-    # Nor while another one grows.
+    # Nor if another one grows.
     run.has("rollouter/0", "generating", progress=(2.0, 0.0, 9.0))
     run.passes(LOOK_S)
     run.has("rollouter/0", "generating", progress=(2.0, 0.0, 10.0))
@@ -103,7 +103,7 @@ def test_a_version_a_group_or_a_token_each_move_the_run_and_progress_that_shrink
     assert run.reports[1:] == [moved + STALL_S]
 
 
-def test_a_state_with_a_budget_extends_the_time_and_its_end_in_time_starts_the_clock():
+def test_a_state_with_a_budget_extends_the_time_and_the_clock_starts_when_it_ends():
     run = Watched()
     began = run.now
     run.has("learner/0", "checkpointing")
@@ -115,7 +115,7 @@ def test_a_state_with_a_budget_extends_the_time_and_its_end_in_time_starts_the_c
     run = Watched()
     run.has("learner/0", "checkpointing")
     run.passes(260.0)
-    # Past its budget it is a stall at once.
+    # Past its budget it counts as a stall at once.
     assert run.reports == [began + 250.0]
     assert run.detector.report.since == began
     assert "learner/0 is checkpointing for 250 s" in run.detector.report.text
@@ -138,7 +138,7 @@ def test_only_a_running_run_is_watched(phase):
     assert len(run.reports) == 1
 
 
-def test_an_idle_run_after_the_last_step_is_no_stall_nor_a_learner_without_heartbeat():
+def test_neither_an_idle_run_after_the_last_step_nor_a_learner_without_heartbeats_is_a_stall():
     run = Watched()
     learner = run.actors.pop("learner/0")
     run.passes(5 * STALL_S)
@@ -153,7 +153,7 @@ def test_an_idle_run_after_the_last_step_is_no_stall_nor_a_learner_without_heart
     assert run.reports
 
 
-def test_time_in_which_the_controller_itself_did_not_look_counts_as_nothing():
+def test_time_in_which_the_controller_did_not_look_does_not_count():
     run = Watched()
     run.passes(0.9 * STALL_S)
     run.now += 50 * STALL_S
@@ -164,7 +164,7 @@ def test_time_in_which_the_controller_itself_did_not_look_counts_as_nothing():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["token", "restart", "state", "nothing"]), st.integers(1, 60)), max_size=30))
-def test_never_early_and_never_late(history):
+def test_a_stall_is_reported_neither_early_nor_late(history):
     run = Watched()
     moved, incarnation, tokens = run.now, 1, 0.0
     for event, looks in history:

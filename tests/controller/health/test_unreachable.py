@@ -12,8 +12,7 @@ SINGLE = ("dataloader/0", "learner/0", "learner/1", "parameter_server/0", "rewar
 
 
 class Paths:
-    """A run in which paths are broken, looked at every second. ``broken`` are pairs: the reporting actor and the
-    unreachable one."""
+    """A run with broken paths, looked at every second. ``broken`` has pairs: the reporting and the unreachable actor."""
 
     def __init__(self, rollouters=4, alone=SINGLE):
         self.unreachable = UnreachableActors(UNREACHABLE_S, interval_s=LOOK_S)
@@ -32,7 +31,7 @@ class Paths:
             self.broken.pop(pair, None)
 
     def restarts(self, name):
-        """Its paths are as they were, for its successor."""
+        """The paths of its successor are as its own were."""
         self.lives[name] += 1
         self.broken = {pair: self.now if pair[0] == name else since for pair, since in self.broken.items()}
 
@@ -46,7 +45,7 @@ class Paths:
         return self.unreachable.look(self.ready(), self.now)
 
     def passes(self, seconds):
-        """The actors that are condemned meanwhile, and restarted."""
+        """Let time pass. Returns the actors that are condemned and restarted meanwhile."""
         found, until = [], self.now + seconds
         while self.now + LOOK_S <= until:
             self.now += LOOK_S
@@ -60,14 +59,14 @@ def names(cuts):
     return [cut.name for cut in cuts]
 
 
-def test_a_rollouter_that_alone_does_not_reach_the_learner_is_named_when_the_time_is_over():
+def test_a_rollouter_that_alone_cannot_reach_the_learner_is_named_after_the_time_limit():
     paths = Paths()
     paths.breaks(("rollouter/2", "learner/0"))
     assert paths.passes(UNREACHABLE_S) == []
     (cut,) = paths.passes(LOOK_S)
     assert (cut.name, cut.incarnation) == ("rollouter/2", 1)
     assert cut.reason == ("it could not reach learner/0 for 60 s (supervision.unreachable_s)")
-    # Its successor has as long.
+    # Its successor has the same time.
     assert paths.passes(UNREACHABLE_S) == []
     assert names(paths.passes(LOOK_S)) == ["rollouter/2"]
     paths.heals(("rollouter/2", "learner/0"))
@@ -75,8 +74,8 @@ def test_a_rollouter_that_alone_does_not_reach_the_learner_is_named_when_the_tim
 
 
 @pytest.mark.parametrize("other", ["learner/0", "dataloader/0", "parameter_server/0", "reward/0"])
-def test_an_actor_that_no_rollouter_reaches_is_restarted_itself(other):
-    """Broken connections are noticed at different times: those whose time is not over count as well."""
+def test_an_actor_that_no_rollouter_reaches_is_restarted(other):
+    """Broken connections are noticed at different times. Those whose time is not over count as well."""
     paths = Paths()
     paths.breaks(("rollouter/0", other))
     paths.passes(20.0)
@@ -93,26 +92,26 @@ def between(rollouters, other):
 @pytest.mark.parametrize(
     ("rollouters", "broken", "named"),
     [
-        # One rollouter reaches the learner, so it is the others that are cut off.
+        # One rollouter reaches the learner, so the others are cut off.
         (4, between(range(3), "learner/0"), ["rollouter/0", "rollouter/1", "rollouter/2"]),
         (4, between(range(4), "learner/0"), ["learner/0"]),
-        # If both ends have no others of their role, the cheaper one.
+        # If neither end has others of its role, the cheaper one is restarted.
         (1, between(range(1), "learner/0"), ["rollouter/0"]),
         (4, [("learner/0", "dataloader/0")], ["dataloader/0"]),
         (4, [("learner/0", "parameter_server/0")], ["parameter_server/0"]),
         (4, [("dataloader/0", "learner/0")], ["dataloader/0"]),
         (4, [("dataloader/0", "rollouter/3")], ["rollouter/3"]),
         (4, [("dataloader/0", f"rollouter/{i}") for i in range(4)], ["dataloader/0"]),
-        # A heartbeat names only so many.
+        # A heartbeat names a limited number of actors.
         (50, [("dataloader/0", f"rollouter/{i}") for i in range(MOST_UNREACHED)], ["dataloader/0"]),
         # Paths of other roles and between rollouters are not watched.
         (2, [("rollouter/0", "episodes/0"), ("agent/0", "learner/0"), ("rollouter/0", "rollouter/1")], []),
     ],
 )
-def test_the_end_that_is_cut_off_from_more_is_restarted(rollouters, broken, named):
+def test_the_end_with_more_broken_paths_is_restarted(rollouters, broken, named):
     paths = Paths(rollouters=rollouters, alone=(*SINGLE, "episodes/0", "agent/0"))
     paths.breaks(*broken)
-    # Its successor is as little reached, and the choice stays the same.
+    # Its successor is just as unreachable, and the choice stays the same.
     for _ in range(2):
         assert sorted(names(paths.passes(UNREACHABLE_S + 2 * LOOK_S))) == named
 
@@ -123,7 +122,7 @@ def test_a_path_to_an_actor_that_is_not_ready_does_not_count():
     paths.breaks(*((f"rollouter/{i}", "learner/0") for i in range(4)))
     assert paths.passes(5 * UNREACHABLE_S) == []
     paths.away.clear()
-    # It is just back, and the paths to it count from now on.
+    # It is back, and paths to it count from now on.
     assert paths.passes(UNREACHABLE_S) == []
     paths.heals(*((f"rollouter/{i}", "learner/0") for i in range(4)))
     assert paths.passes(5 * UNREACHABLE_S) == []
@@ -134,7 +133,7 @@ def starts_again(whom):
 
 
 def is_not_heard_of(paths):
-    """As one that was stopped, and whose clock has gone on."""
+    """Simulate an actor that was stopped while its clock ran on."""
     paths.away.add("rollouter/2")
     paths.passes(2 * UNREACHABLE_S)
     paths.away.clear()
@@ -165,7 +164,7 @@ changes = st.one_of(
 
 
 @given(st.lists(changes, max_size=40))
-def test_invariants(history):
+def test_an_actor_is_condemned_only_for_paths_that_stayed_broken(history):
     paths = Paths(rollouters=3)
     for kind, what in history:
         match kind:

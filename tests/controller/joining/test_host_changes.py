@@ -89,7 +89,7 @@ async def serve(cluster, name="c", ask=ASK):
 async def shown(cluster):
     """Names of the actors in a new snapshot."""
     viewer = cluster.caller(VIEWER)
-    # The one that is there may have been taken before.
+    # The newest one may have been taken before.
     before = await viewer.call(WatchSnapshot())
     taken = await viewer.call(WatchSnapshot(seen=before.number))
     return {actor.name for actor in decode_snapshot(taken.snapshot).actors}
@@ -97,7 +97,7 @@ async def shown(cluster):
 
 @contextlib.contextmanager
 def nothing_written():
-    """Until it is left; the event tells that something is to be written."""
+    """Wait until the host has left; the event says that something has to be written."""
     begun, may_write, write = threading.Event(), threading.Event(), host_changes.replace_file
 
     def late(*item, **how):
@@ -114,8 +114,7 @@ def nothing_written():
 
 
 @on_cluster()
-async def test_new_hosts_begin_once_everybody_knows_their_keys(cluster):
-    """I6."""
+async def test_i6_a_new_host_starts_once_every_actor_knows_its_keys(cluster):
 
     async def all_know(number):
         for name in OTHERS:
@@ -133,14 +132,14 @@ async def test_new_hosts_begin_once_everybody_knows_their_keys(cluster):
     await all_know(number)
     again = await join(cluster, "c", "d")
     assert (again.hosts, again.waiting_for) == (joined.hosts, [])
-    # One that has started anew is asked again.
+    # An actor that has restarted is asked again.
     await cluster.register(OTHERS[0], incarnation=2)
     assert (await join(cluster, "c", "d")).waiting_for == [OTHERS[0]]
 
 
 @on_cluster()
-async def test_only_who_reads_the_private_folder_may_ask_and_only_of_a_run_that_goes_on(cluster, tmp_path):
-    """I6: and whoever else asks is counted."""
+async def test_i6_only_readers_of_the_private_folder_may_ask_and_only_while_the_run_continues(cluster, tmp_path):
+    """Every other caller is counted."""
 
     for asked in (Join(ask=ASK, hosts=[NewHost(host="c", replicas=1)]), Leave(host="c", within_s=1)):
         for name in ("rollouter/0", "agent/0"):
@@ -157,7 +156,7 @@ async def test_only_who_reads_the_private_folder_may_ask_and_only_of_a_run_that_
 
 
 @on_cluster()
-async def test_who_leaves_is_told_and_once_gone_is_dead_for_good(cluster):
+async def test_a_host_that_leaves_is_informed_and_is_dead_for_good_once_gone(cluster):
     found = await serve(cluster)
     (name,) = found.actors
     begun = await leave(cluster, "c")
@@ -166,7 +165,7 @@ async def test_who_leaves_is_told_and_once_gone_is_dead_for_good(cluster):
     assert [(leaving.name, leaving.within_s) for leaving in told.leaving] == [(found.agent, 3.0), (name, 3.0)]
     assert told.phase == "running"
     agent = cluster.caller(found.agent)
-    # Its end was asked for; that of another was not.
+    # Its end was requested; that of the other one was not.
     assert (await agent.call(ended(name, 0))).asked
     seen = await shown(cluster)
     assert {found.agent, name} <= seen
@@ -179,12 +178,12 @@ async def test_who_leaves_is_told_and_once_gone_is_dead_for_good(cluster):
     assert [(host.host, host.stage) for host in left.hosts] == [("c", "left")]
     with pytest.raises(RemoteError, match="which has left"):
         await cluster.register(name, incarnation=5)
-    # Nor are they shown any more; everybody else is.
+    # They are no longer shown; all others are.
     assert seen - await shown(cluster) == {found.agent, name}
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_knows_who_has_joined(cluster, tmp_path):
+async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp_path):
     found = await serve(cluster)
     before = await members(cluster)
     await cluster.die()
@@ -195,7 +194,7 @@ async def test_a_successor_of_the_controller_knows_who_has_joined(cluster, tmp_p
     assert told.members == before.number
     assert kept(tmp_path)["serving"] == found.actors
     assert (tmp_path / "private" / "members.json").stat().st_mode & 0o777 == 0o600
-    # A repeat of the request is known, be it to another controller.
+    # A repeated request is recognised, by another controller as well.
     await cluster.all_ready()
     await cluster.register(found.actors[0])
     (again,) = (await join(cluster, "c")).hosts
@@ -203,8 +202,8 @@ async def test_a_successor_of_the_controller_knows_who_has_joined(cluster, tmp_p
 
 
 @on_cluster(TWO)
-async def test_a_successor_of_the_controller_does_not_wait_for_who_has_left_and_may_come_back(cluster, tmp_path):
-    """I5: though the configuration names it, and the list of hosts was not written in time."""
+async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left_and_may_return(cluster, tmp_path):
+    """I5: although the configuration names it, and the list of hosts was not written in time."""
 
     await host(cluster, "agent/1", "far", ["rollouter/1"])
     await cluster.register("rollouter/1", incarnation=5)
@@ -213,7 +212,7 @@ async def test_a_successor_of_the_controller_does_not_wait_for_who_has_left_and_
     await until(lambda: "agent/1" in json.loads(listed.read_text())["hosts"])
     text = listed.read_text()
     await cluster.caller("agent/1").call(HostLeft())
-    # Else the thread that writes it may still do so after the controller has died.
+    # Otherwise the thread that writes it could still do so after the controller has died.
     await until(lambda: "agent/1" not in json.loads(listed.read_text())["hosts"])
     await cluster.die()
     listed.write_text(text)
@@ -226,7 +225,7 @@ async def test_a_successor_of_the_controller_does_not_wait_for_who_has_left_and_
         await join(cluster, "far")
     joined = None
     while joined is None:
-        # Until nothing was heard from there for host_lost_s.
+        # Until nothing has come from there for host_lost_s.
         with contextlib.suppress(RemoteError):
             joined = await join(cluster, "far")
         await cluster.caller().call(WatchRun(seen=told.number), timeout=0.5)
@@ -235,8 +234,8 @@ async def test_a_successor_of_the_controller_does_not_wait_for_who_has_left_and_
 
 @pytest.mark.parametrize("order", [["rollouter/0", "rollouter/1"], ["rollouter/1", "rollouter/0"]])
 @on_cluster(TWO, all_ready=False)
-async def test_one_of_the_last_two_hosts_stays_though_both_are_asked_to_leave_at_once(cluster, order):
-    """A new controller knows of neither that it serves. I5: the refusal names the rollouters that it waits for."""
+async def test_one_of_the_last_two_hosts_stays_if_both_are_asked_to_leave_at_once(cluster, order):
+    """A new controller does not know of either that it serves. I5: the refusal names the rollouters it waits for."""
 
     for name in OTHERS:
         if not name.startswith("rollouter"):
@@ -256,7 +255,7 @@ async def test_one_of_the_last_two_hosts_stays_though_both_are_asked_to_leave_at
 
 
 @on_cluster()
-async def test_what_a_host_that_leaves_is_told_a_successor_of_the_controller_would_know(cluster, tmp_path):
+async def test_a_successor_of_the_controller_knows_what_a_leaving_host_was_sent(cluster, tmp_path):
     found = await serve(cluster)
     with nothing_written():
         call = leave(cluster, "c")
@@ -265,13 +264,13 @@ async def test_what_a_host_that_leaves_is_told_a_successor_of_the_controller_wou
     assert kept(tmp_path)["hosts"][found.agent]["stage"] == "leaving"
     agent = cluster.caller(found.agent)
     with nothing_written():
-        # Not even when it can be parked no longer.
+        # Not even if it can no longer be parked.
         with pytest.raises(RemoteError, match="members.json is not written yet") as caught:
             await agent.call(HostLeft(), timeout=1.0)
         assert caught.value.retryable
         call = agent.call(HostLeft())
         assert await is_parked(call)
-    # Whoever has left is not spoken to any more; but this it is told.
+    # A host that has left gets no more messages, except this one.
     await call
     assert kept(tmp_path)["hosts"][found.agent]["stage"] == "left"
     with pytest.raises(Refused, match="which is dead"):
@@ -279,8 +278,8 @@ async def test_what_a_host_that_leaves_is_told_a_successor_of_the_controller_wou
 
 
 @on_cluster()
-async def test_the_last_word_of_a_host_outlives_a_controller_that_dies_of_it(cluster, tmp_path):
-    """Nobody takes the host for lost: a successor hears it again."""
+async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(cluster, tmp_path):
+    """The host does not count as lost: a successor hears it again."""
 
     found = await serve(cluster)
     heard = dict.fromkeys(("on_state", "on_silent", "on_successor"), lambda *_: None)
@@ -295,7 +294,7 @@ async def test_the_last_word_of_a_host_outlives_a_controller_that_dies_of_it(clu
         assert kept(tmp_path)["hosts"][found.agent]["stage"] == "leaving"
     await cluster.start(8)
     await farewell
-    # The link may end of being told that the host has left, which is known before it is written.
+    # The news that the host has left may end the link. It is known before it is written.
     (left,) = (await members(cluster, lambda members: members.hosts[0].stage == "left")).hosts
     assert left.reason == ""
     living.cancel()
@@ -303,7 +302,7 @@ async def test_the_last_word_of_a_host_outlives_a_controller_that_dies_of_it(clu
 
 
 @on_cluster()
-async def test_a_joined_host_that_gives_up_fails_the_run_only_once_it_has_served(cluster):
+async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_served(cluster):
     (found,) = (await join(cluster, "c")).hosts
     (name,) = found.actors
     await host(cluster, found.agent, "c", [name])
@@ -331,8 +330,7 @@ async def test_a_joined_host_stays_if_one_of_its_actors_serves_and_another_gives
 
 
 @on_cluster(FAST)
-async def test_a_joined_host_that_never_registers_is_let_go(cluster):
-    """I5."""
+async def test_i5_a_joined_host_that_never_registers_is_let_go(cluster):
 
     await join(cluster, "c")
     left = await members(cluster, lambda members: members.gone)

@@ -1,4 +1,4 @@
-"""Hosts that are lost and come back, as the controller decides it."""
+"""The controller's decisions about hosts that are lost and come back."""
 
 import pytest
 from hypothesis import given
@@ -22,7 +22,7 @@ EVERYBODY = {name for agent, names in PLACED.items() for name in (agent, *names)
 
 
 class World:
-    """A registry and hosts; everybody who is not cut off beats once a second."""
+    """A registry and hosts. Every actor that is not cut off beats once a second."""
 
     def __init__(self):
         self.registry, self.now = Registry(gang_of), 0.0
@@ -54,7 +54,7 @@ class World:
         self.beats += int(seconds)
 
     def passes(self, seconds):
-        """Let time pass; what was found lost and back, by agent."""
+        """Let time pass. Returns what was found lost and back, by agent."""
         lost, back = [], []
         for _ in range(int(seconds)):
             self.now += 1.0
@@ -78,7 +78,7 @@ class World:
         return sorted(name for name in found - doubtful if not name.startswith("agent/"))
 
 
-def test_a_host_that_falls_silent_is_lost_and_what_was_on_it_is_dead():
+def test_a_silent_host_is_lost_and_its_actors_are_dead():
     world = World()
     world.passes(5)
     world.cut("agent/1")
@@ -87,11 +87,11 @@ def test_a_host_that_falls_silent_is_lost_and_what_was_on_it_is_dead():
     assert world.passes(1) == (["agent/1"], [])
     assert world.hosts.lost == {"agent/1": ReportedHost("agent/1", "1", frozenset(PLACED["agent/1"]))}
     assert sorted(dead.name for dead in world.registry.dead) == ["learner/1", "rollouter/1"]
-    # And the gang of a rank that was there is to start again, without anybody counting it as dead.
+    # And the gang of a rank that was there has to start again, though no death was reported.
     assert sorted(actor.name for actor in world.registry.condemned) == ["learner/0", "learner/1", "rollouter/1"]
 
 
-def test_one_word_of_anybody_there_shows_that_a_host_lives_and_that_of_the_controller_cannot_be_lost_to_it():
+def test_one_message_from_any_actor_keeps_a_host_alive_and_the_controllers_own_host_cannot_be_lost():
     for who in ("agent/1", "learner/1", "rollouter/1"):
         world = World()
         world.cut("agent/1")
@@ -104,8 +104,8 @@ def test_one_word_of_anybody_there_shows_that_a_host_lives_and_that_of_the_contr
 
 
 @pytest.mark.parametrize("silence_s", [BEATS * BEAT_S, 10.0, 60.0])
-def test_who_is_silent_is_judged_by_its_own_time_unless_its_host_is_in_doubt(silence_s):
-    """The times in which actors freeze and hosts are lost may be set in any relation."""
+def test_a_silent_actor_is_judged_by_its_own_time_unless_its_host_is_in_doubt(silence_s):
+    """The times after which actors count as frozen and hosts as lost may be in any relation."""
     world = World()
     world.quiet.add("rollouter/1")
     world.passes(silence_s - 1)
@@ -121,7 +121,7 @@ def test_who_is_silent_is_judged_by_its_own_time_unless_its_host_is_in_doubt(sil
     assert found == (["agent/1"], []) and world.silent(silence_s) == []
 
 
-def test_time_in_which_the_controller_slept_makes_no_host_lost_nor_brings_one_back():
+def test_time_in_which_the_controller_slept_neither_loses_a_host_nor_brings_one_back():
     world = World()
     world.passes(20)
     world.sleeps(10 * LOST_S)
@@ -132,7 +132,7 @@ def test_time_in_which_the_controller_slept_makes_no_host_lost_nor_brings_one_ba
     assert world.passes(10) == ([], [])
 
 
-def test_a_lost_host_is_back_when_its_agent_speaks_and_what_was_lost_there_is_never_heard_again():
+def test_a_lost_host_is_back_when_its_agent_speaks_and_its_dead_actors_are_never_heard_again():
     world = World()
     world.cut("agent/1")
     world.passes(LOST_S)
@@ -154,7 +154,7 @@ def test_a_lost_host_is_back_when_its_agent_speaks_and_what_was_lost_there_is_ne
     assert world.passes(LOST_S) == (["agent/1"], [])
 
 
-def test_a_successor_of_the_controller_knows_the_hosts_that_cannot_speak():
+def test_a_successor_of_the_controller_knows_the_hosts_that_are_cut_off():
     world, registry = World(), Registry()
     for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
         assert not world.hosts.register(ActorRecord(name="agent/9", incarnation=1, address="", facts=facts), 0.0)
@@ -172,8 +172,8 @@ acts = st.one_of(
 
 
 @given(st.lists(acts, max_size=12))
-def test_hosts_are_lost_in_their_time_and_only_then(history):
-    """A host is lost if and only if nothing came for the time that was listened; the dead stay dead."""
+def test_hosts_are_lost_after_their_time_and_not_before(history):
+    """A host is lost if and only if nothing came during the time that was listened. The dead stay dead."""
     world, heard, dead = World(), dict.fromkeys(("agent/1", "agent/2"), 0.0), set()
     for act, what in history:
         for each in [1] * what if act == "passes" else [what]:
@@ -200,7 +200,7 @@ def test_a_host_whose_agent_alone_is_silent_is_lost_later_and_is_back_with_its_a
     assert world.passes(2) == ([], ["agent/1"])
 
 
-def test_a_silent_agent_of_the_head_is_known_and_costs_the_run_no_host():
+def test_a_silent_agent_of_the_head_is_known_and_loses_no_host():
     world = World()
     world.passes(10)
     world.quiet.add("agent/0")
@@ -223,7 +223,7 @@ def test_an_agent_counts_as_silent_only_while_the_controller_runs_and_its_host_i
     assert "agent/1" not in world.hosts.silent_agents(world.registry, world.now), "its host may be lost"
 
 
-def test_a_host_whose_actors_leave_beats_out_is_in_doubt_only_when_a_beat_is_overdue():
+def test_a_host_with_actors_that_skip_beats_is_in_doubt_only_when_a_beat_is_overdue():
     world = World()
     world.idle = set(PLACED["agent/1"])
     world.passes(4 * (1 + IDLE))

@@ -1,4 +1,4 @@
-"""A host falls silent: what the controller tells, and what actors do who hear it. On the in-memory transport."""
+"""A silent host: what the controller sends, and how the actors that receive it react. On the in-memory transport."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ on_cluster = played(run, given=3)
 
 
 async def start(cluster, tasks, over):
-    """Two hosts, everybody ready and beating; what ends the beats of the far one."""
+    """Two hosts whose actors are ready and beat, and a function that ends the beats of the far one."""
     cut = asyncio.Event()
     hosts = {"agent/0": ("a", [CONTROLLER, *NEAR], over), "agent/1": ("b", FAR, cut)}
     for agent, (host, names, end) in hosts.items():
@@ -65,24 +65,24 @@ async def told(watcher, condition):
 
 
 @on_cluster()
-async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tasks, over):
+async def test_a_replica_of_a_lost_host_is_dead_and_the_run_continues(cluster, tasks, over):
     cut = await start(cluster, tasks, over)
     watcher = cluster.caller("learner/0")
     await told(watcher, lambda state: state.phase == "running")
     cut.set()
-    # Nobody is taken for frozen meanwhile, though silence_s is shorter.
+    # No actor counts as frozen meanwhile, though silence_s is shorter.
     state = await told(watcher, lambda state: state.condemned)
     assert state.lost_hosts == {"b (agent/1)": FAR}
     assert state.dead == [Dead("rollouter/1", 1)]
     reason = "its host b (agent/1) was silent for 0.6 s"
     assert state.condemned == [Condemned("rollouter/1", 1, reason)]
-    # Longer than the grace that a host has: a replica is not waited for.
+    # Longer than the grace of a host: the run does not wait for a replica.
     over_at = asyncio.get_running_loop().time() + 0.7
     while (left := over_at - asyncio.get_running_loop().time()) > 0:
         assert (state.phase, state.failed_actor) == ("running", "")
         # Parked for less than half of the deadline.
         state = await watcher.call(WatchRun(seen=state.number), timeout=max(0.1, 2.0 * left))
-    # It comes back; its agent hears what it is to do, and does it.
+    # The host comes back; its agent receives its orders and follows them.
     tasks.create_task(beats(cluster.caller("agent/1", 1), until=over))
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
     state = await told(watcher, lambda state: not state.lost_hosts)
@@ -95,7 +95,7 @@ async def test_a_replica_of_a_lost_host_is_dead_and_the_run_goes_on(cluster, tas
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_lost_before(
+async def test_a_successor_of_the_controller_continues_without_a_host_that_was_lost_before(
     cluster, tasks, over, tmp_path
 ):
     cut = await start(cluster, tasks, over)
@@ -111,15 +111,17 @@ async def test_a_successor_of_the_controller_goes_on_without_a_host_that_was_los
     watcher = cluster.caller()
     state = await told(watcher, lambda state: state.phase != "starting")
     assert (state.phase, state.lost_hosts) == ("running", {"b (agent/1)": FAR})
-    # Let go, it is said to leave in the same breath, so that nobody takes it to be back.
+    # A host that is let go is marked as leaving in the same step, so that it does not count as back.
     await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
     state = await told(watcher, lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
 
 
 @on_cluster()
-async def test_a_successor_of_the_controller_refuses_whom_it_would_have(cluster, tasks, over, tmp_path):
-    """By the incarnations that it is left: a replaced actor that wakes up first is not taken for the living one."""
+async def test_a_successor_of_the_controller_refuses_the_actors_that_its_predecessor_refused(
+    cluster, tasks, over, tmp_path
+):
+    """By the incarnations on record: a replaced actor that wakes up first does not count as the living one."""
 
     await cluster.register("rollouter/0", incarnation=1)
     await cluster.register("rollouter/0", incarnation=2)
@@ -139,13 +141,13 @@ async def test_a_successor_of_the_controller_refuses_whom_it_would_have(cluster,
             await cluster.register(name, incarnation=incarnation)
     await cluster.register("rollouter/0", incarnation=2)
     await cluster.register("learner/0", incarnation=5)
-    # What was lost in between is dead under the number that was kept, though it said nothing to this one.
+    # An actor lost in between is dead under the recorded number, though it never spoke to this controller.
     await cluster.register("agent/1", host="b", address="", facts={"actors": FAR})
     assert (await told(cluster.caller(), lambda state: state.dead)).dead == [Dead("rollouter/1", 4)]
 
 
 class Listener(Actor):
-    """Writes down whose death it hears of, and who speaks to it."""
+    """Records the deaths it hears of and the actors that speak to it."""
 
     role = "dataloader"
 
@@ -163,8 +165,8 @@ class Listener(Actor):
 
 
 @on_cluster(CONFIG)
-async def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(cluster, tasks, over):
-    """Whether by the controller's word or by the successor's; the dead are refused on whatever connection."""
+async def test_an_actor_hears_of_each_death_once_and_nothing_more_from_the_dead(cluster, tasks, over):
+    """From the controller or its successor; the dead are refused on every connection."""
 
     actor = Listener(cluster.context("dataloader/0", 5, cluster.controller.address))
     life = asyncio.create_task(actor.main())
@@ -194,7 +196,7 @@ async def test_an_actor_hears_of_each_death_once_and_no_more_of_the_dead(cluster
     await asyncio.gather(life, return_exceptions=True)
 
 
-def test_a_host_whose_agent_alone_is_silent_is_lost_for_that_reason(tmp_path, monkeypatch):
+def test_a_host_is_lost_if_its_agent_alone_is_silent(tmp_path, monkeypatch):
     """Nothing there is restarted or ended, though its actors beat."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 0.4))
     events = []
@@ -219,8 +221,8 @@ def test_a_host_whose_agent_alone_is_silent_is_lost_for_that_reason(tmp_path, mo
     assert level == "error" and text.startswith("agent/1 on b was silent for ") and "while its actors beat" in text
 
 
-def test_a_silent_agent_is_reported_once_though_its_host_is_in_doubt_at_times(tmp_path, monkeypatch):
-    """And so is the end of its silence."""
+def test_a_silent_agent_is_reported_once_even_if_its_host_is_in_doubt_at_times(tmp_path, monkeypatch):
+    """The end of its silence is reported once, too."""
     monkeypatch.setattr(SupervisionConfig, "agent_silence_s", property(lambda _: 60.0))
     monkeypatch.setattr(failure_detector, "REPORT_SHARE", 0.3 / 60.0)
     events = []

@@ -1,4 +1,4 @@
-"""Which hosts may join and leave, by tables; and that a successor of the controller knows all of it."""
+"""Which hosts may join and leave, by tables, and that a successor of the controller knows all of it."""
 
 import json
 
@@ -41,13 +41,13 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
     keys = [[key(10 * actor), key(10 * actor + 1)] for actor in range(5)]
     asked = new("c", 2, episodes=True, keys=keys), new("d", first=500)
     first, second = found = join(membership, *asked)
-    # An episode host beside each rollouter.
+    # An episode host for each rollouter.
     assert (first.agent, first.actors) == ("agent/2", ["rollouter/2", "rollouter/3", "episodes/2", "episodes/3"])
     assert (second.agent, second.actors) == ("agent/3", ["rollouter/4"])
     assert membership.members.keys["episodes/2"] == keys[3]
     number = membership.number
     assert (join(membership, *asked), membership.number, membership.members.serving) == (found, number, [])
-    # Numbers continue after those of episode hosts on hosts with CPUs alone.
+    # Numbers continue after those of episode hosts on CPU-only hosts.
     taken = ["rollouter/0", "episodes/0", "episodes/1", "episodes/3"]
     alone = new("c", episodes=True)
     (member,) = Membership(curve=False).join(Join(ask=ASK, hosts=[alone]), [], taken, 0.0)
@@ -107,7 +107,7 @@ def test_a_host_that_cannot_leave(host, serving, awaited, said):
 
 
 @pytest.mark.parametrize("name", ["far", "agent/1", "10.0.0.2", "Box-17"])
-def test_a_host_of_the_start_leaves_and_is_dead_for_good(name):
+def test_a_host_present_from_the_start_leaves_and_is_dead_for_good(name):
     membership = Membership(curve=True)
     member = leave(membership, name)
     assert (member.agent, member.actors) == ("agent/1", ["rollouter/1"])
@@ -121,7 +121,7 @@ def test_a_host_of_the_start_leaves_and_is_dead_for_good(name):
     assert not membership.left("agent/1", {})
     assert membership.members.gone == [Dead("agent/1", 7), Dead("rollouter/1", 8)]
     assert (membership.leaving, membership.members.hosts[0].stage) == ([], "left")
-    # The same machine may join again under new names, also if a new controller knows only that it has left.
+    # The same machine may join again under new names, even if a new controller knows only that it has left.
     (again,) = membership.join(Join(ask=ASK, hosts=[new("far")]), [HEAD], ["agent/0", "rollouter/0"], 0.0)
     assert (again.agent, again.actors) == ("agent/2", ["rollouter/2"])
 
@@ -141,7 +141,7 @@ def test_a_joined_actor_belongs_to_the_run_once_it_is_ready():
         leave(membership, "far", ask=ASK)
 
 
-def test_a_host_that_never_served_may_leave_and_a_repeat_of_the_join_does_not_bring_it_back():
+def test_a_host_that_never_served_may_leave_and_a_repeated_join_does_not_bring_it_back():
     membership = Membership(curve=False)
     first, second = join(membership, new("c"), new("d", first=500))
     known = [*KNOWN, KnownHost(first.agent, first.host, first.actors)]
@@ -155,8 +155,8 @@ def test_a_host_that_never_served_may_leave_and_a_repeat_of_the_join_does_not_br
 
 
 @pytest.mark.parametrize(("known", "dead"), [({"rollouter/1": 9}, 9), ({}, ABOVE_ALL)])
-def test_a_host_that_is_lost_while_it_leaves_is_dead_and_learns_it_when_it_is_back(known, dead):
-    """Under any incarnation if none is known, as after a restart of the controller."""
+def test_a_host_lost_while_it_leaves_is_dead_and_learns_so_when_it_is_back(known, dead):
+    """Under any incarnation if it is unknown, as after a restart of the controller."""
     membership = Membership(curve=True)
     leave(membership, "far")
     assert membership.left("agent/1", known, lost=True)

@@ -1,4 +1,4 @@
-"""State-time ledgers from an actor by its heartbeats to whoever watches: they add up, and nothing is taken back."""
+"""State-time ledgers on their way from an actor to the viewers: they add up, and totals never go down."""
 
 import random
 
@@ -25,7 +25,7 @@ CONSTANTS = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1,
 
 
 class Pool:
-    """An actor with so many workers, the controller that hears of it, and what that shows."""
+    """An actor with this many workers, its controller, and what the controller shows."""
 
     def __init__(self, workers):
         self.now, self.beats = 0.0, 0
@@ -34,7 +34,7 @@ class Pool:
         self.registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
 
     def beat(self, on_the_way=lambda: None):
-        """A snapshot does not tell what happens while it is on the way."""
+        """A snapshot lacks what happens while it is on its way."""
         self.beats += 1
         resources = [ledger.record(name) for name, ledger in self.ledgers.items()]
         said = self.delta.trim(Heartbeat(beat=self.beats, state="ready", resources=resources))
@@ -54,8 +54,8 @@ def exported(snapshot):
 
 @settings(max_examples=examples(20), deadline=None)
 @given(st.integers(1, 6), st.integers(2, 9), st.randoms(use_true_random=False))
-def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chance):
-    """However states change between heartbeats, and however many resources have to wait for the next one."""
+def test_prometheus_counters_never_go_down(workers, in_a_beat, chance):
+    """Regardless of state changes between heartbeats and of the number of resources that wait for the next one."""
     pool, before = Pool(workers), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(heartbeat_delta, "MOST_RESOURCES", in_a_beat // 2)
@@ -76,8 +76,8 @@ def test_what_is_counted_for_prometheus_never_goes_down(workers, in_a_beat, chan
 
 @settings(max_examples=examples(20), deadline=None)
 @given(st.randoms(use_true_random=False))
-def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chance: random.Random):
-    """I.e. as much as it lived, in the states in which it was: never 1.99 times that."""
+def test_between_two_heartbeats_a_resource_spends_exactly_the_time_between_them(chance: random.Random):
+    """That is the time it lived, in the states it was in; never 1.99 times that."""
     pool = Pool(1)
     (ledger,) = pool.ledgers.values()
     older = at_beat = truth = None
@@ -89,7 +89,7 @@ def test_between_two_heartbeats_a_resource_has_spent_the_time_between_them(chanc
         pool.beat()
         now_truth = ledger.record("").seconds
         beaten = pool.now
-        # What it does after that nobody knows yet.
+        # Its next state is not known yet.
         pool.now += chance.random() * BEAT_S
         newer = pool.snapshot()
         (actor,) = newer.actors
@@ -108,7 +108,7 @@ ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "wa
 
 
 def shown(now, then=None, lost=False, left_out=0):
-    """A rollouter that told of its engine at 10 s, and ``then`` something at 14 s, as it is seen at ``now``."""
+    """A rollouter that reported its engine at 10 s and ``then`` something at 14 s, as seen at ``now``."""
     registry = Registry()
     registry.register(ActorRecord(name="rollouter/0", incarnation=1, address="x"), 0.0)
     registry.heartbeat("rollouter/0", 1, replace(BEAT, resources=[ENGINE], left_out=left_out), 10.0)
@@ -120,7 +120,7 @@ def shown(now, then=None, lost=False, left_out=0):
     return view
 
 
-def test_a_resource_that_is_left_out_has_stayed_unless_others_had_to_wait():
+def test_an_omitted_resource_kept_its_state_unless_others_had_to_wait():
     (stayed,) = shown(15.0, replace(BEAT, beat=2)).resources
     assert (stayed.seconds, stayed.since_s, stayed.state_s) == (ENGINE.seconds, 4.0, 7.0)
     assert stayed.spent == {"generating": 6.0, "waiting": 5.0}
@@ -136,18 +136,18 @@ def test_a_resource_that_is_left_out_has_stayed_unless_others_had_to_wait():
         (12.0, True, "lost", (1.0, 2.0)),
     ],
 )
-def test_an_actor_that_stands_still_or_is_lost_does_not_go_on_in_its_last_state(now, lost, condition, seconds):
+def test_a_frozen_or_lost_actor_does_not_stay_in_its_last_state(now, lost, condition, seconds):
     view = shown(now, lost=lost)
     (engine,) = view.resources
     assert (view.condition, (view.state_s, engine.state_s)) == (condition, seconds)
     assert engine.spent == ENGINE.seconds
 
 
-def test_beats_that_were_to_be_left_out_are_no_silence():
+def test_beats_skipped_on_purpose_are_no_silence():
     assert shown(10.0 + (SILENT_BEATS + 3) * BEAT_S, left_out=3).condition == "ready"
     assert shown(10.1 + (SILENT_BEATS + 3) * BEAT_S, left_out=3).condition == "silent"
 
 
-def test_a_recorded_snapshot_of_before_is_read_as_it_was_meant():
+def test_a_snapshot_recorded_by_an_earlier_release_keeps_its_meaning():
     old = {"name": "engine", "state": "generating", "state_s": 2.0, "seconds": {"generating": 2.0}}
     assert msgspec.convert(old, type(shown(10.0).resources[0])).spent == {"generating": 2.0}

@@ -1,4 +1,4 @@
-"""Snapshots that the controller shows of a run: to whom, how often, and whether they add up."""
+"""Snapshots of a run from the controller: who gets them, how often, and whether they add up."""
 
 import asyncio
 import math
@@ -57,7 +57,7 @@ async def cast(peer, message):
 
 
 @on_cluster()
-async def test_every_actor_of_the_run_is_there_whatever_became_of_it(cluster):
+async def test_a_snapshot_has_every_actor_of_the_run_dead_or_alive(cluster):
     viewer = cluster.caller(VIEWER)
     _, first = await look(viewer)
     assert [actor.name for actor in first.actors] == sorted(CONFIG.actors)
@@ -88,14 +88,14 @@ NONSENSE = [
 
 
 @on_cluster()
-async def test_whatever_the_learner_says_the_controller_goes_on(cluster):
+async def test_the_controller_survives_anything_that_the_learner_reports(cluster):
     viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
     await cluster.register("learner/0")
     await cast(learner, beat(1, counters={"learner/step": 2.0}))
     counters = cluster.controller.counters
     for number, said in enumerate(NONSENSE, 2):
         await cast(learner, replace(said, beat=number) if isinstance(said, Heartbeat) else said)
-    # Of the first one two numbers are left out.
+    # The first one lacks two numbers.
     kinds = ("lines/refused", "heartbeats/left_out")
     await until(lambda: sum(counters.get(kind, 0) for kind in kinds) == len(NONSENSE) + 1)
     await cast(learner, MetricsLine(line={"kind": "train", "step": 4}))
@@ -105,7 +105,7 @@ async def test_whatever_the_learner_says_the_controller_goes_on(cluster):
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
-async def test_a_picture_that_cannot_be_made_ends_nothing(cluster, monkeypatch):
+async def test_a_snapshot_that_cannot_be_built_does_not_end_the_controller(cluster, monkeypatch):
     asked = []
 
     def fail(*_args, **_facts):
@@ -122,7 +122,7 @@ async def test_a_picture_that_cannot_be_made_ends_nothing(cluster, monkeypatch):
     assert not cluster.main.done()
 
 
-def test_evaluations_are_kept_for_no_more_names_than_a_run_has():
+def test_only_as_many_names_of_evaluations_are_kept_as_a_run_has():
     lines = RecentMetrics()
     for number in range(10_000):
         lines.add({"kind": "eval", f"eval/{number}/mean": 1.0})
@@ -132,7 +132,7 @@ def test_evaluations_are_kept_for_no_more_names_than_a_run_has():
 
 @pytest.mark.parametrize("wall", [math.nan, 1e18])
 @on_cluster()
-async def test_an_event_that_is_told_twice_is_one_and_at_no_time_happened_when_it_was_heard_of(cluster, wall):
+async def test_an_event_reported_twice_counts_once_and_one_without_a_time_has_the_time_of_its_arrival(cluster, wall):
     viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
     await cluster.register("reward/0")
     first, second = EventRecord(1, 5.0, "error", "event 1"), EventRecord(2, wall, "warning", "event 2")
@@ -146,8 +146,8 @@ async def test_an_event_that_is_told_twice_is_one_and_at_no_time_happened_when_i
 
 
 @on_cluster()
-async def test_lost_lines_of_logs_are_counted_over_all_lives_of_all_actors(cluster, monkeypatch):
-    """A heartbeat holds only what has changed, and a restarted actor counts from 0 on."""
+async def test_lost_log_lines_are_counted_over_all_incarnations_of_all_actors(cluster, monkeypatch):
+    """A heartbeat holds only what has changed, and a restarted actor counts from 0."""
     told = []
     monkeypatch.setattr(actor_module.Actor, "notify", lambda _, key, text, *, count, **more: told.append((key, count)))
     monkeypatch.setattr(runtime_actor, "lost_lines", lambda: 5)
@@ -165,7 +165,7 @@ async def test_lost_lines_of_logs_are_counted_over_all_lives_of_all_actors(clust
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 3600.0}}))
-async def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(cluster):
+async def test_a_viewer_waits_for_the_next_snapshot_and_gets_each_once(cluster):
     viewers = [cluster.caller(VIEWER) for _ in range(3)]
     numbers = await asyncio.gather(*(look(viewer) for viewer in viewers))
     number = numbers[0][0]
@@ -174,14 +174,14 @@ async def test_a_viewer_waits_for_another_snapshot_and_gets_each_once(cluster):
     assert await is_parked(call)
     later, _ = await look(viewers[1], number)
     assert (await call).number == later
-    # And nobody can guess the next number.
+    # And the next number cannot be guessed.
     third, _ = await look(viewers[0], later)
     assert 0 < later - number != third - later > 0
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(-1, 10)), max_size=200))
-def test_who_does_not_show_that_it_has_read_is_given_less_and_less(questions):
-    """A viewer may ask anything, at any time, however often."""
+def test_a_viewer_that_does_not_confirm_what_it_read_gets_less_and_less(questions):
+    """A viewer may ask anything, at any time, as often as it likes."""
     given, now, number = Given(), 0.0, 1 << 60
     for pause_s, lie in questions:
         now += pause_s
@@ -193,7 +193,7 @@ def test_who_does_not_show_that_it_has_read_is_given_less_and_less(questions):
         assert len(given.unread) <= 2 + math.log2(max(1.0, now / SNAPSHOT_S))
 
 
-def test_who_reads_waits_for_nothing_even_after_it_has_lost_some():
+def test_a_viewer_that_reads_does_not_wait_even_after_it_has_lost_some():
     given = Given()
     for number in range(1, 6):
         given.give(number, 0.0)
@@ -204,12 +204,12 @@ def test_who_reads_waits_for_nothing_even_after_it_has_lost_some():
 
 
 @on_cluster()
-async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
+async def test_the_last_snapshot_reaches_every_viewer_once(cluster, monkeypatch):
     monkeypatch.setattr(snapshots_module, "SNAPSHOT_S", 1e6)
     monkeypatch.setattr(actor_module, "FAREWELL_S", 20.0)
     viewer = cluster.caller(VIEWER)
     await look(viewer)
-    # Who got nothing is not told that it has seen something.
+    # A viewer that got nothing does not count as having seen something.
     taken = await viewer.call(WatchSnapshot(seen=-1), timeout=1.0)
     assert (taken.number, taken.snapshot) == (-1, b"")
     asked = viewer.call(WatchSnapshot(seen=-1))
@@ -220,7 +220,7 @@ async def test_the_last_one_is_told_to_everybody_and_once(cluster, monkeypatch):
 
 
 @on_cluster()
-async def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_steps(cluster):
+async def test_lines_are_kept_by_kind_and_viewers_of_steps_get_no_updates(cluster):
     viewer, learner = cluster.caller(VIEWER), cluster.caller("learner/0")
     await cluster.register("learner/0")
     for number in range(UPDATE_LINES + 5):
@@ -237,7 +237,7 @@ async def test_lines_are_kept_by_kind_and_updates_do_not_reach_who_follows_the_s
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": {"record_s": 0.05}}))
-async def test_the_end_is_seen_and_recorded_though_it_takes_longer_than_from_one_record_to_the_next(
+async def test_the_end_is_seen_and_recorded_even_if_it_takes_longer_than_a_record_interval(
     cluster, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(actor_module, "FAREWELL_S", 0.3)
@@ -248,14 +248,14 @@ async def test_the_end_is_seen_and_recorded_though_it_takes_longer_than_from_one
     assert seen.run.reason == "enough"
     phases = [event.text for event in seen.events if event.text.startswith("the run is")]
     assert phases == ["the run is running", "the run is draining: enough", "the run is stopped: enough"]
-    # Raises what ended it, if anything has.
+    # Raises the error that ended it, if there was one.
     await asyncio.wait_for(asyncio.shield(cluster.main), 10)
     kept = read_recording(tmp_path)
     assert kept[-1].run.phase == "done"
     assert [actor.name for actor in kept[-1].actors] == sorted(CONFIG.actors)
 
 
-def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
+def test_without_a_viewer_no_snapshot_is_built(tmp_path, monkeypatch):
     taken, take = [], observation_module.build_snapshot
     monkeypatch.setattr(
         observation_module, "build_snapshot", lambda *of, **facts: taken.append(of) or take(*of, **facts)
@@ -264,7 +264,7 @@ def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
     async def scenario(cluster):
         await asyncio.wait({cluster.main}, timeout=0.1)
         assert not taken
-        # Who watches gets them, and the end.
+        # Viewers get them, and the end.
         viewer = cluster.caller(VIEWER)
         number, _ = await look(viewer)
         await look(viewer, number)
@@ -278,7 +278,7 @@ def test_for_nobody_no_snapshot_is_made(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("by_s", [3600.0, -3600.0])
 @on_cluster()
-async def test_a_clock_that_is_set_changes_no_age(cluster, monkeypatch, by_s):
+async def test_setting_the_clock_changes_no_age(cluster, monkeypatch, by_s):
     clock = cluster.controller.clock
     number, before = await look(viewer := cluster.caller(VIEWER))
     monkeypatch.setattr(clock, "wall", lambda: time.time() + by_s)
@@ -287,7 +287,7 @@ async def test_a_clock_that_is_set_changes_no_age(cluster, monkeypatch, by_s):
     assert before.run.age_s < after.run.age_s < 1800
 
 
-def test_the_room_on_a_disk_that_does_not_answer_is_not_known_and_a_full_disk_has_none(tmp_path, monkeypatch):
+def test_the_free_space_of_a_hung_disk_is_unknown_and_a_full_disk_has_none(tmp_path, monkeypatch):
     answers = threading.Event()
 
     def statvfs(_path):
@@ -309,8 +309,8 @@ def test_the_room_on_a_disk_that_does_not_answer_is_not_known_and_a_full_disk_ha
     run(tmp_path, scenario)
 
 
-def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatch):
-    """Its thread is left to itself: neither the event loop nor the executor of it waits."""
+def test_a_hung_file_system_does_not_delay_the_end(tmp_path, monkeypatch):
+    """Its thread is abandoned: neither the event loop nor its executor waits."""
     asked, answers, happened = threading.Event(), threading.Event(), []
 
     def statvfs(_path):
@@ -335,8 +335,8 @@ def test_a_file_system_that_does_not_answer_holds_up_no_end(tmp_path, monkeypatc
     assert happened[0] == "the end"
 
 
-def test_nothing_is_left_of_steps_that_a_learner_trains_again():
-    """Neither their lines nor the updates and evaluations that were told with them."""
+def test_steps_that_a_learner_trains_again_leave_nothing():
+    """Neither their lines nor the updates and evaluations that were reported with them."""
     lines = RecentMetrics()
     for start, step, evaluation in ((1, 4, "kept"), (1, 5, "again"), (1, 6, "undone"), (2, 5, "again")):
         about = {"start": start, "step": step}
@@ -349,7 +349,7 @@ def test_nothing_is_left_of_steps_that_a_learner_trains_again():
 
 
 @on_cluster()
-async def test_of_a_learner_that_goes_on_from_its_checkpoint_the_step_is_the_one_that_it_tells(cluster):
+async def test_a_learner_resumed_from_its_checkpoint_is_shown_at_the_step_it_reports(cluster):
     async def told(incarnation, step, shown, line=None):
         learner = cluster.caller("learner/0", incarnation)
         await cast(learner, beat(step, counters={"learner/step": float(step)}))
@@ -359,10 +359,10 @@ async def test_of_a_learner_that_goes_on_from_its_checkpoint_the_step_is_the_one
 
     await cluster.register("learner/0", 1)
     await told(1, 7, shown=7)
-    # A line comes before the heartbeat that tells of it.
+    # A line comes before the heartbeat that mentions it.
     await told(1, 8, shown=9, line=9)
     await cluster.register("learner/0", 2)
-    # Before it has found where it stands the newest line is all there is.
+    # Until the learner knows its step, only the newest line is available.
     await cast(cluster.caller("learner/0", 2), beat(1))
     seen = await seen_by(cluster.caller(VIEWER), lambda s: of(s, "learner/0").incarnation == 2)
     assert seen.run.step == 9
@@ -374,7 +374,7 @@ RECORDED = {"record_s": 0.02}
 
 
 async def recorded(run_dir, condition):
-    """Until there are a few of such snapshots, so that the newest may be lost."""
+    """Wait for several such snapshots, so that the newest may be lost."""
     await until(lambda: sum(bool(condition(snapshot)) for snapshot in read_recording(run_dir)) >= 3)
 
 
@@ -384,7 +384,7 @@ def texts(snapshot):
 
 @pytest.mark.parametrize("damage", ["torn", "unreadable"])
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
-async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cluster, tmp_path, damage):
+async def test_a_successor_knows_what_happened_before_and_says_that_it_is_a_successor(cluster, tmp_path, damage):
     learner, actor = cluster.caller("learner/0"), cluster.caller("reward/0")
     for name in ("learner/0", "reward/0"):
         await cluster.register(name, attempt=2)
@@ -403,7 +403,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
     await cluster.start(9)
     viewer, actor, learner = cluster.caller(VIEWER), cluster.caller("reward/0"), cluster.caller("learner/0")
     await cluster.register("reward/0", attempt=2)
-    # It cannot know who has heard its last event.
+    # It cannot know which viewers have its predecessor's last event.
     again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
     await cast(actor, beat(2, events=[again, new]))
     await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
@@ -418,7 +418,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
     assert [event.number for event in seen.events] == sorted({event.number for event in seen.events})
     assert [(line["step"], line.get("reward/mean")) for line in seen.train] == [(1, 0.25), (2, 0.5), (3, None)]
     assert (len(seen.updates), len(seen.evals)) == (1, 1)
-    # And it is recorded, for whoever looks later.
+    # And it is recorded for later readers.
     await recorded(tmp_path, lambda s: own in texts(s) and ("reward/0", "first") in texts(s))
     await cluster.die()
     await cluster.start(11)
@@ -427,7 +427,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_one(cl
 
 
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
-async def test_a_successor_takes_over_nothing_of_another_run(cluster, tmp_path):
+async def test_a_successor_takes_nothing_from_another_run(cluster, tmp_path):
     await cluster.register("reward/0")
     await cast(cluster.caller("reward/0"), beat(1, events=[EventRecord(1, 5.0, "warning", "something")]))
     await recorded(tmp_path, lambda s: ("reward/0", "something") in texts(s))

@@ -1,4 +1,4 @@
-"""The controller's traces: whom they wait for, what they refuse, and files that load."""
+"""The controller's traces: which actors they wait for, what they refuse, and that the files load."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def span(name, began=WALL, seconds=1.0, track="state", order=0, **facts):
     return TraceSpan(track, order, name, began, seconds, facts)
 
 
-def test_a_file_has_a_track_for_each_actor_and_shows_what_goes_on(tmp_path):
+def test_a_trace_has_a_track_for_each_actor_with_its_activity(tmp_path):
     file = TraceFile(tmp_path / "trace", "demo")
     file.add(1, "learner/0", [span("train", version=3), span("wait", WALL + 1, -1.0)])
     file.add(2, "rollouter/0", [span("generate v3", track="slot 2", order=102, uid="0-1")])
@@ -75,7 +75,7 @@ class Scene:
         await self.traces.take(actor, TracePart(number=number, spans=[], last=True))
 
     async def write(self, tasks):
-        """A learner that is asked hands in at once."""
+        """A learner that hands in at once when it is asked."""
         writing = tasks.create_task(self.traces.write(tasks, 5.0))
         for _ in range(10):
             await asyncio.sleep(0)
@@ -96,7 +96,7 @@ with_tasks = played(run)
 
 
 @with_tasks()
-async def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_viewers_get_the_same(tasks, tmp_path):
+async def test_a_trace_on_demand_waits_for_all_ready_actors_and_is_shared_by_its_viewers(tasks, tmp_path):
     scene = Scene(tmp_path)
     writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
     await until(lambda: scene.asked)
@@ -115,7 +115,7 @@ async def test_a_trace_on_demand_waits_for_everybody_that_is_ready_and_several_v
 
 
 @with_tasks()
-async def test_who_has_joined_the_run_is_in_its_traces_and_who_does_not_answer_is_missing(tasks, tmp_path):
+async def test_a_joined_actor_is_in_the_traces_and_one_that_does_not_answer_is_missing(tasks, tmp_path):
     scene = Scene(tmp_path)
     scene.living |= {"rollouter/7", "agent/3"}
     writing = tasks.create_task(scene.traces.write(tasks, 1.0))
@@ -132,14 +132,14 @@ async def test_who_has_joined_the_run_is_in_its_traces_and_who_does_not_answer_i
         assert [s.name for s in trace["rollouter/7"]["state"]] == [name] and "rollouter/0" not in trace
 
 
-def test_a_disk_that_is_full_from_the_first_byte_keeps_nothing_of_a_trace(tmp_path):
+def test_a_trace_on_a_disk_full_from_the_first_byte_leaves_no_file(tmp_path):
     with room_for(10), pytest.raises(OSError, match="too large"):
         TraceFile(tmp_path / "trace", "demo")
     assert list((tmp_path / "trace").iterdir()) == []
 
 
 @with_tasks()
-async def test_a_trace_that_finds_no_room_is_told_to_the_user(tasks, tmp_path):
+async def test_a_trace_without_room_on_disk_is_reported_to_the_user(tasks, tmp_path):
     with small_disk(tmp_path / "disk", 1 << 16) as disk:
         fill(disk)
         scene = Scene(disk)
@@ -149,13 +149,13 @@ async def test_a_trace_that_finds_no_room_is_told_to_the_user(tasks, tmp_path):
 
 
 @with_tasks()
-async def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over(tasks, tmp_path):
+async def test_parts_that_actors_hand_in_at_their_end_become_one_file_at_the_end_of_the_run(tasks, tmp_path):
     scene = Scene(tmp_path)
     await scene.hand_in("rollouter/0", 0, "the first life")
     await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
     await scene.hand_in("learner/0", 0, "train")
     await scene.traces.finish()
-    # What comes after the end begins no file.
+    # Parts that come after the end start no file.
     await scene.hand_in("rollouter/0", 0, "late")
     trace = load(tmp_path / "trace" / "trace-001.json")
     assert [s.name for s in trace["rollouter/0"]["state"]] == ["the first life", "the second"]
@@ -163,7 +163,7 @@ async def test_what_actors_hand_in_at_their_end_is_one_file_when_the_run_is_over
 
 
 @with_tasks()
-async def test_strangers_and_floods_are_refused(tasks, tmp_path):
+async def test_unknown_senders_and_floods_are_refused(tasks, tmp_path):
     scene = Scene(tmp_path)
     for stranger in ("viewer/0", "agent/0", "launcher/0"):
         with pytest.raises(InvalidRequest):
@@ -175,7 +175,7 @@ async def test_strangers_and_floods_are_refused(tasks, tmp_path):
         await scene.traces.take("learner/0", many)
 
 
-def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
+def test_unfinished_files_of_a_dead_controller_are_removed(tmp_path):
     TraceFile(tmp_path / "trace", "demo")
     whole = TraceFile(tmp_path / "trace", "demo").finish()
     remove_unfinished(tmp_path)
@@ -183,12 +183,12 @@ def test_what_a_dead_controller_had_begun_is_removed(tmp_path):
     remove_unfinished(tmp_path / "nowhere")
 
 
-# --- not as many as anybody asks for ---
+# --- a limit on requests ---
 
 WRITTEN, FAILED = TraceWritten(path="/run/trace/trace-001.json"), TraceWritten(path="", error="No space left on device")
 
 
-def test_who_is_refused_is_told_what_was_done_and_when_to_ask_again():
+def test_a_refusal_says_what_was_done_and_when_to_ask_again():
     pace = TracePace()
     assert pace.refusal(0.0) == ""
     pace.ended(WRITTEN, 100.0)
@@ -202,8 +202,8 @@ LEARNER_ALONE = ("controller/0", "learner/0")
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_viewer_that_asks_again_and_again_gets_one_trace(tmp_path, is_full):
-    """And on a full disk the actors are not asked again and again either."""
+def test_a_viewer_that_asks_repeatedly_gets_one_trace(tmp_path, is_full):
+    """On a full disk the actors are not asked repeatedly either."""
     if is_full:
         (tmp_path / "trace").write_text("in the way")
 
@@ -219,7 +219,7 @@ def test_a_viewer_that_asks_again_and_again_gets_one_trace(tmp_path, is_full):
     run(tmp_path, main)
 
 
-def test_the_newest_are_kept_and_what_others_wrote_stays(tmp_path, monkeypatch):
+def test_the_newest_traces_are_kept_and_other_files_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(traces_module, "PAUSE_S", 0.0)
 
     (tmp_path / "trace").mkdir()

@@ -61,7 +61,7 @@ def aside(run):
     return [actor.name for actor in run.aside]
 
 
-# --- its end ---
+# --- the end of a run ---
 
 
 def test_a_drain_rank_ends_when_its_time_is_over():
@@ -91,7 +91,7 @@ def test_a_drain_rank_waits_for_the_lower_ones_in_any_order_of_ends(order):
     assert run.phase == "done"
 
 
-def test_sinks_end_after_the_learner_in_the_time_that_others_have_left():
+def test_sinks_end_after_the_learner_in_the_time_that_is_left():
     for others_end, until in ((10.1, 15.1), (12.0, 17.0), (18.0, 19.5)):
         run = machine(SINKS)
         run.finish(10.0)
@@ -104,7 +104,7 @@ def test_sinks_end_after_the_learner_in_the_time_that_others_have_left():
         assert run.tick(until) and run.phase == "done"
 
 
-def test_no_end_of_the_sinks_ends_the_run_or_prevents_its_start():
+def test_the_end_of_the_sinks_neither_ends_the_run_nor_prevents_its_start():
     for exit_code in (2, 78, 1, -9):
         run = machine(SINKS)
         assert end(run, SINKS, code=exit_code, fatal=True)
@@ -137,7 +137,7 @@ def test_a_drain_does_not_wait_for_dead_actors_or_lost_hosts():
     + [("learner/0", code, 1) for code in (1, -9, 0)],
 )
 def test_the_first_failure_is_kept(name, exit_code, expected):
-    """Replicas are set aside, but for errors that a restart would meet again."""
+    """Replicas are set aside, except after errors that a restart would meet again."""
     run = machine()
     assert run.ended(name, exit_code, True, "", "/logs/l.log", 5.0)
     outcome = run.outcome
@@ -164,7 +164,7 @@ def test_a_late_actor_fails_the_run_at_the_start_and_after_a_restart():
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_the_condemned_and_the_dead_change_the_state_once_and_not_in_a_drain(running):
+def test_condemned_and_dead_actors_change_the_state_once_and_not_in_a_drain(running):
     run = machine(running=running)
     frozen, other = Condemned("rollouter/0", 7, "it did not beat for 61 s"), Condemned("learner/0", 3, "learner/1 died")
     phase, number = run.phase, run.number
@@ -179,7 +179,7 @@ def test_the_condemned_and_the_dead_change_the_state_once_and_not_in_a_drain(run
     assert (run.condemned, run.dead, run.number) == ([], [], number)
 
 
-# --- making way ---
+# --- preemption ---
 
 
 def test_a_preempted_run_lasts_until_a_checkpoint_is_written():
@@ -188,7 +188,7 @@ def test_a_preempted_run_lasts_until_a_checkpoint_is_written():
     number = run.number
     assert run.preempt("SIGTERM", 10.0) and not run.preempt("Ctrl-C", 11.0)
     assert (run.phase, run.number, run.draining, run.next_deadline()) == ("preempting", number + 1, [], 40.0)
-    # No actor is late and no replica is missing in a run that is about to end.
+    # In a run that is about to end, no actor is late and no replica is missing.
     for name in ROLLOUTERS:
         gives_up(run, name, 12.0)
     run.ready(ACTORS[:2], 13.0)
@@ -200,7 +200,7 @@ def test_a_preempted_run_lasts_until_a_checkpoint_is_written():
 
 
 @pytest.mark.parametrize(("checkpoint", "exit_code"), [(4, 75), (0, 75), (-1, 143)])
-def test_past_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code):
+def test_after_the_grace_only_a_complete_checkpoint_counts(checkpoint, exit_code):
     run = machine()
     if checkpoint >= 0:
         run.checkpoint_written(checkpoint)
@@ -235,13 +235,13 @@ def test_a_preempted_run_may_finish_fail_or_be_stopped(event, exit_code):
 # --- replicas that are set aside ---
 
 
-def test_a_replica_that_is_given_up_is_set_aside_and_tried_again_after_its_rest_or_by_hand():
+def test_a_replica_that_is_given_up_is_set_aside_and_started_again_after_its_rest_or_on_request():
     run = machine()
     number = run.number
     assert gives_up(run, "rollouter/1", incarnation=4) and run.number > number
     assert [(actor.name, actor.reason, actor.rest_s) for actor in run.aside] == [("rollouter/1", WHY, REST_S)]
     assert (run.phase, run.next_deadline(), run.tick(109.0), run.tick(110.0)) == ("running", 110.0, False, True)
-    # It is awaited like any that was started; and the end by which it was set aside does so once, however late.
+    # The run waits for it as for any started actor. The end that set it aside counts once, however late.
     assert (aside(run), run.next_deadline()) == ([], 110.0 + START_S)
     assert not gives_up(run, "rollouter/1", 111.0, incarnation=4)
     run.ready(run.expected, 120.0)
@@ -253,7 +253,7 @@ def test_a_replica_that_is_given_up_is_set_aside_and_tried_again_after_its_rest_
 
 
 @pytest.mark.parametrize(("least", "deaths"), [(1, 3), (2, 2), (3, 1)])
-def test_with_too_few_left_the_run_fails_and_names_the_replicas_set_aside(least, deaths):
+def test_with_too_few_replicas_left_the_run_fails_and_names_those_set_aside(least, deaths):
     run = machine(min_replicas=least)
     for at, name in enumerate(ROLLOUTERS[:deaths]):
         assert run.phase == "running"
@@ -265,7 +265,7 @@ def test_with_too_few_left_the_run_fails_and_names_the_replicas_set_aside(least,
     assert (run.outcome.log, run.aside) == (f"/logs/{last}", [])
 
 
-def test_of_reward_pools_the_last_one_ends_the_run():
+def test_the_loss_of_the_last_reward_pool_ends_the_run():
     run = machine("reward/1")
     gives_up(run, "reward/0")
     assert (run.phase, aside(run)) == ("running", ["reward/0"])
@@ -273,7 +273,7 @@ def test_of_reward_pools_the_last_one_ends_the_run():
     assert run.outcome.reason == f"{WHY}; 0 of 2 reward pools are left; set aside before: reward/0 ({WHY})"
 
 
-def test_one_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later():
+def test_a_replica_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later():
     run = machine(running=False)
     gives_up(run, "rollouter/0", 5.0)
     run.ready(run.expected - {"rollouter/0", "rollouter/2"}, 5.0)
@@ -288,12 +288,12 @@ def test_one_that_is_not_ready_in_time_is_set_aside_at_the_start_and_later():
 
 
 @pytest.mark.parametrize("name", ["rollouter/1", "episodes/1"])
-def test_a_rollouter_goes_and_comes_with_the_episode_host_beside_it_and_no_other(name):
+def test_a_rollouter_is_set_aside_and_restarted_together_with_its_own_episode_host_only(name):
     run = machine(*EPISODES, "reward/1")
     gives_up(run, "episodes/1")
     assert aside(run) == ["episodes/1", "rollouter/1"]
     assert "episodes/1, which plays its episodes, is set aside" in run.aside[1].reason
-    # One that plays for all, and one that is no half of a pair.
+    # One that plays for all rollouters, and one that belongs to no pair.
     gives_up(run, "episodes/3")
     gives_up(run, "reward/0")
     assert run.bring_back(name, 11.0)
@@ -304,7 +304,7 @@ def test_a_rollouter_goes_and_comes_with_the_episode_host_beside_it_and_no_other
     assert (run.phase, run.outcome.actor) == ("draining", "episodes/2")
 
 
-def test_rests_double_up_to_a_bound_and_are_short_again_after_a_good_time():
+def test_rests_double_up_to_a_bound_and_are_short_again_after_a_good_period():
     reserve, now, rests = Reserve(REST_S), 0.0, []
     for life in range(1, 8):
         assert reserve.put("r", life, "why", now)
@@ -328,14 +328,14 @@ def test_a_run_starts_and_continues_without_a_replica_of_a_lost_host():
     lose(run, ["rollouter/2"])
     assert (run.phase, run.waiting_for, run.lost_hosts) == ("running", [], {"b (agent/1)": ["rollouter/2"]})
     assert run.next_deadline() is None and not run.tick(1e6)
-    # Back, it has the time of any start.
+    # Once back, it has the time of any start.
     assert run.host_back("b (agent/1)", 1e6)
     assert run.next_deadline() == 1e6 + START_S
     run.ready(ACTORS, 1e6 + 1.0)
     assert run.next_deadline() is None and run.lost_hosts == {}
 
 
-def test_an_actor_that_is_set_aside_is_not_to_blame_for_hosts_that_have_left():
+def test_an_actor_that_is_set_aside_is_not_blamed_for_hosts_that_have_left():
     run = machine("reward/1", SINKS, min_replicas=3)
     run.left(["rollouter/2"], 5.0)
     gives_up(run, SINKS)
@@ -347,7 +347,7 @@ def test_an_actor_that_is_set_aside_is_not_to_blame_for_hosts_that_have_left():
 
 
 @pytest.mark.parametrize("lost", [["learner/1"], ["dataloader/0"], ["reward/0"], ROLLOUTERS])
-def test_a_run_waits_for_what_it_needs_and_then_names_the_host(lost):
+def test_a_run_waits_for_the_actors_it_needs_and_then_names_the_host(lost):
     run = machine()
     lose(run, lost)
     assert (run.next_deadline(), run.tick(29.9), run.tick(30.0)) == (30.0, False, True)
@@ -355,7 +355,7 @@ def test_a_run_waits_for_what_it_needs_and_then_names_the_host(lost):
     assert run.outcome.reason == "its host b (agent/1) has been lost for 20 s (supervision.host_grace_s)"
 
 
-def test_ranks_that_wait_for_one_on_a_lost_host_are_not_late():
+def test_ranks_that_wait_for_a_rank_on_a_lost_host_are_not_late():
     run = machine()
     lose(run, ["learner/1"])
     end(run, "learner/0", 10.5, -9)
@@ -366,13 +366,13 @@ def test_ranks_that_wait_for_one_on_a_lost_host_are_not_late():
     assert run.next_deadline() == 29.0 + START_S
 
 
-def test_a_run_without_any_replica_waits_from_the_loss_of_the_last_one_of_its_role():
+def test_a_run_without_any_replica_of_a_role_waits_from_the_loss_of_the_last_one():
     run = machine("reward/1")
     lose(run, ["reward/0", "rollouter/2"])
     lose(run, ["rollouter/0"], 50.0, "c (agent/2)")
     assert run.next_deadline() is None
     lose(run, ["rollouter/1"], 100.0, "d (agent/3)")
-    # A later loss is judged anew.
+    # A later loss is judged on its own.
     lose(run, ["reward/1"], 110.0, "e (agent/4)")
     assert run.next_deadline() == 120.0
     run.host_back("c (agent/2)", 115.0)
@@ -381,17 +381,17 @@ def test_a_run_without_any_replica_waits_from_the_loss_of_the_last_one_of_its_ro
     assert run.next_deadline() is None
 
 
-def test_the_lost_and_those_that_are_set_aside_are_counted_together():
+def test_lost_replicas_and_those_set_aside_are_counted_together():
     run = machine(min_replicas=2)
     lose(run, ["rollouter/0"])
     assert (run.phase, run.next_deadline()) == ("running", None)
     gives_up(run, "rollouter/1", 15.0)
-    # The lost one may come back, for as long as a host has.
+    # The lost one may come back within the grace of a host.
     assert (run.phase, run.next_deadline(), run.tick(30.0)) == ("running", 30.0, True)
     assert run.outcome.actor == "rollouter/0"
 
 
-def test_a_host_that_was_spared_for_long_is_not_named_without_those_that_were_set_aside_since():
+def test_a_host_spared_for_long_is_named_together_with_the_replicas_set_aside_since():
     run = machine(min_replicas=2)
     lose(run, ["rollouter/0"])
     assert not run.tick(1000.0)
@@ -401,7 +401,7 @@ def test_a_host_that_was_spared_for_long_is_not_named_without_those_that_were_se
     assert (run.outcome.actor, run.outcome.reason) == ("rollouter/0", words)
 
 
-def test_the_run_does_not_wait_for_replicas_set_aside_on_a_lost_host_or_gone():
+def test_the_run_does_not_wait_for_replicas_set_aside_on_a_lost_or_removed_host():
     run = machine()
     gives_up(run, "rollouter/0")
     lose(run, ["rollouter/0"])
@@ -411,7 +411,7 @@ def test_the_run_does_not_wait_for_replicas_set_aside_on_a_lost_host_or_gone():
     assert (run.next_deadline(), aside(run)) == (None, [])
 
 
-# --- whatever happens ---
+# --- any order of events ---
 
 someone = st.sampled_from((*ACTORS, *EPISODES))
 everybody = frozenset((*ACTORS, *EPISODES))
@@ -478,7 +478,7 @@ def test_invariants(least, history):
         assert not names & (run.awaited | set(run.waiting_for))
         assert run.phase not in ("starting", "running") or len(set(ROLLOUTERS) - names) >= least
         assert all(REST_S <= actor.rest_s <= LONGEST_REST * REST_S for actor in run.aside)
-    # Left alone, each is tried again within the longest rest.
+    # Without further events each one is started again within the longest rest.
     resting, tried, until = set(aside(run)), set(), now + LONGEST_REST * REST_S
     while run.phase == "running" and (deadline := run.next_deadline()) is not None and deadline <= until:
         held = set(aside(run))
