@@ -12,7 +12,7 @@ SINGLE = ("dataloader/0", "learner/0", "learner/1", "parameter_server/0", "rewar
 
 
 class Paths:
-    """A run with broken paths, looked at every second. ``broken`` has pairs: the reporting and the unreachable actor."""
+    """A run with broken paths, looked at every second. ``broken`` has (reporting actor, unreachable actor)."""
 
     def __init__(self, rollouters=4, alone=SINGLE):
         self.unreachable = UnreachableActors(UNREACHABLE_S, interval_s=LOOK_S)
