@@ -1,6 +1,7 @@
 """The import directions of docs/architecture.md, held against the code as it stands."""
 
 import ast
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -142,3 +143,23 @@ def test_no_folder_is_too_full_to_be_looked_through(modules):
     beside = Counter(path.parent for path in here + there)
     without_rooms = {TESTS / "cluster"}
     assert not {str(at): n for at, n in beside.items() if n > MOST_IN_A_FOLDER and at not in without_rooms}
+
+
+DIAGRAM = re.compile(r"^```mermaid\nsequenceDiagram\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("diagram", DIAGRAM.findall((ROOT.parent / "docs" / "architecture.md").read_text()))
+def test_sequence_diagrams_are_in_step_with_the_imports(modules, diagram):
+    """A participant is a module. An arrow is an import, in one direction, or a message that both modules import."""
+    places = dict(re.findall(r"^ +participant (\w+) as (\S+)$", diagram, re.MULTILINE))
+    arrows = re.findall(r"^ +(\w+)-?->>(\w+): (\w+)", diagram, re.MULTILINE)
+    assert len(arrows) == diagram.count("->>") and set(places) == {end for arrow in arrows for end in arrow[:2]}
+    wrong = []
+    for sender, receiver, message in arrows:
+        first, second = ({module for module, _ in modules[places[end]][1]} for end in (sender, receiver))
+        names = ["asyncrl." + places[end].removesuffix(".py").replace("/", ".") for end in (receiver, sender)]
+        imported = any(name.startswith(names[0]) for name in first) or any(name.startswith(names[1]) for name in second)
+        trees = [ast.dump(modules[places[end]][0]) for end in (sender, receiver)]
+        sent = all(f"alias(name='{message}')" in tree for tree in trees)
+        wrong += [f"{places[sender]} -> {places[receiver]}: {message}"] * (not imported and not sent)
+    assert not wrong
