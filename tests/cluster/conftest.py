@@ -25,7 +25,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where several workers share them, the longest come first: no worker ends long after the others."""
+    """Sort the longest tests first, so that with several workers none ends long after the others."""
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """Skips, saying why, where no cluster can be made."""
+    """Skip with the reason if no cluster can be made."""
     if reason := why_not():
         pytest.skip(f"no cluster of namespaces here: {reason}")
 

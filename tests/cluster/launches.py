@@ -1,4 +1,4 @@
-"""asyncrl-launch on the hosts of a test cluster, followed by what it shows."""
+"""Runs asyncrl-launch on the hosts of a test cluster, and follows its output."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Command:
         assert text in self.shown, self.shown
 
     def end(self, within_s: float = WAIT_S) -> tuple[int, list[str]]:
-        """(exit code, lines shown), once all is over."""
+        """(exit code, lines shown), once it has ended."""
         return self.process.wait(within_s), self.shown.splitlines()
 
 
@@ -111,8 +111,7 @@ class Launch(Command):
 
 
 class Trained(Launch):
-    """A simulated run of so many steps, each of a quarter of a second, whose history is audited at its end; ``path`` is
-    its PYTHONPATH."""
+    """A simulated run of this many steps of a quarter of a second, audited at its end; ``path`` is its PYTHONPATH."""
 
     def __init__(
         self, cluster: Cluster, folder: Path, steps: int, *flags: str, hosts: str = "head\na\n", path: str = ""
@@ -137,17 +136,17 @@ class Trained(Launch):
         return max(self.steps_trained, default=0)
 
     def wait_for_step(self, more: int) -> None:
-        """So many further steps."""
+        """Wait for this many further steps."""
         wanted = self.step + more
         wait_until(lambda: self.step >= wanted or self.process.poll() is not None, f"step {wanted}", WAIT_S)
         assert self.process.poll() is None, self.shown
 
     def events(self, actor: str, event: str) -> list[dict[str, Any]]:
-        """Lines of the log of an actor (``rollouter-0``) that are of this event."""
+        """Lines of this event in the log of an actor (``rollouter-0``)."""
         return [line for line in map(json.loads, self.log(actor).splitlines()) if line["event"] == event]
 
     def is_exact(self) -> None:
-        """It comes to its end, and nothing was lost or trained twice."""
+        """The run ends, and no prompt was lost or trained twice."""
         code, shown = self.end(RUN_S)
         assert code == 0, shown
         size = 2 * GROUPS * self.steps
@@ -160,7 +159,7 @@ class Trained(Launch):
 
 
 def process(host: Host, words: str) -> int:
-    """The process of a host whose command line has these words, once there is one."""
+    """The process of a host whose command line has these words, once it has started."""
 
     def find() -> int | None:
         return next((pid for pid, line in host.processes().items() if words in line), None)
@@ -170,7 +169,7 @@ def process(host: Host, words: str) -> int:
 
 
 def left(cluster: Cluster, folder: Path) -> dict[str, Any]:
-    """Leftovers of runs in a folder: processes, shared memory, keys, and on other hosts than the head any file."""
+    """Leftovers of runs in a folder: processes, shared memory, keys, and any file on hosts other than the head."""
     found: dict[str, Any] = {}
     for host in cluster.all_hosts:
         if not host.is_on:

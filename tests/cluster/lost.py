@@ -1,4 +1,4 @@
-"""A run over the head and the hosts a, b and c, of these some are lost; no actor may die for another reason."""
+"""A run over the head and the hosts a, b and c. Some of them are lost; no actor may die for another reason."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Launched(Trained):
         return next(name for name, actors in hosts.values() if actor in actors)
 
     def wait_for(self, event: str, times: int = 1) -> None:
-        """Until the controller has said so, so many times."""
+        """Wait until the controller has reported it this often."""
         wait_until(lambda: self.log("controller-0").count(f'"event": "{event}"') >= times, event)
 
     def addresses(self, actor: str) -> list[str]:
-        """Those of its incarnations, as the controller has heard of them; before it has one, an actor tells none."""
+        """Addresses of an actor's incarnations in the log of the controller; those without an address are left out."""
         lines = self.events("controller-0", "registered")
         return [line["address"] for line in lines if line["actor"] == actor and line["address"]]
 

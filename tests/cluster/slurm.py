@@ -1,7 +1,7 @@
-"""SLURM on one machine: the hosts n1 and n2 of a cluster of namespaces, each with slurmd, and slurmctld and the user's
-commands on its head, all held together by munge with a key of its own.
+"""SLURM on one machine: slurmd on the hosts n1 and n2 of a cluster of namespaces, slurmctld and the user's commands on
+its head. A munge with a key of its own connects them.
 
-Ends with the cluster below it. Jobs read and write in ``shared``, which all hosts see.
+It ends with the cluster. Jobs read and write in ``shared``, which all hosts see.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ START_S = 60.0
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 SBIN = ":/usr/sbin:/sbin"
 CPUS = 4
-"""Processors of each node, whatever the machine has: jobs here are to be scheduled, not to be fast."""
+"""Processors that each node reports, on any machine: jobs here must be scheduled, not be fast."""
 
 
 def why_no_slurm() -> str | None:
-    """Why no SLURM can be started here; None where one can, if a cluster can."""
+    """Why SLURM cannot be started here, given that a cluster can; None if it can."""
     path = os.environ.get("PATH", os.defpath) + SBIN
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     return f"not installed: {', '.join(missing)} (Debian: slurm-wlm munge)" if missing else None
 
 
 class Slurm:
-    """SLURM on ``cluster``, whose hosts are NODES; ready for jobs as soon as it is made."""
+    """SLURM on ``cluster``, with the hosts NODES. It is ready for jobs once it is constructed."""
 
     def __init__(self, cluster: Cluster, shared: Path) -> None:
         self.cluster, self.shared = cluster, shared
@@ -52,17 +52,17 @@ class Slurm:
         return self.cluster.head.run(argv, cwd=self.shared, **{"env": self.env, **options})
 
     def sbatch(self, script: str, *options: str, env: Mapping[str, str] | None = None) -> int:
-        """Submit a script given as text; the number of the job."""
+        """Submit a script given as text. Returns the number of the job."""
         said = self.run("sbatch", "--parsable", *options, input=script, env={**self.env, **(env or {})})
         return int(said.stdout.split(";")[0])
 
     def job(self, number: int) -> dict[str, str]:
-        """Facts of a job by scontrol: JobState, Restarts, ExitCode, NodeList and so on."""
+        """Fields of a job from scontrol: JobState, Restarts, ExitCode, NodeList and so on."""
         words = self.run("scontrol", "--oneliner", "show", "job", str(number)).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, number: int, *states: str, timeout: float = START_S) -> dict[str, str]:
-        """Wait until a job is in one of ``states``; what is then known of it."""
+        """Wait until a job is in one of ``states``. Returns its fields then."""
 
         def there() -> dict[str, str] | None:
             job = self.job(number)
@@ -74,18 +74,18 @@ class Slurm:
         return found
 
     def start_now(self, number: int) -> None:
-        """Let a requeued job begin soon: SLURM holds it back for two minutes."""
+        """Let a requeued job start soon: SLURM holds it back for two minutes."""
         self.wait_for(number, "PENDING")
-        # Nodes refuse a job that is not by its second younger than their order to kill it.
+        # Nodes refuse a job that is less than a second younger than their order to kill it.
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
 
     def processes(self, node: str) -> dict[int, str]:
-        """As of Host.processes, without SLURM's own."""
+        """Like Host.processes, without SLURM's own."""
         own = ("munged ", "slurmd ", "slurmstepd: [")
         return {pid: words for pid, words in self.cluster[node].processes().items() if not words.startswith(own)}
 
     def logs(self) -> str:
-        """Words of the daemons, for a person to read."""
+        """Logs of the daemons, for a person to read."""
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self.cluster.folder.glob("slurm-*.log"))
 
     def _prepare(self, host: Host) -> None:
@@ -95,7 +95,7 @@ class Slurm:
         key.write_bytes(self._key)
         key.chmod(0o600)
         host.path(CONFIG).write_text(self._config())
-        # Named, the plugin is not looked for in a tree of cgroups, of which there is one for all of these hosts.
+        # If the plugin is named, SLURM does not look for one in the tree of cgroups, which all these hosts share.
         host.path("/run/slurm/cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         munge = ("--key-file=/run/munge/munge.key", "--seed-file=/run/munge/seed", "--pid-file=/run/munge/pid")
         self._start(host, "munged", "--foreground", "--force", "--num-threads=2", *munge)

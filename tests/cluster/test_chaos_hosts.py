@@ -1,4 +1,4 @@
-"""The hosts of a round: links are cut and slowed under connections that stand, clocks step, and all of it ends."""
+"""Faults between the hosts of a round: open connections are cut and slowed, clocks step, and all faults end."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ with socket.create_connection((sys.argv[1], 7000), timeout=60) as peer:
         print(time.monotonic() - began, flush=True)
 """
 SHORT_S = 1.5
-"""In which an answer comes, or does not."""
+"""Time within which an answer arrives, or does not."""
 
 
 class Talk:
-    """A connection between two hosts that stands from the start."""
+    """A connection between two hosts that is open from the start."""
 
     def __init__(self, cluster, client, server):
         argv = [sys.executable, "-c", ASK, cluster[server].address]
@@ -60,12 +60,12 @@ class Talk:
         return float(self.process.stdout.readline())
 
     def ask(self, size):
-        """Seconds until so many bytes have arrived and the answer is back."""
+        """Seconds until this many bytes have arrived and the answer is back."""
         self.say(size)
         return self.hear()
 
     def is_silent(self):
-        """Whether an answer that is awaited does not come, though there was time."""
+        """Whether the answer fails to arrive within ample time."""
         return not select.select([self.process.stdout], [], [], SHORT_S)[0]
 
 
@@ -96,7 +96,7 @@ def talk(cluster):
         yield connect
 
 
-def test_a_partition_swallows_what_is_said_over_standing_connections_until_it_is_over(hosts, talk):
+def test_a_partition_blocks_open_connections_until_it_is_over(hosts, talk):
     between, beside = talk("a", "b"), talk("a", "c")
     for deaf in ({("a", "b")}, {("b", "a")}, {("a", "b"), ("b", "a")}):
         hosts.become(Conditions(deaf=frozenset(deaf)))
@@ -104,14 +104,14 @@ def test_a_partition_swallows_what_is_said_over_standing_connections_until_it_is
         assert between.is_silent()
         beside.ask(1)
         hosts.become(Conditions())
-        # What TCP has kept arrives.
+        # The bytes that TCP has kept arrive.
         between.hear()
         between.ask(1)
     hosts.become(Conditions(deaf=frozenset({("a", "b"), ("a", "c")})))
     hosts.become(Conditions(deaf=frozenset({("a", "c")})))
     between.ask(1)
     beside.say(1)
-    assert beside.is_silent(), "the other one goes on"
+    assert beside.is_silent(), "the other one continues"
     hosts.become(Conditions())
     beside.hear()
 
@@ -120,7 +120,7 @@ def test_a_slow_link_is_slow_in_both_directions_until_it_is_over(hosts, talk):
     away, back, beside = talk("a", "b"), talk("b", "a"), talk("b", "c")
     size = 1 << 20
     hosts.become(Conditions(slow={"a": Link(delay_ms=50.0, rate_mbit=4.0, loss=0.0)}))
-    # Eight megabits, of which a fraction of one goes at once: no machine is so fast.
+    # Eight megabits. A fraction of one passes at once: no machine is so fast.
     assert away.ask(size) > 1.5
     assert back.ask(size) > 1.5
     beside.ask(size)

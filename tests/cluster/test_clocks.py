@@ -23,8 +23,8 @@ def clocks(cluster, monkeypatch):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ahead_s", [10.0, -10.0])
-def test_actors_are_replaced_whatever_the_clocks_say(clocks, cluster, launched, ahead_s):
-    """I5, I7: each has one restart. A rank dies, and with it the other; then a clock steps back and a replica dies."""
+def test_i5_i7_actors_are_replaced_under_clocks_that_differ(clocks, cluster, launched, ahead_s):
+    """Each has one restart. A rank dies, and with it the other; then a clock steps back and a replica dies."""
     for name in ("a", "b", "c"):
         clocks.set(ahead_s, name)
     run = launched(80, "--learner.ranks=2", max_restarts=1)

@@ -1,4 +1,4 @@
-"""asyncrl-doctor over ssh: it names what keeps a cluster from running, host by host and pair by pair."""
+"""asyncrl-doctor over ssh: it finds faults of a cluster, by host and by pair of hosts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ time.sleep(600)
 
 @pytest.fixture
 def examine(cluster, tmp_path):
-    """Call the doctor on the head: (exit code, findings)."""
+    """Call the doctor on the head. Returns (exit code, findings)."""
 
     def call(hosts, *argv, config=SIM, runs=None, env=None, **values):
         (tmp_path / "hosts").write_text("\n".join(hosts) + "\n")
@@ -62,7 +62,7 @@ def examine(cluster, tmp_path):
         toml.write_text(config.format(runs=runs or tmp_path / "shared" / "runs", ports=PORTS, **values))
         command = [sys.executable, "-m", "asyncrl.cli.doctor", str(toml), "--hosts", str(tmp_path / "hosts")]
         command += ["--ssh-args", f"-F {cluster.ssh_config}", "--json", "--timeout", str(ANSWER_S), *argv]
-        # As the launcher does, the doctor takes what it finds of NCCL's settings to every host.
+        # As the launcher does, the doctor takes the NCCL settings that it finds to every host.
         environment = os.environ | (env or {})
         done = cluster.head.run(command, env=environment, timeout=5 * ANSWER_S, check=False, cwd=REPOSITORY)
         assert done.returncode in (0, 1), done.stderr
@@ -83,7 +83,7 @@ def failed(found):
     return {(one["host"], one["check"]) for one in found if one["result"] == "fail"}
 
 
-def test_a_cluster_that_is_well_of_which_only_some_hosts_may_be_looked_at(cluster, examine):
+def test_a_healthy_cluster_passes_and_a_host_can_be_excluded(cluster, examine):
     code, found = examine(["a slots=0", "b", "head"])
     assert code == 0, failed(found)
     for host in ("head", "a", "b"):
@@ -101,7 +101,7 @@ def test_a_cluster_that_is_well_of_which_only_some_hosts_may_be_looked_at(cluste
     assert {one["host"] for one in of(found, "ssh")} == {"head", "a", "c"}
 
 
-def test_a_host_that_is_not_there_and_one_with_another_asyncrl(cluster, examine):
+def test_an_unreachable_host_and_one_with_another_asyncrl_are_named(cluster, examine):
     package = cluster["b"].path("/root/other/asyncrl-9.9.9.dist-info")
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: asyncrl\nVersion: 9.9.9\n")
@@ -119,7 +119,7 @@ def test_a_host_that_is_not_there_and_one_with_another_asyncrl(cluster, examine)
     assert [one["detail"] for one in of(found, "reach")] == ["reaches b", "reaches a"]
 
 
-def test_a_way_that_is_closed_in_one_direction(cluster, examine):
+def test_a_path_blocked_in_one_direction_is_named(cluster, examine):
     a, b = cluster["a"], cluster["b"]
     shut = f"from {a.address} iif eth0 ipproto tcp dport {PORTS}"
     b.run(["sh", "-ec", f"ip rule add pref 10 lookup local; ip rule del pref 0; ip rule add pref 5 {shut} blackhole"])
@@ -133,7 +133,7 @@ def test_a_way_that_is_closed_in_one_direction(cluster, examine):
     assert [one["result"] for one in of(found, "reach") if one["host"] != "a"] == ["ok", "ok"]
 
 
-def test_ranks_on_several_hosts_need_one_folder_of_checkpoints(cluster, examine, tmp_path):
+def test_ranks_on_several_hosts_need_a_shared_checkpoint_folder(cluster, examine, tmp_path):
     model = write_model(tmp_path / "shared" / "model")
     code, found = examine(["a", "b", "c"], "--checkpoint.dir", "/tmp/checkpoints", config=TRAINED, model=model)
     assert code == 1
@@ -144,7 +144,7 @@ def test_ranks_on_several_hosts_need_one_folder_of_checkpoints(cluster, examine,
     assert len(of(found, "checkpoint_dir")) == 3 and {one["result"] for one in of(found, "model")} == {"ok"}
 
 
-def test_what_is_left_on_a_host_is_removed_there(cluster, examine):
+def test_leftovers_on_a_host_are_removed_there(cluster, examine):
     a = cluster["a"]
     a.run(["sh", "-ec", "mkdir -p /tmp/runs/old/private; touch /tmp/runs/old/private/lock"])
     a.popen([sys.executable, "-c", ORPHAN], stdout=subprocess.DEVNULL).wait(30)

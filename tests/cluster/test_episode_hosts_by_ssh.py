@@ -1,4 +1,4 @@
-"""Episodes are played on hosts with CPUs alone too: the actor of one dies, one is gone for good, one leaves."""
+"""Hosts with CPUs alone play episodes too: the actor of one dies, one is lost, one leaves."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ FLAGS = (
 HOSTS = "head\na\nb\nc\n"
 
 
-def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, folder):
-    """I1, I6, I7: the learner is on the head, the rollouter on a, the reward pool and an episode host are on b."""
+def test_i1_i6_i7_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, folder):
+    """The learner is on the head, the rollouter on a, the reward pool and an episode host are on b."""
     plan = Launch(cluster, folder, HOSTS, *FLAGS, "--data.source=synthetic", "--dry-run")
     code, shown = plan.end()
     assert code == 0, shown
@@ -51,8 +51,8 @@ def test_hosts_without_a_rollouter_play_episodes_die_and_are_lost(cluster, folde
     run.is_gone_from("a", "b")
 
 
-def test_a_host_that_plays_episodes_leaves(cluster, folder):
-    """I1: nothing new is begun there, and what is begun is finished."""
+def test_i1_a_host_that_plays_episodes_leaves(cluster, folder):
+    """It starts no new episode, and finishes those in flight."""
     run = Run(cluster, folder, 30, *FLAGS, hosts=HOSTS)
     run.wait_to_show("step 4/")
     code, shown = run.leave("c", "--within", "60").end()

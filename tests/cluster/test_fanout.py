@@ -1,4 +1,4 @@
-"""Weights over real networks of hosts: a relay that is killed costs no version, and nothing is left of the hosts."""
+"""Weights over real networks of hosts: a killed relay costs no version, and the hosts leave nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_relays_killed_half_way_cost_no_version_and_are_relays_again() -> None:
                     await hosts.start([victim])
                 version = await hosts.publish(SETTING.size, hosts.receivers, WAIT_S)
                 await hosts.served(version, hosts.receivers, WAIT_S)
-                # Who has died is as good as any other: it is asked again, or has its chunks of others.
+                # A restarted relay is equal to any other: it may be a relay again, or get its chunks from others.
                 assert victims <= set(hosts.serving(version, hosts.receivers))
 
     asyncio.run(main())
@@ -67,7 +67,7 @@ def marked(mark: str) -> set[int]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_nothing_is_left_of_the_benchmark_however_it_is_ended(number: signal.Signals) -> None:
+def test_the_benchmark_leaves_nothing_however_it_ends(number: signal.Signals) -> None:
     mark = f"ASYNCRL_TEST_MARK={os.getpid()}-{number.name}"
     name, _, value = mark.partition("=")
     bench = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_nothing_is_left_of_the_benchmark_however_it_is_ended(number: signal.Sig
     )
     try:
         # The bench below its first process and its warden, a holder for each host and for the switch, a process on
-        # each host, and the one that made these.
+        # each host, and the process that started these.
         wait_until(lambda: len(marked(mark)) == 3 + 5 + 4 + 1, "the hosts", WAIT_S)
         bench.send_signal(number)
         bench.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""Hosts are cut off and come back, or are gone for good, while a run trains over them."""
+"""Hosts are cut off and come back, or are lost for good, while a run trains over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUT_S = 30.0
 
 
 def versions_served(run) -> dict[str, int]:
-    """The newest weights that each replica has taken over and resumed with, by its own report."""
+    """The newest weights that each replica has loaded and resumed with, by its own report."""
     served: dict[str, int] = {}
     for line in read_metrics(run.run_dir / "metrics.jsonl", ("update",)):
         if "weights/resume_s" in line:
@@ -24,9 +24,9 @@ def versions_served(run) -> dict[str, int]:
 
 
 @pytest.mark.timeout(600)
-def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(cluster, launched):
-    """I1, I5, I7: what was out there is leased again, what comes back is fenced, and the ledger is exact."""
-    # By a broadcast all pause together, so that one who does not answer could keep the others waiting.
+def test_i1_i5_i7_training_continues_while_a_host_is_cut_off_and_after_another_is_lost(cluster, launched):
+    """Groups leased there are leased again, what comes back is fenced, and the ledger is exact."""
+    # In a broadcast all replicas pause together, so one that does not answer could delay the others.
     run = launched(320, "--weights.transport=gloo", host_grace_s=60.0)
     run.wait_for_step(5)
     needed = run.host_of("reward/0")
@@ -41,7 +41,7 @@ def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(clus
     wait_until(lambda: time.monotonic() >= until, "the end of the cut", 2 * CUT_S)
     cluster[back].reconnect()
     run.wait_for("host is back")
-    # Its actor, killed there and started again, makes itself known: twice, as each does.
+    # The actor killed and restarted there registers: twice, as every actor does.
     wait_until(lambda: run.log("controller-0").count(f'"actor": "{away}", "address"') == 4, f"a new {away}")
 
     cluster[gone].power_off()
@@ -49,7 +49,7 @@ def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(clus
     run.wait_for_step(16)
     settled = run.step
     run.is_exact()
-    # Whoever lives goes on to take over new weights and to resume with them: nobody was left paused, nobody stale.
+    # Live replicas load new weights and resume with them: none is left paused, none stale.
     served = versions_served(run)
     assert {host for host, name in names.items() if served[name] > settled} == {"head", needed, back}, served
     told = run.shown
@@ -60,8 +60,8 @@ def test_training_goes_on_while_a_host_is_cut_off_and_after_another_is_gone(clus
     run.is_gone_from(back, needed)
 
 
-def test_ranks_wait_for_the_host_of_one_of_them_and_start_again_together(cluster, launched):
-    """I1: the ranks resume from a checkpoint once the host is back."""
+def test_i1_ranks_wait_for_the_host_of_one_of_them_and_restart_together(cluster, launched):
+    """The ranks resume from a checkpoint once the host is back."""
     # The rank that is left is killed once, which counts.
     run = launched(40, "--learner.ranks=2", max_restarts=1)
     run.wait_for_step(8)
@@ -75,7 +75,7 @@ def test_ranks_wait_for_the_host_of_one_of_them_and_start_again_together(cluster
     run.is_gone_from("a", "b", "c")
 
 
-def test_a_run_whose_host_does_not_come_back_names_it(cluster, launched):
+def test_a_run_names_the_host_that_does_not_come_back(cluster, launched):
     run = launched(400, host_grace_s=4.0)
     run.wait_for_step(5)
     needed = run.host_of("reward/0")

@@ -23,19 +23,19 @@ STEPS, LONG = 12, 120
 
 @pytest.fixture(scope="module")
 def standing(namespaces):
-    """A cluster for launches that do not get far."""
+    """A cluster for launches that fail early."""
     with Cluster() as made:
         yield made
 
 
 def said(capture):
-    """All that crossed the bridge."""
+    """All bytes that crossed the bridge."""
     return b"\n".join(capture.conversations().values())
 
 
 @pytest.mark.parametrize("curve", ["auto", "off"])
-def test_a_run_over_three_hosts(cluster, folder, curve):
-    """I6, I7: off loopback everything is CURVE unless it is switched off, and nothing is left on any host."""
+def test_i6_i7_a_run_over_three_hosts_is_encrypted_and_leaves_nothing(cluster, folder, curve):
+    """Off loopback all traffic uses CURVE unless that is switched off, and nothing is left on any host."""
     with cluster.capture() as capture:
         launch = Launch(cluster, folder, "head\na\nb  # a comment\n", "--security.curve", curve)
         code, shown = launch.end()
@@ -52,7 +52,7 @@ def test_a_run_over_three_hosts(cluster, folder, curve):
     assert not left(cluster, folder)
 
 
-def test_hosts_that_share_the_run_folder(cluster, tmp_path):
+def test_a_run_over_hosts_that_share_the_run_folder(cluster, tmp_path):
     launch = Launch(cluster, tmp_path / "shared", "head\na\n")
     code, shown = launch.end()
     assert code == 0, shown
@@ -65,8 +65,8 @@ def test_hosts_that_share_the_run_folder(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder, lost):
-    """I7: if the connection to the head is lost, the launcher stays until the run has ended, and reads its record."""
+def test_i7_the_launcher_need_not_be_one_of_the_hosts(cluster, folder, lost):
+    """If the connection to the head is lost, the launcher stays until the run has ended, and reads its record."""
     launch = Launch(cluster, folder, "a\n" if lost else "a\nb\n", "--data.source", "synthetic", "--learner.steps", "60")
     launch.wait_to_show("step 2/")
     if lost:
@@ -83,8 +83,8 @@ def test_the_launcher_need_not_be_one_of_the_hosts(cluster, folder, lost):
 
 
 @pytest.mark.parametrize("hosts", ["a\n", "a\nb\n"])
-def test_ctrl_c_reaches_a_head_whose_connection_is_lost(cluster, folder, hosts):
-    """I7: the run is preempted, with a checkpoint, as over the first connection."""
+def test_i7_ctrl_c_reaches_a_head_after_its_connection_is_lost(cluster, folder, hosts):
+    """The run is preempted, with a checkpoint, as over the first connection."""
     launch = Launch(cluster, folder, hosts, "--data.source", "synthetic", "--learner.steps", "4000")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "-- a /"), signal.SIGKILL)
@@ -99,8 +99,7 @@ def test_ctrl_c_reaches_a_head_whose_connection_is_lost(cluster, folder, hosts):
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
-def test_ctrl_c_ends_all_hosts_in_order_and_the_run_is_resumed(cluster, folder):
-    """I7."""
+def test_i7_ctrl_c_ends_all_hosts_in_order_and_the_run_can_be_resumed(cluster, folder):
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "80")
     launch.wait_to_show("step 4/")
     launch.process.send_signal(signal.SIGINT)
@@ -117,8 +116,7 @@ def test_ctrl_c_ends_all_hosts_in_order_and_the_run_is_resumed(cluster, folder):
 
 
 @pytest.mark.parametrize("when", ["reaching hosts", "run folder:", "starting: waiting for"])
-def test_ctrl_c_at_any_moment_of_the_start(cluster, folder, when):
-    """I7."""
+def test_i7_ctrl_c_works_at_any_moment_of_the_start(cluster, folder, when):
     launch = Launch(cluster, folder, "head\na\nb\n")
     launch.wait_to_show(when)
     launch.process.send_signal(signal.SIGINT)
@@ -128,8 +126,8 @@ def test_ctrl_c_at_any_moment_of_the_start(cluster, folder, when):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_lost_connection_alone_ends_nothing_and_ctrl_c_reaches_that_host(cluster, folder, stopped):
-    """I7: over the controller; and at the end the host is asked what is left there."""
+def test_i7_a_lost_connection_ends_nothing_and_ctrl_c_reaches_that_host(cluster, folder, stopped):
+    """Through the controller. At the end the launcher asks the host for leftovers."""
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000" if stopped else "60")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "-- b /"), signal.SIGKILL)
@@ -145,8 +143,8 @@ def test_a_lost_connection_alone_ends_nothing_and_ctrl_c_reaches_that_host(clust
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluster, folder, stopped):
-    """I7: the run continues to its end, or until it is stopped on all hosts."""
+def test_i7_a_killed_launcher_ends_no_actor_and_leaves_nothing(cluster, folder, stopped):
+    """The run continues to its end, or until it is stopped on all hosts."""
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000" if stopped else "60")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster.head, "asyncrl.cli.launch"), signal.SIGKILL)
@@ -160,8 +158,8 @@ def test_a_launcher_that_is_killed_takes_nothing_along_and_leaves_nothing(cluste
     assert not [path for host in cluster.all_hosts for path in host.path(launch.run_dir).glob("private*")]
 
 
-def test_everything_killed_at_once_is_cleaned_up_by_the_next_start(cluster, folder):
-    """I7: and what an earlier run left on a host does not keep the next one out."""
+def test_i7_leftovers_of_a_run_killed_as_a_whole_are_removed_by_the_next_start(cluster, folder):
+    """Leftovers of an earlier run on a host do not prevent the next start."""
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
     launch.wait_to_show("step 2/")
     for host in cluster.all_hosts:
@@ -174,7 +172,7 @@ def test_everything_killed_at_once_is_cleaned_up_by_the_next_start(cluster, fold
     assert not left(cluster, folder)
 
 
-def test_an_agent_that_is_killed_ends_the_run_with_its_name(cluster, folder):
+def test_a_killed_agent_ends_the_run_with_its_name(cluster, folder):
     launch = Launch(cluster, folder, "head\na\nb\n", "--learner.steps", "4000")
     launch.wait_to_show("step 2/")
     os.kill(process(cluster["b"], "asyncrl.launcher.node.agent"), signal.SIGKILL)
@@ -185,7 +183,7 @@ def test_an_agent_that_is_killed_ends_the_run_with_its_name(cluster, folder):
 
 
 @pytest.mark.parametrize("host", ["head", "b"])
-def test_an_agent_that_is_frozen_is_reported_with_its_host_and_ends_the_run(cluster, folder, host):
+def test_a_frozen_agent_is_reported_with_its_host_and_ends_the_run(cluster, folder, host):
     flags = ("--learner.steps", "4000", "--supervision.silence_s", "3", "--supervision.heartbeat_s", "0.5")
     launch = Launch(cluster, folder, "head\na\nb\n", *flags)
     launch.wait_to_show("step 2/")
@@ -209,7 +207,7 @@ def test_a_dry_run_shows_addresses_and_commands_and_starts_nothing(standing, fol
     assert not (folder / "runs").exists()
 
 
-def test_ports_and_interface_are_those_of_the_configuration(standing, folder):
+def test_ports_and_interface_are_the_configured_ones(standing, folder):
     flags = ("--network.ports", "7000-7040", "--network.interface", "eth0", "--learner.steps", "4")
     with standing.capture() as capture:
         code, shown = Launch(standing, folder, "head\na\nb\n", *flags).end()
@@ -254,8 +252,8 @@ start_timeout_s = 200
 """
 
 
-def test_ranks_of_the_learner_on_two_hosts_train_a_real_model(cluster, tmp_path):
-    """The ranks meet at the head's address, over its interface; the reward is importable as where it was launched."""
+def test_learner_ranks_on_two_hosts_train_a_real_model(cluster, tmp_path):
+    """The ranks meet at the head's address, over its interface. The reward can be imported as at the launcher."""
     folder = tmp_path / "shared"
     make_model(folder / "model")
     (folder / "rewards.py").write_text(REWARD)
@@ -267,7 +265,7 @@ def test_ranks_of_the_learner_on_two_hosts_train_a_real_model(cluster, tmp_path)
         launch.wait_to_show("starting: waiting for")
         code, shown = launch.process.wait(280), launch.shown.splitlines()
     assert code == 0, shown
-    # What rank 0 leaves in the store for the other; gloo has ports of its own.
+    # Rank 0 leaves this in the store for the other; gloo has ports of its own.
     stores = [to for (_, to), said in capture.conversations().items() if b"command/1/1" in said]
     assert stores and all(host == cluster.head.address and 7000 <= port <= 7040 for host, port in stores)
     assert launch.steps_trained == [1, 2]
@@ -276,12 +274,12 @@ def test_ranks_of_the_learner_on_two_hosts_train_a_real_model(cluster, tmp_path)
     assert not [host for host in cluster.all_hosts if host.processes()]
 
 
-# --- what can be wrong ---
+# --- faults of hosts ---
 
 
 @contextlib.contextmanager
 def other_version(host):
-    """asyncrl of another version on the host."""
+    """Another version of asyncrl on the host."""
     (metadata,) = Path(sys.prefix).glob("lib/*/site-packages/asyncrl-*.dist-info/METADATA")
     host.run(["sh", "-c", 'sed "s/^Version: .*/Version: 9.9/" "$0" >/run/METADATA', str(metadata)])
     host.run(["mount", "--bind", "/run/METADATA", str(metadata)])
@@ -290,7 +288,7 @@ def other_version(host):
 
 
 def without(path):
-    """The state of a host that has nothing in that folder."""
+    """A host with an empty folder."""
 
     @contextlib.contextmanager
     def state(host):
@@ -302,7 +300,7 @@ def without(path):
 
 
 without_python, without_asyncrl = without(sys.prefix), without(REPOSITORY / "asyncrl")
-# A folder of that name is left, as wandb makes one where it is used.
+# A folder of that name stays, such as the one that wandb creates.
 without_wandb = without(Path(sysconfig.get_path("purelib")) / "wandb")
 
 
@@ -320,7 +318,7 @@ def as_it_is(host):
 
 @contextlib.contextmanager
 def silent(host):
-    """A host where ssh comes in and nothing answers."""
+    """A host that accepts ssh and then does not answer."""
     host.run(["sh", "-c", 'printf "#!/bin/sh\\nexec sleep 1000\\n" >/run/python && chmod +x /run/python'])
     host.run(["mount", "--bind", "/run/python", os.path.realpath(sys.executable)])
     yield
@@ -368,7 +366,7 @@ def another_folder(host):
         ("head\nb\nnowhere\n", (), without_python, 1, "b, nowhere: 2 of 3 hosts cannot take part"),
     ],
 )
-def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, hosts, flags, state, code, message):
+def test_a_fault_of_a_host_is_reported_in_one_message(standing, folder, hosts, flags, state, code, message):
     host = standing["b"]
     host.trial = folder / "runs" / "trial"
     with state(host):
@@ -380,8 +378,8 @@ def test_what_is_wrong_with_a_host_is_said_in_one_message(standing, folder, host
     assert not list((folder / "runs").glob("*"))
 
 
-def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
-    """The head's copy of the model is cut off, the other host has none, and its share of the ports is too small."""
+def test_missing_files_and_ports_of_hosts_are_found_before_the_start(standing, folder):
+    """The head's copy of the model is truncated, the other host has none, and its range of ports is too small."""
     weights = write_model(folder / "model") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
     flags = ("--model.path", str(folder / "model"), "--network.ports", "7000-7003")
@@ -398,9 +396,10 @@ def test_what_the_hosts_lack_is_found_before_anything_starts(standing, folder):
 
 
 @pytest.mark.parametrize("needed", [1, 2])
-def test_ports_that_do_not_get_through(standing, folder, needed):
-    """The deadline of the start names who is not ready. The run goes on to its end if it can do without; their
-    host leaves once its agent has given up, and may join once they get through."""
+def test_blocked_ports_are_reported_and_the_host_may_join_later(standing, folder, needed):
+    """The deadline of the start names the actors that are not ready. The run continues if it can do without them; their
+    host leaves once its agent has given up, and may join when its ports are open.
+    """
     blocked = "ip rule {} ipproto tcp dport 7000-7040 blackhole"
     standing["b"].run(blocked.format("add").split())
     flags = ("--network.ports", "7000-7040", "--supervision.start_timeout_s", "12", "--data.source", "synthetic")

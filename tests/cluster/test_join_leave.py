@@ -39,8 +39,8 @@ class Run(Trained):
         return Command(self.cluster.head, self.folder, "--leave", host, str(self.run_dir), *flags)
 
 
-def test_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
-    """I1, I6, I7: and a refused command says why."""
+def test_i1_i6_i7_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
+    """A refused command says why."""
     run = Run(cluster, folder, 180, "--supervision.max_restarts=0")
     run.wait_to_show("step 2/")
     private = run.run_dir / "private"
@@ -82,7 +82,7 @@ def test_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
     ]
     assert set(taken) == {"stream"}
     assert run.events("rollouter-2", "nothing more is begun")[0]["unfinished"] == 0
-    # It was watched and recorded like the others, for as long as it was there.
+    # It was watched and recorded like the others while it was there.
     recorded = read_recording(run.run_dir)
     there = [{actor.name: actor for actor in snapshot.actors} for snapshot in recorded]
     guests = {"agent/2", "rollouter/2"}
@@ -101,8 +101,8 @@ def test_a_host_joins_serves_and_leaves_during_a_run(cluster, folder):
     assert not left(cluster, folder)
 
 
-def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
-    """I1, I7: a successor of the controller knows them; they die, are lost and come back; others leave before them."""
+def test_i1_i7_joined_hosts_are_treated_like_any_other(cluster, folder):
+    """A successor of the controller knows them. They die, are lost and come back; others leave before them."""
     run = Run(cluster, folder, 200, "--rollout.replicas=3", hosts="head\na\nb\n")
     run.wait_to_show("step 2/")
     joining = run.join("c")
@@ -133,7 +133,7 @@ def test_hosts_that_have_joined_are_like_any_other(cluster, folder):
 
 
 def test_a_host_that_cannot_serve_does_no_harm(cluster, folder):
-    """It is let go with the reason; a launcher that is killed takes its hosts not along; all end with the run."""
+    """It is let go with the reason. A killed launcher leaves its hosts in the run. All end with the run."""
     run = Run(cluster, folder, 180)
     run.wait_to_show("step 2/")
     there = cluster["b"].path("/root/broken")

@@ -1,4 +1,4 @@
-"""Nothing is left of a cluster of namespaces."""
+"""A cluster of namespaces leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def living(namespace: int, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_nothing_is_left_however_the_test_ends(namespaces, how):
-    """I7."""
+def test_i7_nothing_is_left_however_the_test_ends(namespaces, how):
     links = Path("/proc/net/dev").read_text().count(":")
     died = subprocess.run([sys.executable, "-c", MAKE_AND_DIE, how], capture_output=True, text=True, timeout=60)
     assert died.returncode == (1 if how == "raise" else -signal.SIGKILL), died.stderr

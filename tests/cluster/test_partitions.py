@@ -1,4 +1,4 @@
-"""A pair of hosts that do not hear each other, in one direction, while both hear the head."""
+"""Two hosts that cannot reach each other in one direction, while both reach the head."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ UNREACHABLE_S = 4.0
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("direction", ["there", "back"])
-def test_a_rollouter_that_cannot_have_its_trajectories_scored_is_fenced_and_the_run_goes_on(
+def test_i1_i5_a_rollouter_that_cannot_reach_the_reward_pool_is_fenced_and_the_run_continues(
     cluster,
     launched,
     direction,
 ):
-    """I1, I5: it beats, and holds leases that it can neither finish nor is to keep."""
+    """It beats, and holds leases that it cannot finish and must not keep."""
     run = launched(120, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
     pool = run.host_of("reward/0")

@@ -1,6 +1,6 @@
-"""A run without keys, whose actors are started again at the ports of their predecessors: hosts are lost and cut apart.
+"""A run without keys. Actors restart at the ports of their predecessors: hosts are lost and cut off from each other.
 
-Old connections then lead to a successor, and nothing but what is said over them tells it from who was there before.
+Old connections then lead to a successor, and only the messages on them show which actor is there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ UNREACHABLE_S = 4.0
 
 
 @pytest.mark.timeout(600)
-def test_i1_successors_at_the_ports_of_the_lost_and_the_fenced_take_their_places(cluster, launched):
+def test_i1_successors_at_the_ports_of_lost_and_fenced_actors_take_their_places(cluster, launched):
     flags = ("--security.curve", "off", "--network.ports", PORTS)
     run = launched(240, *flags, host_grace_s=60.0, unreachable_s=UNREACHABLE_S, max_restarts=3)
     run.wait_for_step(5)
@@ -45,7 +45,7 @@ def test_i1_successors_at_the_ports_of_the_lost_and_the_fenced_take_their_places
     wait_for_successor(fenced)
     run.wait_for_step(8)
 
-    # The two of one host may have changed places.
+    # The two of one host may have swapped places.
     first, second = zip(*map(run.addresses, were_lost), strict=True)
     assert set(first) == set(second)
     assert len(set(run.addresses(fenced))) == 1

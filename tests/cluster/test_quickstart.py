@@ -1,4 +1,4 @@
-"""The quickstart's configuration over three hosts: the real learner on one, the real engine on the two others."""
+"""The quickstart's configuration over three hosts: the real learner on one, the real engine on two."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def digits(*, completion, **_):
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Folder of what vLLM finds out about the model once, for both runs."""
+    """Cache folder of vLLM for the model, shared by both runs."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -56,7 +56,7 @@ def cluster(namespaces, tmp_path, cache, monkeypatch):
 
 @pytest.fixture
 def assets(tmp_path):
-    """A folder with the quickstart's model as it is before its warm-up, and its prompts: (folder, prompts)."""
+    """A folder with the quickstart's model before its warm-up, and its prompts: (folder, prompts)."""
     folder = tmp_path / "shared"
     tokenizer = make_tokenizer()
     save(make_model(Settings()), tokenizer, folder / "model")
@@ -76,8 +76,8 @@ def have_updated(launch):
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("curve", ["required", "off"])
-def test_the_quickstart_over_three_hosts_with_and_without_encryption(cluster, assets, curve):
-    """I6: no prompt is seen between the hosts, as text or as tokens; that it would be is seen with curve off."""
+def test_i6_the_quickstart_over_three_hosts_with_and_without_encryption(cluster, assets, curve):
+    """No prompt is visible between the hosts, as text or as tokens. With CURVE off it is."""
     folder, prompts = assets
     flags = {
         "run.name": "trial",

@@ -23,7 +23,7 @@ WARM = "\n[checkpoint]\nevery_versions = 4\n"
 
 
 class Job:
-    """A job that trains, in the folder that all nodes see."""
+    """A job that trains, in the folder that all nodes share."""
 
     def __init__(self, slurm: Slurm, *flags: str, env: dict[str, str] | None = None) -> None:
         self.slurm, self.folder, self.run_dir = slurm, slurm.shared, slurm.shared / "runs" / "trial"
@@ -68,7 +68,7 @@ class Job:
 
 
 def places(job: Job, attempt: int) -> dict[str, str]:
-    """Rollouter to the agent that started it."""
+    """Maps each rollouter to the agent that started it."""
     found = {}
     for index in range(len(NODES)):
         text = (job.run_dir / "logs" / f"attempt_{attempt}" / f"agent-{index}.log").read_text()
@@ -77,7 +77,7 @@ def places(job: Job, attempt: int) -> dict[str, str]:
 
 
 def test_i1_a_preempted_job_resumes_where_it_was(slurm: Slurm) -> None:
-    """I1: USR2 to the batch script, a checkpoint, exit code 75, back into the queue, and on to the end."""
+    """USR2 to the batch script, a checkpoint, exit code 75, back into the queue, and on to the end."""
     job = Job(slurm, "--learner.steps", str(LONG))
     job.wait_to_show("step 4/")
     slurm.run("scancel", "--batch", "--signal=USR2", str(job.number))
@@ -94,8 +94,8 @@ def test_i1_a_preempted_job_resumes_where_it_was(slurm: Slurm) -> None:
     job.check(LONG)
 
 
-def test_i1_a_job_that_is_killed_and_queued_again_goes_on(slurm: Slurm) -> None:
-    """I1: from its newest checkpoint; nobody was told."""
+def test_i1_a_killed_job_resumes_when_it_is_queued_again(slurm: Slurm) -> None:
+    """From its newest checkpoint; no process was warned."""
     job = Job(slurm, "--learner.steps", str(LONG))
     job.wait_to_show("step 6/")
     wait_until(lambda: list(job.run_dir.glob("checkpoints/*")), "a checkpoint")
@@ -108,7 +108,7 @@ def test_i1_a_job_that_is_killed_and_queued_again_goes_on(slurm: Slurm) -> None:
 
 
 def test_i7_a_cancelled_job_is_gone_for_good(slurm: Slurm) -> None:
-    """I7: SIGTERM preempts the run, but SLURM was asked to end it."""
+    """SIGTERM preempts the run, but SLURM was asked to end it."""
     job = Job(slurm, "--learner.steps", "4000")
     job.wait_to_show("step 2/")
     slurm.run("scancel", str(job.number))
@@ -117,7 +117,7 @@ def test_i7_a_cancelled_job_is_gone_for_good(slurm: Slurm) -> None:
         wait_until(lambda node=node: not slurm.processes(node), f"the end of all on {node}")
 
 
-def test_a_run_from_the_shell_of_an_allocation(slurm: Slurm) -> None:
+def test_a_run_starts_from_the_shell_of_an_allocation(slurm: Slurm) -> None:
     """The head is a node, and the launcher is not."""
     folder = slurm.shared
     (folder / "trial.toml").write_text(CONFIG.format(folder=folder))
@@ -128,7 +128,7 @@ def test_a_run_from_the_shell_of_an_allocation(slurm: Slurm) -> None:
     assert not any(slurm.processes(node) for node in NODES)
 
 
-def test_a_job_submitted_by_the_command(slurm: Slurm) -> None:
+def test_the_command_submits_a_job(slurm: Slurm) -> None:
     (slurm.shared / "trial.toml").write_text(CONFIG.format(folder=slurm.shared))
     argv = [*PYTHON.split(), "trial.toml", "--data.source", "synthetic", "--slurm", "--nodes", "2"]
     said = slurm.run(
@@ -146,8 +146,8 @@ def test_a_job_submitted_by_the_command(slurm: Slurm) -> None:
     assert steps == list(range(1, SHORT + 1))
 
 
-def test_every_part_runs_in_the_sites_container(slurm: Slurm) -> None:
-    """The words stand between srun and Python on all nodes, the head's too."""
+def test_every_part_runs_in_the_container_of_the_site(slurm: Slurm) -> None:
+    """The container's command precedes Python on all nodes, the head included."""
     container = "--comment=here env ASYNCRL_HERE=1"
     env = {"ASYNCRL_CONTAINER": container, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     job = Job(slurm, "--learner.steps", str(LONG), env=env)

@@ -26,7 +26,7 @@ PATIENCE_S = 120.0
 
 
 class Victim:
-    """One actor of the run, and who torments it: as a peer with its own right key, or without HELLO."""
+    """One actor of the run and its attacker: a peer with its own right key, or a client without HELLO."""
 
     def __init__(self, context: zmq.Context[Any], name: str, pid: int, address: str, guise: Guise, seed: int) -> None:
         self.name, self.address, self.guise = name, address, guise
@@ -48,17 +48,17 @@ class Victim:
             self._canary.listen(0.05)
 
     def torment(self) -> None:
-        """A few more frames, as far as it takes them, from whoever was welcomed and whoever was not."""
+        """Send a few more frames, as many as the socket takes, from welcomed and unwelcome clients."""
         for _ in range(BATCH):
             who = self._peer if self.sent % 4 else self._stranger
             if not who.send(self._mutator.malformed()):
-                # The stranger never reads what he is answered; the peer now and then.
+                # The stranger never reads its answers; the peer does so now and then.
                 self._peer.listen()
                 return
             self.sent += 1
 
     def look(self) -> None:
-        """Whether it still answers, and how soon."""
+        """Whether the actor still answers, and how soon."""
         if self._asked == 0.0:
             self.number += 1
             self._asked = time.monotonic()
@@ -70,11 +70,11 @@ class Victim:
         assert self._asked == 0.0 or time.monotonic() - self._asked < PATIENCE_S, f"{self.name} does not answer"
 
     def answers(self) -> None:
-        """It has handled every frame before."""
+        """It has handled every earlier frame."""
         self.until(lambda: self.look() or self._asked == 0.0, "its answer")
 
     def storm(self, context: zmq.Context[Any]) -> None:
-        """Calls beyond the credit, CANCEL of what is not there, HELLO again and again, and connections by the dozen."""
+        """Calls beyond the credit, CANCEL of unknown calls, repeated HELLO, and connections by the dozen."""
         for id in range(10**6, 10**6 + 6000):
             self._peer.send(self.guise.call("Resolve", {"name": "nobody/0"}, id, deadline_ms=20_000))
             self._peer.send([self.guise.header(8, "", in_reply_to=id + 3000), b"\xc0"])
@@ -109,7 +109,7 @@ class Victim:
 
 @contextlib.contextmanager
 def loiterers(victims: list[Victim]) -> Iterator[list[socket.socket]]:
-    """Connections to everybody that never say what they want, or not what anybody understands."""
+    """Connections to every actor that never send a message, or only malformed ones."""
     found = []
     try:
         for victim in victims:
@@ -125,8 +125,8 @@ def loiterers(victims: list[Victim]) -> Iterator[list[socket.socket]]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("curve", "frames"), [("required", 100_000), ("off", 20_000)])
-def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(tmp_path: Path, curve: str, frames: int) -> None:
-    # It is stopped when all frames are dealt with, however long that takes.
+def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_unharmed(tmp_path: Path, curve: str, frames: int) -> None:
+    # The run is stopped when all frames are handled, however long that takes.
     tree = SIM_RUN | {
         "security": {"curve": curve},
         "network": {"max_message_bytes": MAX_MESSAGE_BYTES},
@@ -156,8 +156,8 @@ def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(tmp_path: P
             growth = {victim.name: victim.growth for victim in victims}
             assert max(growth.values()) < MORE_BYTES, growth
             slowest = {victim.name: victim.slowest for victim in victims}
-            run.until(lambda: run.step > step, "training to go on", 60)
-        assert actors_of(run) == actors, "somebody had to be started again"
+            run.until(lambda: run.step > step, "training to continue", 60)
+        assert actors_of(run) == actors, "an actor had to be restarted"
         print(
             f"growth (MiB) { {n: g >> 20 for n, g in growth.items()} }, slowest answer (s) {slowest}, steps {run.step}"
         )
@@ -178,8 +178,8 @@ def test_i6_many_frames_and_every_kind_of_crowd_leave_a_run_as_it_is(tmp_path: P
 
 
 @pytest.mark.timeout(600)
-def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is(tmp_path: Path) -> None:
-    """Callers of these ports are for the network to choose (docs/protocol.md); noise they bear."""
+def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_unharmed(tmp_path: Path) -> None:
+    """The network has to control who may call these ports (docs/protocol.md); they survive noise."""
     learner = SIM_RUN["learner"] | {"ranks": 2, "steps": 120}
     tree = SIM_RUN | {"security": {"curve": "required"}, "weights": {"transport": "gloo"}, "learner": learner}
     run = LiveRun(tree, tmp_path)
@@ -190,7 +190,7 @@ def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is
         names = {pid: name for name, pid in actors.items()}
 
         def with_more() -> set[str]:
-            """Who listens beyond everybody's own port: at the stores and the links of the first rank, and at gloo's."""
+            """Processes with further open ports: the stores and the links of the first rank, and gloo's."""
             return {names[pid] for pid, found in listening(list(actors.values())).items() if len(found) > 1}
 
         wanted = {"learner/0", "rollouter/0", "rollouter/1"}
@@ -211,8 +211,8 @@ def test_i6_noise_at_the_ports_of_torch_and_of_a_broadcast_leaves_a_run_as_it_is
                 with contextlib.suppress(OSError):
                     held[-1].sendall(noise)
         step = run.step
-        run.until(lambda: run.step > step + 10, "training to go on", 120)
-        assert actors_of(run) == actors, "somebody had to be started again"
+        run.until(lambda: run.step > step + 10, "training to continue", 120)
+        assert actors_of(run) == actors, "an actor had to be restarted"
         assert run.wait(300) == 0, run.output[-2000:]
     finally:
         for one in held:
@@ -227,5 +227,5 @@ def _until_sent(victims: list[Victim], frames: int) -> None:
             victim.torment()
             victim.look()
         if sum(victim.sent for victim in victims) < before + BATCH:
-            # They have as much as their queues take, and want the processors to read it.
+            # Their queues are full, and they need processor time to read them.
             time.sleep(0.05)

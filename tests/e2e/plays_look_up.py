@@ -1,7 +1,7 @@
 """An agent that looks values up in its task's table, in the framework that the task's row names.
 
-Run as an episode's command; it needs the framework and not asyncrl. Its reward is drawn at random, so that weights
-change at each step, and it ends well whatever the policy says.
+It runs as an episode's command, and needs the framework and not asyncrl. Its reward is drawn at random, so that
+weights change at each step, and it exits with 0 for any answer of the policy.
 """
 
 import asyncio

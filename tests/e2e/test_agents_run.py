@@ -1,8 +1,7 @@
 """Unmodified agents are trained: whole runs on the real vLLM, with new weights at every step.
 
-From what a run leaves behind: each trained token has the log-prob that the weights of its version give it over exactly
-the context that the learner is given, whatever the agent's framework did to the messages; and those frameworks that
-send answers back as they came never fork.
+By the files of a run, each trained token has the log-prob under the weights of its version, given exactly the
+learner's context, for every framework. Frameworks that send answers back unchanged never fork.
 """
 
 import json
@@ -107,7 +106,7 @@ def train(folder):
 
 
 def trajectories_by_client(folder, run):
-    """(client, trajectory) of all that was trained."""
+    """(client, trajectory) of each trained trajectory."""
     clients = {row["prompt"]: row["client"] for row in json_lines(folder / "train.jsonl")}
     found = []
     for group in groups(run):
@@ -125,7 +124,7 @@ class Weights:
         self._models = {}
 
     def logprobs(self, version, ids):
-        """float32 [len(ids) - 1]: of each token but the first, given all before it."""
+        """float32 [len(ids) - 1]: the log-prob of each token but the first, given all before it."""
         if version not in self._models:
             policy = load_policy(self._config)
             if version > 0:
@@ -137,7 +136,7 @@ class Weights:
 
 
 def worst_error(trajectories, weights):
-    """Largest difference of log-probs, of how many tokens, and their versions."""
+    """The largest difference of log-probs, the number of tokens, and their versions."""
     worst, versions = 0.0, Counter()
     for _, trajectory in trajectories:
         for sequence in trajectory["sequences"]:
@@ -195,6 +194,6 @@ def test_frameworks_fork_where_they_rewrite_answers(agents):
     for client in ECHO:
         assert all(sequences == 1 for _, sequences in table[client])
         assert any(turns > 1 for turns, _ in table[client])
-    # smolagents write calls of tools into prose, and put code into other words.
+    # smolagents writes tool calls into prose, and rewords code.
     for client in REWRITE:
         assert any(sequences > 1 for _, sequences in table[client])

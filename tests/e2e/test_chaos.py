@@ -1,4 +1,4 @@
-"""The tools that break runs, in small: as many processes and signals as a test run has time for."""
+"""The tools that break runs, at a small size: with as many processes and signals as a test has time for."""
 
 import json
 import random
@@ -12,8 +12,8 @@ from tools.chaos import updates
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_whoever_is_killed_or_frozen_in_the_middle_of_updates(capfd):
-    """I5 and I7: SIGKILL and SIGSTOP at random moments, on real processes."""
+def test_i5_i7_a_run_survives_kills_and_freezes_in_the_middle_of_updates(capfd):
+    """SIGKILL and SIGSTOP at random moments, on real processes."""
     seed = random.randrange(1 << 32)
     transport = random.Random(seed).choice(updates.TRANSPORTS)
     code = updates.main(["--rounds", "4", "--transport", transport, "--seed", str(seed)])
@@ -33,9 +33,9 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
     ],
     ids=["everybody", "functions", "commands"],
 )
-def test_i1_i7_nothing_is_lost_or_left_over_by_a_run_that_is_broken_again_and_again(arguments, trained):
-    """I1, I5 and I7: any process killed, frozen or delayed, disk and network gone for a while, all ended at once; and
-    agents, workers and hosts of episodes in the middle of turns.
+def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothing(arguments, trained):
+    """Processes are killed, frozen or delayed; disk and network fail for a while; everything ends at once. Agents,
+    workers and hosts of episodes are hit in the middle of turns.
     """
     seed = random.randrange(1 << 32)
     command = [sys.executable, "-m", "tools.chaos", *arguments, "--seed", str(seed), "--json"]

@@ -1,4 +1,4 @@
-"""A run whose engine does not sample as the learner believes ends, and says why; every actor is a process."""
+"""A run ends with the reason if its engine samples from another distribution than the learner assumes."""
 
 import string
 
@@ -32,7 +32,7 @@ class Cooler(LogitsProcessor):
 """
 
 
-def test_a_run_whose_engine_cools_its_logits_ends_and_says_why(tmp_path):
+def test_a_run_whose_engine_cools_its_logits_ends_with_the_reason(tmp_path):
     assert len(CHARACTERS) == VOCAB and CHARACTERS[EOS] == "\n"
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(CHARACTERS)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

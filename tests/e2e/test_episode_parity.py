@@ -1,8 +1,8 @@
-"""I8, parity of episodes: on the reference engine with staleness.max = 0 a run whose user's function asks the policy
-again and again, also several times at once, is the plain loop (tools/synchronous.py) in every bit.
+"""I8, parity of episodes: on the reference engine with staleness.max = 0 a run equals the plain loop
+(tools/synchronous.py) bit for bit. The user's function asks the policy repeatedly, also several times at once.
 
-The function runs in the workers of episode hosts, waits at random between its calls, and asks at once what is the same
-and what is not: so calls are rendered, sampled and answered in any order.
+The function runs in the workers of episode hosts and waits at random between its calls. It asks equal and different
+things at once, so that calls are rendered, sampled and answered in any order.
 """
 
 import json
@@ -76,7 +76,7 @@ def configuration(folder, delay_s):
 
 
 def sampled(run_dir):
-    """The groups of each step, without the figures of episodes, which the plain loop does not keep."""
+    """The groups of each step, without the metrics of episodes, which the plain loop does not keep."""
     steps = trained(run_dir)
     for trajectory in (t for groups in steps.values() for group in groups for t in group["trajectories"]):
         for figure in ("turns", "forks", "stage_s"):
@@ -84,7 +84,7 @@ def sampled(run_dir):
     return steps
 
 
-def test_i8_a_run_of_episodes_is_the_plain_loop_bit_for_bit(tmp_path):
+def test_i8_a_run_of_episodes_equals_the_plain_loop_bit_for_bit(tmp_path):
     tokenizer = make_tokenizer()
     save(make_model(Settings(layers=2), len(tokenizer)), tokenizer, tmp_path / "model")
     (tmp_path / "episodes.py").write_text(EPISODE)
@@ -102,7 +102,7 @@ def test_i8_a_run_of_episodes_is_the_plain_loop_bit_for_bit(tmp_path):
     assert figures(live, *EXACT) == figures(plain, *EXACT)
     assert weights(live) == weights(plain)
 
-    # What makes it hard was there: several sequences of a trajectory, some with what is trained in another, learning.
+    # The hard cases occurred: several sequences in a trajectory, some with tokens trained in another, and learning.
     trajectories = [t for groups in expected.values() for group in groups for t in group["trajectories"]]
     assert all(len(trajectory["sequences"]) == 4 for trajectory in trajectories)
     roles = {span[3] for t in trajectories for sequence in t["sequences"] for span in sequence["spans"]}

@@ -1,7 +1,7 @@
-"""Failures for ever in a whole run, every actor a process: a reward of one trajectory, the gradient of one group.
+"""Permanent failures in a whole run, every actor a process: a reward of one trajectory, the gradient of one group.
 
-The group is quarantined (rollout.on_failed_trajectory), and so is one whose gradient is not finite, or the run ends and
-names it (learner.on_nonfinite). The others are trained, each once.
+A group with a failed trajectory is quarantined (rollout.on_failed_trajectory). So is one with a gradient that is not
+finite, or the run ends and names it (learner.on_nonfinite). The others are trained, each once.
 """
 
 import json
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def play(folder, name, *, fails=(), poisons=(), **sections):
-    """Exit code, output and folder of a run over prompts of which these indices fail, or poison their gradient."""
+    """Exit code, output and folder of a run. Prompts with these indices fail, or poison their gradient."""
     numbers = random.Random(0)
     rows = [
         {
@@ -85,7 +85,7 @@ def play(folder, name, *, fails=(), poisons=(), **sections):
 
 
 def trained(run_dir):
-    """Every group that was trained, by uid; each once."""
+    """Every trained group by uid, each once."""
     found = {group["uid"]: group for group in groups(run_dir)}
     assert len(found) == len(groups(run_dir))
     return found
@@ -99,7 +99,7 @@ def index_of(uid):
     return int(uid.partition("-")[2])
 
 
-def test_what_fails_for_ever_costs_its_group_and_the_run_goes_on(folder):
+def test_a_permanent_failure_costs_its_group_and_the_run_continues(folder):
     fails = set(range(0, 40, 3))
     poisons = set(range(1, 40, 4)) - fails
     learner = {"loss": "users:loss", "on_nonfinite": "skip", "updates_per_batch": GROUPS}
@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_its_group_is_named(folde
     code, output, run_dir = play(folder, "stop", poisons=poisons, learner=learner)
     assert code == 1, output
     told = next(line for line in output.splitlines() if "gradient norm" in line)
-    # An update is of one group here.
+    # An update has one group here.
     (uid,) = {uid.strip(" ).,") for uid in told.partition("(groups ")[2].partition(")")[0].split(",")}
     assert index_of(uid) in poisons
     assert not any(index_of(each) in poisons for each in trained(run_dir))

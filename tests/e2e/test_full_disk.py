@@ -1,5 +1,6 @@
-"""A real model on a disk that has room for neither a checkpoint nor the export: the run says so and ends as failed,
-with every step trained once."""
+"""A real model on a disk without room for a checkpoint or the export. The run says so and fails, with every step
+trained once.
+"""
 
 import time
 
@@ -25,7 +26,7 @@ def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tm
         )
         run = LiveRun(tree, disk, env={"PYTHONPATH": str(parity_folder)})
         try:
-            # With so little room from the first it would be refused.
+            # With so little room at the start it would be refused.
             run.until(lambda: "run folder: " in run.output, "its folder", 60)
             fill(disk, 1 << 20)
             code = run.wait(400)
@@ -34,7 +35,7 @@ def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tm
         finally:
             run.close()
         assert sorted(line["step"] for line in run.lines("train")) == [1, 2, 3, 4]
-        assert {line["start"] for line in run.lines("train")} == {1}, "nobody started again"
+        assert {line["start"] for line in run.lines("train")} == {1}, "no actor restarted"
         assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["writer.json"]
         assert not list(run.run_dir.glob("*export*")) and not list(run.run_dir.glob(".*export*"))
         shown = run.output.splitlines()

@@ -1,6 +1,7 @@
-"""A run that is killed as a whole and resumed: on the reference engine with staleness.max = 0 it ends with the same
-weights and metrics, in every bit, as one that was never interrupted, and does not begin its warm steps again; with more
-staleness, it ends with the same ledger (I1).
+"""A run that is killed as a whole and resumed.
+
+On the reference engine with staleness.max = 0 it ends with the same weights and metrics, bit for bit, as one that was
+never interrupted, and does not repeat its warm steps. With more staleness, it ends with the same ledger (I1).
 """
 
 import json
@@ -26,7 +27,7 @@ STEPS, WARM = 8, 12
 
 
 def live(tree, folder, kills, **environment):
-    """Run to the end; at each step of ``kills`` everything is killed and resumed."""
+    """Run to the end. At each step of ``kills`` everything is killed and resumed."""
     folder.mkdir()
     run = LiveRun(tree, folder, env=environment)
     try:
@@ -46,7 +47,7 @@ def live(tree, folder, kills, **environment):
 
 
 def figures(run_dir):
-    """The lines of the last start, by step."""
+    """The metrics of the last start, by step."""
     return {
         line["step"]: {name: value for name, value in line.items() if name != "start" and not name.startswith(TIMING)}
         for line in metrics(run_dir, "train")
@@ -59,7 +60,7 @@ def tokens(run_dir):
     found = {}
     for group in groups(run_dir):
         if group["start"] == starts[group["step"]]:
-            # Versions differ: a run that goes on publishes under numbers that were never used.
+            # Versions differ: a resumed run publishes under unused numbers.
             sampled = [
                 ([(s["tokens"], s["logprobs"]) for s in t["sequences"]], t["reward"]) for t in group["trajectories"]
             ]
@@ -75,7 +76,7 @@ def ledger(run_dir):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tmp_path):  # noqa: F811
+def test_a_run_with_warm_steps_is_resumed_bit_for_bit(parity_folder, tmp_path):  # noqa: F811
     rows = [{"prompt": f"{number}+{number}=", "completion": "1a" * (1 + number % 4)} for number in range(10, 40)]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = configuration(
@@ -85,18 +86,18 @@ def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tm
         sft={"data": str(tmp_path / "talk.jsonl"), "warm_steps": WARM, "weight": 0.5, "batch": 8, "lr": 1e-2},
     )
     whole = live(tree, tmp_path / "whole", [], PYTHONPATH=str(parity_folder))
-    # The first kill is before the first checkpoint of a step: that of the warm steps is what it goes on from.
+    # The first kill is before the first checkpoint of a step: the run resumes from that of the warm steps.
     resumed = live(tree, tmp_path / "resumed", [1, 4], PYTHONPATH=str(parity_folder))
     warm, steps = metrics(whole, "warm"), metrics(whole, "train")
     assert [line["sft/warm_steps"] for line in warm] == list(range(1, WARM + 1))
     assert warm[-1]["loss/sft"] < 0.5 * warm[0]["loss/sft"]
     assert all(line["loss/sft"] < 0.5 * warm[0]["loss/sft"] for line in steps)
     assert steps[0]["sft/epochs"] == pytest.approx((WARM + 1) * 8 / 30)
-    # Nothing was sampled before: the first responses are of the letters that the completions have.
+    # Nothing was sampled before: the first responses have the letters of the completions.
     first = json_lines(whole / "samples" / "step_000001.jsonl")
     said = "".join(trajectory["text"] for group in first for trajectory in group["trajectories"])
     assert sum(said.count(letter) for letter in "1a") > 0.8 * len(said) > 0
-    # They are not taken again.
+    # The warm steps are not repeated.
     assert [line["sft/warm_steps"] for line in metrics(resumed, "warm")] == list(range(1, WARM + 1))
     newest = CheckpointFolder(resumed / "checkpoints").newest()
     assert read_trainer_contents(newest.path / "trainer").warm_steps == WARM
@@ -109,7 +110,7 @@ def test_a_run_begins_warm_keeps_it_and_is_resumed_bit_for_bit(parity_folder, tm
 
 @pytest.mark.slow
 def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
-    """The groups of the run are whole epochs, so whatever comes when, the same prompts are to be trained."""
+    """The groups of the run are whole epochs, so in any order of events the same prompts are trained."""
     tree = simulated(
         run={"samples_per_step": 1000},
         data={"size": 24},

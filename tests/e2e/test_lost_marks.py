@@ -1,5 +1,7 @@
-"""A run is killed as a whole and loses a file by which it knows what is complete or used, before it is resumed: it goes
-on from what is whole and says what is missing, or refuses; no prompt is trained and no version used twice (I1).
+"""A run is killed as a whole and loses a file that marks complete or used data before it is resumed.
+
+It continues from complete data and names the missing file, or refuses. No prompt is trained and no version is used
+twice (I1).
 """
 
 import subprocess
@@ -24,7 +26,7 @@ TREE = simulated(
 
 @pytest.fixture
 def killed(tmp_path):
-    """With at least two checkpoints, and steps trained behind the newest."""
+    """A run with at least two checkpoints, and with steps trained after the newest."""
     run = LiveRun(TREE, tmp_path)
     folder = CheckpointFolder(run.run_dir / "checkpoints")
     try:
@@ -54,7 +56,7 @@ def is_exact(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("also", [False, True])
 def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed, also):
-    """``also``: the newest checkpoint, which tells of the highest number but metrics.jsonl, is lost with it."""
+    """``also``: the newest checkpoint is lost as well. Apart from metrics.jsonl, only it holds the highest number."""
     newest, older, *_ = checkpoints(killed)
     (killed.run_dir / FILE).unlink()
     if also:
@@ -67,7 +69,7 @@ def test_i1_without_the_mark_of_versions_no_number_is_used_twice(killed, also):
 
 
 @pytest.mark.slow
-def test_i1_a_checkpoint_without_its_mark_is_told_of_and_stepped_back_from(killed):
+def test_i1_a_checkpoint_without_its_mark_is_reported_and_skipped(killed):
     newest, older, *_ = checkpoints(killed)
     (newest / COMPLETE).unlink()
     killed.resume()
@@ -79,7 +81,7 @@ def test_i1_a_checkpoint_without_its_mark_is_told_of_and_stepped_back_from(kille
 
 
 @pytest.mark.slow
-def test_i1_where_no_checkpoint_has_its_mark_nothing_begins_until_one_is_restored(killed):
+def test_i1_if_no_checkpoint_has_its_mark_nothing_starts_until_one_is_restored(killed):
     kept = {}
     for path in checkpoints(killed):
         kept[path] = (path / COMPLETE).read_bytes()

@@ -1,9 +1,9 @@
-"""I8, parity: on the reference engine with staleness.max = 0 a run has the same tokens, losses and weights, in every
-bit, as the plain synchronous loop over the same parts (tools/synchronous.py), in whatever order its groups arrive. On
-vLLM, where rounding depends on what is computed together, it has the same tokens for the first steps.
+"""I8, parity: on the reference engine with staleness.max = 0 a run has the same tokens, losses and weights, bit by bit,
+as the plain synchronous loop over the same parts (tools/synchronous.py), in any order of its groups. On vLLM, where
+rounding depends on the batch, the tokens of the first steps are equal.
 
-The run is asyncrl-launch with every actor a process, two rollouters, groups without signal replaced on the way, and a
-reward function that takes its time at random.
+The run is asyncrl-launch with every actor a process and two rollouters. Groups without signal are replaced on the way,
+and the reward function takes a random time.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def folder(tmp_path_factory):
     make_model(folder / "model")
     (folder / "rewards.py").write_text(REWARD)
     numbers = random.Random(0)
-    # Fewer prompts than groups, two of them too long: epochs stream into one another, and prompts are passed over.
+    # Fewer prompts than groups, two of them too long: epochs run into one another, and prompts are skipped.
     prompts = [f"{numbers.randint(10, 9999)}+{numbers.randint(10, 9999)}=" for _ in range(24)]
     prompts[7] = prompts[15] = "1000000+1000000="
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -76,7 +76,7 @@ def folder(tmp_path_factory):
 
 
 def run_plainly(folder, tree, name):
-    """The plain loop; returns its folder."""
+    """Run the plain loop. Returns its folder."""
     tree = {**tree, "run": {**tree["run"], "name": name, "dir": str(folder)}}
     (folder / f"{name}.toml").write_text(to_toml(tree))
     environment = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
@@ -94,7 +94,7 @@ def run_plainly(folder, tree, name):
 
 
 def run_live(folder, tree, name):
-    """asyncrl-launch; returns the run's folder."""
+    """Run asyncrl-launch. Returns the run's folder."""
     (folder / name).mkdir()
     run = LiveRun(tree, folder / name, env={"PYTHONPATH": str(folder)})
     try:
@@ -106,7 +106,7 @@ def run_live(folder, tree, name):
 
 
 def trained(run_dir):
-    """Everything about the groups of each step that does not measure time, by step."""
+    """All values of the groups of each step that do not measure time, by step."""
     steps = {}
     for group in groups(run_dir):
         del group["start"]
@@ -143,7 +143,7 @@ CASES = {
 
 
 def both(folder, tree, name):
-    """The folders of a plain loop and of a run whose rewards come in disorder, and the order in which they came."""
+    """The folders of a plain loop and of a run whose rewards arrive out of order, and the order of their arrival."""
     plain = run_plainly(folder, tree, f"plain-{name}")
     arrivals = folder / f"arrivals-{name}.txt"
     delayed = {**tree["reward"], "options": {"delay_s": 0.1, "arrivals": str(arrivals)}}
@@ -152,7 +152,7 @@ def both(folder, tree, name):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_i8_a_run_is_the_plain_loop_bit_for_bit(folder, case):
+def test_i8_a_run_equals_the_plain_loop_bit_for_bit(folder, case):
     tree = configuration(folder, **CASES[case])
     plain, live, arrivals = both(folder, tree, case)
     expected, found = trained(plain), trained(live)
@@ -164,7 +164,7 @@ def test_i8_a_run_is_the_plain_loop_bit_for_bit(folder, case):
     assert figures(live, *EXACT) == figures(plain, *EXACT)
     assert weights(live) == weights(plain)
 
-    # What makes it hard was there: a disorder of arrivals, groups left out and replaced, both kinds of ends, learning.
+    # The hard cases occurred: groups out of order, left out and replaced, both kinds of ends, and learning.
     prompts = [group["prompt"] for of_step in expected.values() for group in of_step]
     assert arrivals != list(dict.fromkeys(prompts))
     assert figures(live, "ledger/filtered")[len(expected)] > [0]

@@ -1,5 +1,6 @@
-"""A rank of a real FSDP2 learner is killed: all ranks start again from the newest checkpoint by themselves, and nobody
-else does; each prompt is trained once (I1)."""
+"""A rank of a real FSDP2 learner is killed. All ranks restart from the newest checkpoint by themselves, and no other
+actor does; each prompt is trained once (I1).
+"""
 
 import os
 import re
@@ -15,7 +16,7 @@ from tools.live_run import LiveRun
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_all_ranks_start_again_from_the_newest_checkpoint_when_one_dies(parity_folder, tmp_path):  # noqa: F811
+def test_all_ranks_restart_from_the_newest_checkpoint_when_one_dies(parity_folder, tmp_path):  # noqa: F811
     tree = configuration(
         parity_folder,
         learner={"steps": 14, "ranks": 2, "groups_per_step": 3, "dynamic_sampling": False},

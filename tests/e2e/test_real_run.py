@@ -1,4 +1,4 @@
-"""The whole thing for real: asyncrl-launch, every actor a process, vLLM on CPU, two FSDP2 ranks."""
+"""A real run: asyncrl-launch, every actor a process, vLLM on CPU, two FSDP2 ranks."""
 
 import contextlib
 import json
@@ -95,7 +95,7 @@ def finished(folder):
     )
     assert run.returncode == 0, run.stdout + run.stderr + _logs(folder)
     deadline = time.monotonic() + 10
-    # Processes that have nothing to do with this test come and go.
+    # Unrelated processes start and end meanwhile.
     while left := set(os.listdir("/dev/shm")) - shared_memory - shared_memory_in_use():
         assert time.monotonic() < deadline, f"left in /dev/shm: {left}"
         time.sleep(0.2)
@@ -103,10 +103,10 @@ def finished(folder):
 
 
 def shared_memory_in_use():
-    """Names in /dev/shm of what a process that lives has mapped or open, by the inode: they may have changed."""
+    """Names in /dev/shm of files that live processes have mapped or open, by inode: they may have been renamed."""
     inodes = set()
     for process in Path("/proc").glob("[0-9]*"):
-        # Of those that end meanwhile nothing can be read.
+        # Processes that end meanwhile cannot be read.
         with contextlib.suppress(OSError):
             inodes.update(re.findall(r"(\d+) +/dev/shm/", (process / "maps").read_text()))
             for file in (process / "fd").iterdir():
@@ -158,7 +158,7 @@ def test_i4_the_trainers_own_logprobs_agree_with_the_engines_on_equal_versions(f
     compared = [line for line in lines(folder, "train") if line.get("policy/engine_kl_tokens")]
     assert compared
     assert all(abs(line["policy/engine_kl"]) < 1e-6 for line in compared)
-    # By the probe: of prompts at the start, and of what was trained from then on.
+    # By the probe: of prompts at the start, and of trained samples from then on.
     drifts = [line["policy/drift"] for line in lines(folder, "update") if "policy/drift" in line]
     assert len(drifts) > 1 and max(drifts) < 1e-3
     assert "drift apart" not in finished
@@ -204,7 +204,7 @@ def test_the_timeline_has_every_actor_and_the_phases_of_each_rank(folder, finish
         assert phases.count("copy") >= STEPS
 
 
-def test_nothing_is_left_and_the_summary_says_where_everything_is(folder, finished):
+def test_nothing_is_left_and_the_summary_names_the_results(folder, finished):
     run_dir = folder / "runs" / "real"
     assert not (run_dir / "private").exists()
     left = [p for p in psutil.process_iter(["cmdline"]) if str(run_dir) in " ".join(p.info["cmdline"] or [])]

@@ -1,4 +1,4 @@
-"""Updates of the real vLLM while it generates, in small."""
+"""Updates of the real vLLM while it generates, at a small size."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tools import soak
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("transport", "mode"), [("gloo", "keep"), ("stream", "abort_resume")])
-def test_the_real_vllm_takes_a_version_a_step(capfd, transport, mode):
-    """I3 and I4: two rollouters, every update verified in full."""
+def test_i3_i4_the_real_vllm_takes_a_version_per_step(capfd, transport, mode):
+    """Two rollouters, every update verified in full."""
     code = soak.main(["--steps", "6", "--transport", transport, "--mode", mode])
     assert code == 0, capfd.readouterr().out

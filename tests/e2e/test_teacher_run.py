@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 3
 
 
-async def test_a_server_scores_each_response_that_is_trained(parity_folder):  # noqa: F811
+async def test_a_server_scores_each_trained_response(parity_folder):  # noqa: F811
     async with served(scored) as server:
         settings = {"steps": STEPS, "loss": "distill", "teacher": server.url, "teacher_server": {"tries": 2}}
         kl = {"coefficient": 0.01, "place": "reward", "path": str(parity_folder / "model")}
@@ -21,7 +21,7 @@ async def test_a_server_scores_each_response_that_is_trained(parity_folder):  # 
     steps = metrics(run_dir, "train")
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
     assert all(line["loss/teacher_kl"] > 0 for line in steps)
-    # The reference is what the run began with: in the first step it differs by rounding alone.
+    # The reference is the initial model: in the first step the two differ only by rounding.
     assert abs(steps[0]["policy/reference_kl"]) < 1e-4
     assert all("reward/kl_penalty" in line for line in steps)
     # One request of the check before the start, and one for each response of a group with a signal.
