@@ -14,7 +14,7 @@ from tools.bench.__main__ import parser
 from tools.bench.report import Report
 
 
-def test_a_tiny_run_of_calls_from_an_episode(monkeypatch):
+def test_a_tiny_run_measures_calls_from_an_episode(monkeypatch):
     """The real host and its worker, in processes of their own."""
     monkeypatch.setattr(episode_calls, "STEP_S", 0.0005)
     report = Report("episodes")
@@ -30,7 +30,7 @@ def test_a_tiny_run_of_calls_from_an_episode(monkeypatch):
 @pytest.mark.parametrize(
     "arguments", [[], ["sleep"], ["calls", "--pairs", "0"], ["calls", "--vs", "dask"], ["rollout", "--vs", "ray"]]
 )
-def test_wrong_usage(arguments, capsys):
+def test_wrong_usage_is_refused(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         parser().parse_args(arguments)
     assert caught.value.code == 2
@@ -50,15 +50,15 @@ print("after")
 """
 
 
-def test_the_json_is_alone_on_standard_output():
-    """Libraries, and processes that were started, print elsewhere."""
+def test_standard_output_has_the_json_alone():
+    """Libraries and started processes print elsewhere."""
     ended = subprocess.run([sys.executable, "-c", NOISY], capture_output=True, text=True, check=True, timeout=60)
     before, line, after = ended.stdout.splitlines()
     assert (before, json.loads(line)["bench"], after) == ("before", "calls", "after")
     assert set(ended.stderr.splitlines()) == {"a library", "a library in C", "an engine"}
 
 
-def test_a_tiny_run_of_calls(monkeypatch):
+def test_a_tiny_run_measures_calls(monkeypatch):
     monkeypatch.setattr(calls, "ROUND_TRIPS", 5)
     monkeypatch.setattr(calls, "LARGE_BYTES", 1 << 20)
     report = Report("calls")
@@ -74,18 +74,18 @@ def test_a_tiny_run_of_calls(monkeypatch):
     assert all(f"{row}_aa" in found["figures"] for row in ("call_vs_raw", "payload_vs_raw", "shared_memory_vs_memcpy"))
 
 
-def test_the_ratio_of_two_runs_steps():
+def test_the_ratio_compares_the_steps_of_two_runs():
     ratio, low, high = episode_runs.ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
     assert ratio == pytest.approx(4.0)
     assert 3.0 < low < ratio < high < 5.0
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
-def test_the_runs_of_episodes_are_valid(staleness):
+def test_the_configurations_of_episodes_are_valid(staleness):
     assert validate_config(episode_runs.tree(staleness={"max": staleness})).staleness.max == staleness
 
 
-def test_a_run_is_summed_up_over_its_steady_part(tmp_path):
+def test_a_run_is_summarized_over_its_steady_part(tmp_path):
     edge = {"time/step_s": 99.0, "time/train_s": 99.0, "time/wait_for_groups_s": 99.0, "staleness/limit": 99.0}
     edge |= {"rollout/length_mean": 99.0, "staleness/token_mean": 99.0, "kind": "train"}
     steady = [

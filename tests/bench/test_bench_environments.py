@@ -1,4 +1,4 @@
-"""Environments of peers: made once, made again when they are not what is asked for; and the batch that TRL is given."""
+"""Environments of the other frameworks: built once, and rebuilt when they do not match. And the batch for TRL."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ WHEEL = "peer-1.0-py3-none-any.whl"
 
 @pytest.fixture
 def requirements(tmp_path):
-    """A package of one module, from a file: nothing is asked of an index."""
+    """A package of one module, from a file: no package index is asked."""
     wheel = tmp_path / WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("peer.py", "ANSWER = 42\n")
@@ -26,7 +26,7 @@ def requirements(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements, tmp_path, monkeypatch, capfd):
+def test_an_environment_is_built_once_and_rebuilt_when_it_is_incomplete(requirements, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(environments, "FOLDER", tmp_path / "made")
     python = environments.environment("peer", requirements)
     told = subprocess.run([python, "-I", "-c", "import peer; print(peer.ANSWER)"], capture_output=True, check=True)
@@ -34,7 +34,7 @@ def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements
     witness = python.parent.parent / "witness"
     witness.touch()
     assert environments.environment("peer", requirements) == python and witness.exists()
-    # Making one takes ten seconds: from here on it is a copy of the first.
+    # Building one takes ten seconds: from here on it is a copy of the first.
     shutil.copytree(python.parent.parent, tmp_path / "kept", symlinks=True, ignore=lambda *_: ["witness", ".complete"])
     monkeypatch.setattr(
         environments.venv, "create", lambda at, with_pip: shutil.copytree(tmp_path / "kept", at, symlinks=True)
@@ -48,7 +48,7 @@ def test_an_environment_is_made_once_and_again_when_it_is_half_made(requirements
     assert "made/peer" in capfd.readouterr().err
 
 
-def test_trl_is_given_the_batch_that_the_others_train(tmp_path):
+def test_trl_trains_the_same_batch_as_the_others(tmp_path):
     arguments = learner_batch.write_padded(0.9, tmp_path, tmp_path / "model", threads=2, lora=False)
     assert arguments[:2] == [str(tmp_path / "model"), str(tmp_path)] and json.loads(arguments[2])["threads"] == 2
     groups = learner_batch.make_groups(0.9)

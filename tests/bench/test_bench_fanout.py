@@ -1,4 +1,4 @@
-"""The benchmark of fan-out at a small size, with its real hosts, and which relay it kills."""
+"""The benchmark of fan-out at a small size, with its real hosts, and the relay that it kills."""
 
 import asyncio
 
@@ -11,15 +11,15 @@ from tools.cluster.network import why_no_shaped_network
 SMALL = Setting(hosts=4, bytes_per_s=4e6, size=1 << 20, chunk_bytes=64 << 10, deadline_s=16.0, pairs=1)
 
 
-def test_it_measures_copies_and_a_death_and_loses_no_version():
+def test_copies_and_a_death_are_measured_and_no_version_is_lost():
     if reason := why_no_shaped_network():
         pytest.skip(f"there can be no hosts here: {reason}")
     report = Report("fanout")
     asyncio.run(measure(report, SMALL))
     assert report.ratios["versions_lost"] == 0
-    # Whoever takes a version over the cable takes as long as the cable.
+    # A version that crosses the cable takes as long as the cable.
     assert report.figures["cable"]["one_host_over_it"] > 0.9
-    # All others that serve the stripe's chunks at second hand had them of the one that was killed.
+    # All others that relay the stripe's chunks had them from the killed relay.
     assert report.figures["relay_killed"]["ways_through_it"] == [2]
     assert report.figures["relay_killed"]["seconds"][0] > SMALL.size / SMALL.bytes_per_s * 0.9
     assert report.ratios["all_vs_one"] == report.figures["all_vs_one"]["ratio"]["median"] > 0
@@ -39,5 +39,5 @@ A, B, C, D = (f"rollouter/{index}" for index in range(4))
     ],
     ids=["alone", "all below the first", "a chain", "two stripes", "two below the third"],
 )
-def test_killed_is_a_relay_with_others_above_it_and_most_below(offered, killed):
+def test_the_killed_relay_has_hosts_above_it_and_most_below(offered, killed):
     assert middle(offered) == killed

@@ -15,7 +15,7 @@ CURVE = [Point(0, 0.0, 0.3), Point(5, 10.0, 0.5), Point(10, 18.0, 0.45), Point(1
     ("accuracy", "seconds"),
     [(0.2, 0.0), (0.3, 0.0), (0.4, 5.0), (0.5, 10.0), (0.65, 24.0), (0.85, 30.0), (0.86, None)],
 )
-def test_it_is_there_when_the_line_through_the_points_first_is(accuracy, seconds):
+def test_the_target_is_reached_when_the_line_through_the_points_first_reaches_it(accuracy, seconds):
     assert seconds_until(accuracy, CURVE) == (None if seconds is None else pytest.approx(seconds))
 
 
@@ -27,7 +27,7 @@ WITHOUT_DOTS = ["7+5=12;2", "7+5=12;12", "12", ";12", ""]
     [(lengths, response) for lengths in TASKS for response in WITHOUT_DOTS]
     + [("lognormal", "7+5=12;12.."), ("lognormal", "7+5=12;12.1")],
 )
-def test_the_reward_of_a_run_is_what_its_model_is_evaluated_by(lengths, response):
+def test_the_reward_of_a_run_is_the_one_its_model_is_evaluated_with(lengths, response):
     paths = {f"{key}.path": "x" for key in ("model", "data", "eval.heldout.data", "eval.heldout_greedy.data")}
     config = load_config([CONFIG], {**paths, **TASKS[lengths].keys})
     reward = BUILT_IN[config.reward.function](**config.reward.options)
@@ -42,8 +42,8 @@ def test_the_longest_response_fits_into_the_model():
 
 
 @pytest.mark.parametrize(("began", "seconds"), [(2.5e6, 1.5), (0.5e6, 0.0)])
-def test_the_first_step_counts_from_the_begin_of_generation(began, seconds):
-    """Where it began to wait before: the engine's start is not a step's."""
+def test_the_first_step_counts_from_the_start_of_generation(began, seconds):
+    """Not from the start of the wait: the engine's start is not part of a step."""
     events = [
         {"name": "wait for groups", "ts": 1e6},
         {"name": "generate v0", "ts": began + 1e5},
@@ -53,6 +53,6 @@ def test_the_first_step_counts_from_the_begin_of_generation(began, seconds):
     assert waited_for_engine(events) == seconds
 
 
-def test_a_side_that_never_gets_there_has_lost_its_pair():
+def test_a_side_that_never_reaches_the_target_loses_its_pair():
     assert ratio(2.0, 3.0) == 1.5
     assert (ratio(None, 3.0), ratio(2.0, None), ratio(None, None)) == (0.0, float("inf"), None)

@@ -29,12 +29,12 @@ def test_an_interval_holds_the_median_and_the_ratio_is_of_each_pair(data, pairs)
 
 
 @pytest.mark.parametrize("data", [[], [1.0, math.nan], [math.inf]])
-def test_what_has_no_median_is_refused(data):
+def test_values_without_a_median_are_refused(data):
     with pytest.raises(ValueError, match="no median"):
         median_interval(data)
 
 
-def test_pairs_alternate_so_that_a_drift_cancels_out_and_both_sides_are_warmed_up():
+def test_pairs_alternate_so_that_drift_cancels_out_and_both_sides_are_warmed_up():
     calls = []
 
     def side(name, growth):

@@ -1,4 +1,4 @@
-"""Figures that the scale benchmark makes of snapshots, and of a screen that nobody sees."""
+"""Metrics of the scale benchmark, from snapshots and from a screen without a viewer."""
 
 import time
 from dataclasses import replace
@@ -22,7 +22,7 @@ STEADY = steady(8)
 
 
 def actor(name, *, condition="ready", late=0, early=0, **figures):
-    """An actor with so many samples of its lag at most at the target, and so many above it."""
+    """An actor with this many samples of its lag at most at the target, and this many above it."""
     at = edges_of(LAG).index(LAG_TARGET_S)
     counts = [0] * (len(edges_of(LAG)) + 1)
     counts[at], counts[at + 1] = early, late
@@ -65,13 +65,13 @@ TURNED_AWAY = {
         ({"tickets": TICKETS | {"trained": 5.0}}, False, {"groups not accounted for": -1.0}),
         ({"faults": {"wire/unsent": 2.0}}, False, {"wire/unsent": 2.0}),
         ({"learner": actor("learner/0", condition="silent")}, False, {"actors that are not ready": 1}),
-        # A dead rollouter is turned away, and its groups are leased again.
+        # A dead rollouter is refused, and its groups are leased again.
         (TURNED_AWAY, True, {}),
         (TURNED_AWAY, False, {"wire/refused": 3.0, "heartbeats/ignored": 1.0}),
         ({"faults": {"wire/unsent": 1.0}}, True, {"wire/unsent": 1.0}),
     ],
 )
-def test_what_went_wrong_is_told(what, of_the_dead, found):
+def test_failures_are_reported(what, of_the_dead, found):
     assert lost(snapshot(0.0), snapshot(9.0, **what), of_the_dead=of_the_dead) == found
     before = snapshot(0.0, faults=what.get("faults"))
     assert not {"wire/unsent", "wire/refused"} & set(lost(before, snapshot(9.0, **what)))
@@ -119,13 +119,13 @@ def test_drawing_is_counted_by_whole_seconds_from_the_first_picture():
         (broken(None), {"weights": {"broadcasts_broken": 1, "broadcasts_begun": 6, "replicas_behind": 0}}, 60.0, False),
     ],
 )
-def test_a_phase_is_over_after_what_it_waits_for_and_not_at_once(phase, now, seconds, over):
+def test_a_phase_ends_after_its_condition_holds_and_not_at_once(phase, now, seconds, over):
     first = snapshot(0.0, weights={"broadcasts_broken": 1, "broadcasts_begun": 4, "replicas_behind": 0})
     assert phase.is_over(first, snapshot(seconds, **now), seconds) is over
 
 
 class Watching:
-    """A follower of a run of six actors and 100 trajectories, and what it says."""
+    """A follower of a run of six actors and 100 trajectories, and its output."""
 
     def __init__(self, phases):
         self.said, self.over = [], []
@@ -149,7 +149,7 @@ STARTING = {"phase": "starting", "waiting_for": ["rollouter/0", "rollouter/1"]}
         ({"phase": "draining", "reason": "reward/0 died"}, 0.0, 0.0, "reward/0 died"),
     ],
 )
-def test_whatever_takes_too_long_or_ends_by_itself_fails_and_says_how_far_it_came(run, in_flight, longest_s, told):
+def test_a_phase_that_takes_too_long_or_dies_fails_and_reports_its_progress(run, in_flight, longest_s, told):
     watching = Watching([steady(1)])
     if longest_s:
         watching.see(1.0, in_flight=in_flight, **run)
@@ -158,7 +158,7 @@ def test_whatever_takes_too_long_or_ends_by_itself_fails_and_says_how_far_it_cam
         watching.see(longest_s + 2.0, in_flight=in_flight, **run)
 
 
-def test_phases_follow_one_another_and_each_is_given_on_when_it_is_over(tmp_path):
+def test_phases_follow_one_another_and_each_is_handed_on_when_it_ends(tmp_path):
     (tmp_path / scale_collective.FOLDER).mkdir()
     watching = Watching([steady(1), broken(tmp_path)])
     watching.see(10.0, **STARTING)
@@ -187,7 +187,7 @@ def test_the_time_of_a_part_of_the_start_lies_between_its_marks():
         part_of(marks, 0, 401)
 
 
-def test_what_an_idle_rollouter_costs_and_how_the_start_slows_down_are_figures():
+def test_the_cost_of_an_idle_rollouter_and_the_slowdown_of_the_start_are_measured():
     report = Report("idle")
     slices = [{"rollouters": cores, "controller": 0.1} for cores in (0.2, 0.4, 0.9)]
     report_idle(report, slices, 400)

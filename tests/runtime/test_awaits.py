@@ -26,7 +26,7 @@ def after(seconds):
     Time.now += seconds
 
 
-def test_a_wait_is_known_from_its_beginning_to_its_end_and_of_many_for_the_same_the_oldest_counts(awaits):
+def test_a_wait_is_reported_from_start_to_end_and_the_oldest_of_equal_ones_counts(awaits):
     first, second = awaits.on("reward/0", "Score"), awaits.on("reward/0", "Score")
 
     def fails():
@@ -56,7 +56,7 @@ def test_a_renewed_wait_comes_after_those_that_are_still_open(awaits):
             assert [wait.whom for wait in awaits.records()] == ["b/0", "a/0"]
 
 
-def test_the_oldest_comes_first_and_idle_ones_make_way(awaits):
+def test_the_oldest_wait_comes_first_and_idle_ones_are_dropped_first(awaits):
     idle = [awaits.on(f"rollouter/{i}", "OpenLeases", idle=True) for i in range(6)]
     real = [awaits.on(f"rollouter/{i}", "OpenLeases") for i in range(6)]
     for wait in (*idle, *real):
@@ -68,7 +68,7 @@ def test_the_oldest_comes_first_and_idle_ones_make_way(awaits):
     assert [record.seconds for record in records] == sorted((record.seconds for record in records), reverse=True)
 
 
-def test_it_is_read_from_other_threads_while_it_changes():
+def test_waits_can_be_read_from_other_threads_while_they_change():
     awaits = Awaits(lambda: 0.0)
     stop = threading.Event()
     problems = []
@@ -112,7 +112,7 @@ class Deaf:
         return await self.ask(request, caller)
 
 
-async def test_calls_in_flight_are_waits_too_and_say_which_of_them_are_idleness():
+async def test_calls_in_flight_are_waits_and_say_which_of_them_are_idle():
     async with asyncio.timeout(20), Net(memory=True) as net:
         net.serve(Deaf(), "server/0")
         peer = net.client("server/0")

@@ -13,7 +13,7 @@ from tools.memory_transport import MemoryNetwork
 
 
 class Racing(Actor):
-    """Its figures are read while they change: not at the first beat, at all those in between, and never again."""
+    """Its metrics change while they are read: not at the first beat, at all those in between, and never again."""
 
     role = "rollouter"
     asked = 0
@@ -37,7 +37,7 @@ class Unspeakable(Actor):
 
 
 class Pulseless(Actor):
-    """Its pulse cannot be taken from the second beat on."""
+    """Its pulse cannot be read from the second beat on."""
 
     role = "rollouter"
     asked = 0
@@ -50,7 +50,7 @@ class Pulseless(Actor):
 
 
 class Listening:
-    """The controller, which takes heartbeats."""
+    """A controller that receives heartbeats."""
 
     def __init__(self):
         self.beats = []
@@ -75,7 +75,7 @@ def actor_of(tmp_path, kind, **supervision):
 
 
 def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
-    """So many heartbeats of an actor; one alone is the last one, which is sent when the thread stops."""
+    """This many heartbeats of an actor. A single one is the last, which is sent when the thread stops."""
 
     async def main():
         async with Net() as net:
@@ -96,17 +96,17 @@ def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
     return asyncio.run(main())
 
 
-def test_beats_are_left_out_and_announced_only_while_nothing_changes(tmp_path):
+def test_beats_are_skipped_and_announced_only_while_nothing_changes(tmp_path):
     ended = [{"silence_s": 60.0, "host_lost_s": 60.0}, {"silence_s": 60.0, "host_lost_s": 15.0}]
     calm, short = (asyncio.run(ticks(tmp_path, supervision)) for supervision in ended)
-    # The first says that the next will come; then three at a time are left out, until something happens.
+    # The first announces the next; then three at a time are skipped, until something happens.
     assert calm == [(1, 0), (2, 3), (6, 3), (8, 0), (9, 3)]
     # A late beat must not count as silence.
     assert short == [(tick, 0) for tick in range(1, 11)]
 
 
 async def ticks(tmp_path, supervision):
-    """The ticks at which there was a heartbeat, and what it announced; something happens before the eighth."""
+    """The ticks with a heartbeat, and what it announced. Something happens before the eighth."""
     actor = actor_of(tmp_path, Actor, heartbeat_s=1.0, **supervision)
     async with Net() as net:
         controller = Listening()
@@ -136,7 +136,7 @@ def test_a_value_that_cannot_be_read_costs_no_heartbeat(tmp_path):
     assert [beat.counters.get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
 
 
-def test_heartbeats_that_fail_are_left_out_and_logged_once(tmp_path):
+def test_heartbeats_that_fail_are_skipped_and_logged_once(tmp_path):
     told = []
 
     def listen(actor):
@@ -149,12 +149,12 @@ def test_heartbeats_that_fail_are_left_out_and_logged_once(tmp_path):
 
 
 def test_the_last_heartbeat_has_the_final_counters(tmp_path):
-    """No other beat than the last comes in the time of this test."""
+    """The test is too short for any other beat than the last."""
     (beat,) = beaten(tmp_path, 1, 5.0, lambda actor: actor.counters.add("ledger/trained", 40))
     assert beat.counters["ledger/trained"] == 40
 
 
-def test_no_heartbeat_is_left_out_if_the_pulse_cannot_be_taken(tmp_path):
+def test_no_heartbeat_is_skipped_if_the_pulse_cannot_be_read(tmp_path):
     logged = []
 
     def listen(actor):

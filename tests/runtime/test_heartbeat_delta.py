@@ -1,4 +1,4 @@
-"""Heartbeats hold changed values, bounded, and lose none of them in the end."""
+"""Heartbeats hold changed values within a bound, and lose none of them in the end."""
 
 import msgspec
 from hypothesis import given
@@ -30,7 +30,7 @@ def beat(number=1, **facts):
     return Heartbeat(beat=number, state="ready", **facts)
 
 
-def test_changed_values_are_sent_and_all_of_them_to_a_new_controller():
+def test_changed_values_are_sent_and_a_new_controller_gets_all():
     delta, histograms = HeartbeatDelta(), {"h": Histogram([1, 0], 0.5)}
     told = [delta.trim(beat(counters={"a": 1.0, "b": 2.0}, histograms=histograms)) for _ in range(FULL_BEATS + 1)]
     full = ({"a": 1.0, "b": 2.0}, histograms)
@@ -40,8 +40,8 @@ def test_changed_values_are_sent_and_all_of_them_to_a_new_controller():
     assert delta.trim(beat(counters={"a": 1.0})).counters == {"a": 1.0}
 
 
-def test_a_resource_that_stays_where_it_is_needs_no_word():
-    # At last it has worked in between and is idle again.
+def test_a_resource_that_keeps_its_state_is_not_sent():
+    # In the end it has worked in between and is idle again.
     stays = [(3.0, {"idle": 4.0}), (4.0, {"idle": 5.0}), (0.5, {"idle": 5.5, "scoring": 0.5})]
     workers, delta = [ResourceRecord("worker/0", "idle", "", *stay) for stay in stays], HeartbeatDelta()
     assert [bool(delta.trim(beat(resources=[worker])).resources) for worker in workers] == [True, False, True]
@@ -50,7 +50,7 @@ def test_a_resource_that_stays_where_it_is_needs_no_word():
 @given(
     st.lists(st.tuples(st.dictionaries(st.integers(0, 400), st.floats(0, 9), max_size=400), st.booleans()), max_size=6)
 )
-def test_a_heartbeat_is_bounded_and_nothing_is_left_out_in_the_end(beats):
+def test_a_heartbeat_is_bounded_and_every_value_is_sent_in_the_end(beats):
     delta, heard, now = HeartbeatDelta(), entry(), {}
     for number, (changes, lost) in enumerate(beats):
         now |= {f"figure/{name}": value for name, value in changes.items()}
@@ -75,7 +75,7 @@ def test_many_resources_take_turns():
     assert delta.late == 4 * (200 - MOST_RESOURCES)
 
 
-def test_an_event_that_names_a_file_whose_name_is_no_text_can_be_sent():
+def test_an_event_that_names_a_file_with_an_undecodable_name_can_be_sent():
     events = EventQueue(lambda: 7.0)
     events.add("warning", "caf\udce9.jsonl:2: is not valid JSON")
     events.add("warning", "\udce9" * LONGEST_EVENT)

@@ -1,4 +1,4 @@
-"""A process's facts of itself."""
+"""A process reads facts about itself."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ TICK_S = 0.02
 SCRIPT = "import time; time.sleep(0.3); from asyncrl.runtime.linux import age_s; print(age_s())"
 
 
-def test_a_process_knows_for_how_long_it_has_lived():
+def test_a_process_knows_its_age():
     began = time.monotonic()
     told = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True).stdout
     assert 0.3 - TICK_S <= float(told) <= time.monotonic() - began + TICK_S

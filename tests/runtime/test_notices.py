@@ -13,14 +13,14 @@ def test_each_notice_is_sent_once_in_its_newest_form():
     assert notices.take() == [Notice(key="a", text="one", count=2), Notice(key="b", text="other", count=1)]
     assert not notices.add("a", "one", 2)
     assert notices.take() == []
-    # Also what was not heard.
+    # Including notices that were not received.
     left = [Notice(key="a", text="one", count=2)]
     notices.add("a", "one", 7)
     notices.put_back(left)
     assert notices.take() == [Notice(key="a", text="one", count=7)]
 
 
-def test_waits_are_sent_again_to_a_controller_that_knows_none():
+def test_waits_are_sent_again_to_a_controller_without_any():
     notices = NoticeQueue()
     notices.add("past", "it has room", 1)
     notices.add("now", "the disk is full", 1, waits_for="room")
@@ -44,7 +44,7 @@ def test_keys_and_texts_are_bounded():
     assert notices.take()[-1].count == MOST_OVERFLOWING
 
 
-def test_what_the_wire_does_not_take_is_cut_and_replaced():
+def test_values_that_the_wire_refuses_are_cut_and_replaced():
     notices = NoticeQueue()
     notices.add("k" * 2 * LONGEST_KEY, "a path of \udcff bytes", 1)
     (notice,) = notices.take()

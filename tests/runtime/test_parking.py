@@ -9,7 +9,7 @@ from asyncrl.runtime.parking import ParkingLot
 RUN = run_virtual
 
 
-async def test_a_parked_call_asks_again_at_each_event_and_at_its_end():
+async def test_a_parked_call_checks_again_at_each_event_and_at_its_end():
     lot, asked, answer = ParkingLot(), [], [None]
 
     def ask():
@@ -28,7 +28,7 @@ async def test_a_parked_call_asks_again_at_each_event_and_at_its_end():
     assert asked == [0.0, 1.0, 2.0, 2.0, 12.0]
 
 
-async def test_a_thousand_that_are_woken_leave_the_event_loop_turns_for_others():
+async def test_a_thousand_woken_calls_leave_the_event_loop_time_for_others():
     lot, asked, open_ = ParkingLot(), [], []
 
     def ask(i):
@@ -47,7 +47,7 @@ async def test_a_thousand_that_are_woken_leave_the_event_loop_turns_for_others()
     assert most <= 100 and turns < 1000
     # In their order, and each once.
     assert asked == list(range(1000))
-    # An event while some are still to ask reaches these and those that have asked.
+    # An event while some have not checked yet reaches these and those that have.
     lot.wake()
     await asyncio.sleep(0)
     open_.append(1)

@@ -1,4 +1,4 @@
-"""The stacks that a process writes of itself on SIGUSR1, and how they are taken from outside."""
+"""The stacks that a process writes of itself on SIGUSR1, and how another process requests them."""
 
 import asyncio
 import os
@@ -100,7 +100,7 @@ def process(tmp_path):
         one.process.wait()
 
 
-def test_threads_and_tasks_are_written_also_while_the_loop_is_blocked(process, tmp_path, monkeypatch):
+def test_threads_and_tasks_are_written_even_while_the_loop_is_blocked(process, tmp_path, monkeypatch):
     monkeypatch.setattr(taking, "_find_py_spy", lambda: None)
     one = process("block")
     taken = one.take()
@@ -109,7 +109,7 @@ def test_threads_and_tasks_are_written_also_while_the_loop_is_blocked(process, t
     assert "5 x lease-0, lease-1, lease-2, ..." in taken
     assert "in parked_for_ever" in taken and "in block_the_loop" in taken
     assert taken.count(TASKS_END) == one.take().count(TASKS_END) == 1
-    assert one.process.poll() is None, "it goes on as before"
+    assert one.process.poll() is None, "it continues as before"
     # A process that does not answer is reported within the deadline.
     empty = tmp_path / "other.log"
     empty.write_text("")
@@ -126,7 +126,7 @@ def test_threads_and_tasks_are_written_also_while_the_loop_is_blocked(process, t
     assert "gone" in taken and "could not be asked" in taken
 
 
-def test_py_spy_is_asked_first_under_a_deadline_and_leaves_no_process(process, tmp_path, monkeypatch):
+def test_py_spy_is_tried_first_under_a_deadline_and_leaves_no_process(process, tmp_path, monkeypatch):
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "$$ $@" >> "$(dirname "$0")/calls"\necho "Thread 1: in a dream"\n')
     spy.chmod(0o755)
@@ -141,7 +141,7 @@ def test_py_spy_is_asked_first_under_a_deadline_and_leaves_no_process(process, t
     calls = [line.split(" ", 1) for line in (tmp_path / "calls").read_text().splitlines()]
     asked = f"dump --subprocesses --pid {one.pid}"
     assert [call for _, call in calls] == [asked, f"{asked} --nonblocking"]
-    # One that hangs is killed, and the process asked instead.
+    # A py-spy that hangs is killed, and the process itself is asked.
     spy.write_text('#!/bin/sh\necho "$$" >> "$(dirname "$0")/hung"\nexec sleep 600\n')
     one.go_on()
     assert TASKS_END in one.take(timeout_s=4.0)

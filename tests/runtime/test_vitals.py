@@ -1,4 +1,4 @@
-"""Vitals of an actor's process: lag and load of its event loop, its processors and memory, its GPUs."""
+"""Vitals of an actor's process: lag and load of its event loop, CPU time, memory and GPUs."""
 
 import asyncio
 import ctypes
@@ -17,7 +17,7 @@ from asyncrl.telemetry.machine import LOOK_S, GpuWatch, ProcessTimes, family
 from asyncrl.telemetry.metrics import Histograms
 
 
-async def test_a_loop_that_was_blocked_shows_it():
+async def test_the_lag_shows_that_a_loop_was_blocked():
     histograms = Histograms()
     vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
     await asyncio.sleep(2 * PROBE_S)
@@ -28,13 +28,13 @@ async def test_a_loop_that_was_blocked_shows_it():
     vitals.stop()
     assert blocked.loop_lag_s >= 0.6 - PROBE_S
     counts = histograms.taken()[LAG].counts
-    # It stands for all the times at which the loop should have come round.
+    # One long lag counts for all the rounds that the loop missed.
     assert sum(counts[edges_of(LAG).index(0.2) + 1 :]) >= 5
-    # Asleep it uses no processor, however late it is.
+    # A sleeping loop uses no CPU, however late it is.
     assert blocked.loop_busy < 0.5
 
 
-async def test_a_loop_that_is_blocked_shows_it_before_it_comes_round():
+async def test_the_lag_shows_a_blocked_loop_before_its_next_round():
     vitals = VitalSigns(asyncio.get_running_loop(), Histograms(), 1.0, family=False)
     await asyncio.sleep(2 * PROBE_S)
     lags = []
@@ -46,7 +46,7 @@ async def test_a_loop_that_is_blocked_shows_it_before_it_comes_round():
     assert vitals.take().loop_lag_s == 0.0
 
 
-async def test_an_idle_loop_is_probed_less_often_and_its_lag_counts_for_all_the_time():
+async def test_an_idle_loop_is_probed_less_often_and_its_lag_counts_for_the_whole_time():
     histograms = Histograms()
     vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
     began = time.monotonic()
@@ -72,7 +72,7 @@ async def test_a_loop_that_computes_is_busy():
     assert taken.cpu > 0.0 and taken.rss_bytes > 1 << 20
 
 
-def test_what_a_process_has_started_counts_as_its_own():
+def test_child_processes_count_as_part_of_their_parent():
     words = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE) as child:
         until = time.monotonic() + 20
@@ -84,7 +84,7 @@ def test_what_a_process_has_started_counts_as_its_own():
 
 
 class Processes:
-    """Processes by number: (start, processor seconds, bytes), and how often it was asked who they are."""
+    """Processes by number: (start, CPU seconds, bytes), and how often they were looked up."""
 
     def __init__(self, monkeypatch):
         self.now, self.looks = 100.0, 0
@@ -100,7 +100,7 @@ class Processes:
         return list(self.living)
 
 
-def test_the_children_of_a_process_are_looked_up_now_and_then_only(monkeypatch):
+def test_the_children_of_a_process_are_looked_up_only_now_and_then(monkeypatch):
     host = Processes(monkeypatch)
     times = ProcessTimes(family=True)
     host.living[8] = (5, 3.0, 100)
@@ -121,7 +121,7 @@ def test_the_children_of_a_process_are_looked_up_now_and_then_only(monkeypatch):
 
 
 def at(reference, kind):
-    """A value that a caller has passed by reference, as C finds it."""
+    """A value passed by reference, as C sees it."""
     return ctypes.cast(reference, ctypes.POINTER(kind)).contents
 
 
@@ -165,7 +165,7 @@ class Nvml:
     ("visible", "seen"),
     [("0, MIG-1", [(0, 0.5, 10), (1, None, 20)]), ("7", []), ("", []), (None, [])],
 )
-def test_the_gpus_that_it_may_use(monkeypatch, visible, seen):
+def test_only_usable_gpus_are_shown(monkeypatch, visible, seen):
     monkeypatch.setattr(machine, "_open_nvml", Nvml)
     watch = GpuWatch(0.01, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     until = time.monotonic() + 10
@@ -176,7 +176,7 @@ def test_the_gpus_that_it_may_use(monkeypatch, visible, seen):
     assert [(gpu.index, gpu.utilisation, gpu.memory_bytes) for gpu in watch.newest] == seen
 
 
-def test_a_host_without_a_driver_has_none(monkeypatch):
+def test_a_host_without_a_driver_has_no_gpu(monkeypatch):
     monkeypatch.setattr(machine, "NVML", "libno-such-thing.so.1")
     before = threading.enumerate()
     watch = GpuWatch(0.01, {"CUDA_VISIBLE_DEVICES": "0"})

@@ -1,4 +1,4 @@
-"""I1, I3 and I7 as the audit sees them: a run folder made by hand is well, and each thing wrong with it is found."""
+"""I1, I3 and I7 in the audit: a valid run folder passes, and each fault in one is found."""
 
 import json
 
@@ -23,7 +23,7 @@ def outcome(index):
 
 
 class Folder:
-    """A run folder: two groups a step, a checkpoint after ``checkpoint`` steps; step 4 on were trained by start 2."""
+    """A run folder: two groups a step, a checkpoint after ``checkpoint`` steps. Start 2 trained from step 4 on."""
 
     def __init__(self, run_dir, checkpoint=STEPS):
         self.run_dir = run_dir
@@ -39,7 +39,7 @@ class Folder:
                 if outcome(index) == "trained":
                     uids.append(uid)
             self.steps.append((step, 1 if step < 4 else 2, uids))
-        # What start 1 trained after its last checkpoint is no part of the history.
+        # Steps that start 1 trained after its last checkpoint are not part of the history.
         self.lost = (4, 1, ["0-0", "1-1"])
         self.checkpoint = checkpoint
         self.trained_extra = []
@@ -121,24 +121,24 @@ def has(problems, start):
     assert any(problem.startswith(start) for problem in problems), problems
 
 
-def test_a_run_that_is_well_has_no_problems(folder):
+def test_a_valid_run_passes(folder):
     findings = folder.write().findings()
     assert findings.problems == []
     assert findings.figures["trained"] == 12
     assert (findings.figures["starts"], findings.figures["steps_trained_again"]) == (2, 1)
 
 
-def test_steps_after_the_last_checkpoint_are_taken_from_the_samples(tmp_path):
+def test_steps_after_the_last_checkpoint_are_read_from_the_samples(tmp_path):
     folder = Folder(tmp_path / "run", checkpoint=4).write()
     problems = folder.problems()
-    # What was filtered or quarantined since then is in no file.
+    # Prompts filtered or quarantined since then are in no file.
     later = [uid for step, uid, kind in folder.concluded if step > 4 and kind != "trained"]
     assert all(problem.startswith("lost: ") for problem in problems), problems
     assert all(uid in problems[0] for uid in later)
 
 
 def put(step, place, uid):
-    """The group at a place of a step is that of a prompt, or of that at (step, place)."""
+    """The group at one place gets the prompt of another, or of the place (step, place)."""
 
     def change(folder):
         folder.steps[step][2][place] = uid if isinstance(uid, str) else folder.steps[uid[0]][2][uid[1]]
@@ -147,7 +147,7 @@ def put(step, place, uid):
 
 
 def lose(folder):
-    """One prompt is in no step, and in the ledger it has no outcome though later ones have."""
+    """One prompt is in no step and has no outcome in the ledger, though later ones have."""
     step, uid, _ = folder.concluded.pop(2)
     if uid in folder.steps[step - 1][2]:
         folder.steps[step - 1][2].remove(uid)
@@ -159,7 +159,7 @@ def filter_the_quarantined(folder):
 
 
 def count(name, of):
-    """A value of each line of metrics.jsonl is what ``of`` makes of the line."""
+    """Replace a value in each line of metrics.jsonl by ``of(line)``."""
     return lambda folder: setattr(folder, "metrics", lambda line: line | {name: of(line)})
 
 
@@ -191,7 +191,7 @@ def count(name, of):
         ),
     ],
 )
-def test_each_thing_that_is_wrong_is_found(folder, told, change):
+def test_each_fault_is_found(folder, told, change):
     change(folder)
     has(folder.write().problems(), told)
 
@@ -202,7 +202,7 @@ def test_versions_that_do_not_cover_the_tokens_are_found(folder):
         has(folder.write(sample=lambda line, bad=bad: line | {"trajectories": bad}).problems(), "spans: 12 sequences")
 
 
-def test_records_that_are_missing_are_told_apart(folder):
+def test_missing_records_are_distinguished(folder):
     folder.write(
         metrics=lambda line: None if line["step"] == 2 else line,
         sample=lambda line: None if line["step"] == 5 else line,
@@ -217,7 +217,7 @@ def test_records_that_are_missing_are_told_apart(folder):
     assert findings.figures["torn_lines"] == 1
 
 
-def test_an_early_end_and_what_is_left_over_are_found(folder):
+def test_an_early_end_and_leftovers_are_found(folder):
     folder.write(metrics=lambda line: None if line["step"] == 6 else line)
     has(folder.problems(), "end: training came to step 5 of 6")
     for name in ("private/key", "version_mark.json.new", "checkpoints/.v00000100.partial-7/state.json"):

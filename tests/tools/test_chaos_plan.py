@@ -1,4 +1,4 @@
-"""Faults and their times, and hosts, links and clocks under those that go on: as if each were alone."""
+"""Plans of faults: each has the effect it would have alone, even if hosts, links and clocks fail at the same time."""
 
 from collections import Counter
 
@@ -46,7 +46,7 @@ def test_a_plan_is_a_function_of_its_seed_and_in_order(seed, count, everything):
 
 
 @given(seeds)
-def test_one_deck_holds_every_kind_for_every_victim_and_pair_of_hosts_once(seed):
+def test_one_deck_has_each_fault_for_each_victim_and_pair_of_hosts_once(seed):
     struck = victims(2, 2, cores=True)
     deck = len(struck) * len(ON_PROCESSES)
     faults = draw(seed, deck, struck, ON_PROCESSES, silence_s=SILENCE_S)
@@ -60,7 +60,7 @@ def test_one_deck_holds_every_kind_for_every_victim_and_pair_of_hosts_once(seed)
         assert {victim: times for (of, victim), times in kinds.items() if of == kind} == dict.fromkeys(HOSTS, 2)
 
 
-def test_nothing_else_comes_at_the_end_of_everything_or_with_the_recovery_from_it():
+def test_no_fault_shares_a_step_with_the_end_of_everything():
     for seed in range(50):
         faults = draw(seed, 30, victims(1, 1, cores=False), KINDS, everything=5, silence_s=SILENCE_S)
         for before, after in zip(faults, faults[1:], strict=False):
@@ -81,7 +81,7 @@ def test_some_stalls_are_noticed_and_some_are_not(kind):
     ),
     st.randoms(),
 )
-def test_nothing_is_wrong_once_all_are_over_and_each_goes_on_until_it_is(faults, randomness):
+def test_each_fault_has_the_effect_it_would_have_alone_until_it_ends(faults, randomness):
     ending, going_on = list(faults), list(faults)
     randomness.shuffle(ending)
     for over in ending:
@@ -97,7 +97,7 @@ def test_nothing_is_wrong_once_all_are_over_and_each_goes_on_until_it_is(faults,
     assert conditions(going_on) == Conditions()
 
 
-def test_a_partition_is_of_one_way_or_both_and_a_link_is_a_queue_of_the_kernel():
+def test_a_partition_has_one_or_two_directions_and_a_link_is_a_queue_of_the_kernel():
     assert (set(directions("a-b")), directions("a>b")) == ({("a", "b"), ("b", "a")}, [("a", "b")])
     link = Link(delay_ms=40.0, rate_mbit=2.5, loss=0.015)
     assert queue(link, netem=True) == "netem delay 40.0ms loss 1.50% rate 2.500mbit"

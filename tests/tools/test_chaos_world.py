@@ -1,4 +1,4 @@
-"""The machine of its own: what is taken away there is missed there alone, comes back, and what is left is seen."""
+"""A machine of its own for each round: faults affect only that machine, they end, and leftovers are found."""
 
 import json
 import os
@@ -27,12 +27,12 @@ def probe(mode):
     return json.loads(done.stdout)
 
 
-def test_faults_of_the_machine_come_and_go_and_leftovers_are_seen():
+def test_faults_of_the_machine_start_and_end_and_leftovers_are_found():
     shared_memory, mounts = set(os.listdir("/dev/shm")), Path("/proc/mounts").read_text()
     said = probe("one")
     assert said["left"][0] == []
     if not said["alone"]:
-        # Where namespaces cannot be had, the faults that need them are not offered.
+        # Without namespaces, the faults that need them are not available.
         assert set(said["missing"]) == {"disk", "cut", "reset", "partition", "slow"}
         return
     assert said["pid"] == 1
@@ -45,24 +45,24 @@ def test_faults_of_the_machine_come_and_go_and_leftovers_are_seen():
     assert port.startswith("port ")
     assert {"shared memory forgotten"} < set(said["left"][2])
     assert any(left.startswith("temporary file ") for left in said["left"][2])
-    # Nothing of it was ever seen outside.
+    # None of it was ever visible outside.
     assert Path("/proc/mounts").read_text() == mounts
     assert "forgotten" not in set(os.listdir("/dev/shm")) - shared_memory
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no cluster of namespaces here: {why_not()}")
-def test_on_several_hosts_all_are_cut_and_what_is_left_on_each_is_seen():
+def test_on_several_hosts_all_are_cut_and_leftovers_of_each_are_found():
     said = probe("several")
     assert said["names"] == ["head", "a", "b"]
     assert not {"partition", "slow", "cut", "disk"} & set(said["missing"])
     assert said["left"][0] == []
-    # Neither what holds the hosts nor their sshd is the run's.
+    # The processes that hold the hosts, and their sshd, are not the run's.
     assert said["processes"][0] == 0 and said["processes"][1] > 0
     assert said["connects"] == [[True, True], [False, False], [True, True]]
     found = said["left"][1]
     assert {"port 7002 of a", "shared memory forgotten of a"} < set(found)
     assert sum("/tmp/forgotten of a" in name for name in found) == 1
     assert sum(name.endswith("/forgotten of head") for name in found) == 1
-    # Logs stay where a connection was lost; keys do not.
+    # Logs stay on a host whose connection was lost; keys do not.
     assert sum(name.endswith("/runs/live/private-1/file of a") for name in found) == 1
     assert len(found) == 5, found

@@ -1,4 +1,4 @@
-"""Figures of the code, over modules whose figures are known."""
+"""Metrics of the code, over modules with known values."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ PART = Module(Path("asyncrl/room/part.py"), "x = 1\n")
 ALL = [FIRST, SECOND, PART]
 
 
-def test_each_figure_counts_what_it_names():
+def test_each_metric_counts_what_its_name_says():
     """Counts of three small modules."""
     assert FIRST.comments == SECOND.comments == 1
     assert code_figures.injected_callables(ALL) == 1.0

@@ -1,4 +1,4 @@
-"""The comparison of losses: which runs are made, which are kept, and what the table and the figure tell of them."""
+"""The comparison of losses: which runs are made, which are kept, and the contents of its table and plot."""
 
 import sys
 import xml.etree.ElementTree as xml
@@ -59,14 +59,14 @@ def test_each_variant_is_a_valid_configuration_of_its_own():
     assert len(seen) == len(plans)
 
 
-def test_what_has_a_teacher_is_run_after_it(tmp_path):
+def test_a_variant_with_a_teacher_runs_after_the_teacher(tmp_path):
     taught = replace(plan(tmp_path, name="taught"), variant=Variant("taught", LOSSES, taught=True))
     told = []
     run_all([taught, plan(tmp_path)], jobs=2, tell=lambda result: told.append(result.variant))
     assert told == ["decoupled", "taught"]
 
 
-def test_a_run_that_ended_is_not_made_again_unless_its_command_differs(tmp_path):
+def test_a_finished_run_is_repeated_only_if_its_command_differs(tmp_path):
     first = run(plan(tmp_path))
     expected = Result("decoupled", LOSSES, 1, "", before=0.25, after=0.75, greedy=0.9, staleness=1.5, behaviour_kl=0.3)
     assert first == expected
@@ -79,13 +79,13 @@ def test_a_run_that_ended_is_not_made_again_unless_its_command_differs(tmp_path)
 
 
 @pytest.mark.parametrize("code", [3, PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE])
-def test_a_run_that_fails_is_told_with_its_last_lines_and_one_that_was_interrupted_is_made_again(tmp_path, code):
+def test_a_failed_run_is_shown_with_its_last_lines_and_an_interrupted_one_is_repeated(tmp_path, code):
     found = run(plan(tmp_path, code))
     assert found.failed == f"exit code {code}\nthe last line"
     assert (tmp_path / "decoupled" / RESULT).exists() == (code == 3)
 
 
-def test_the_table_shows_each_seed_and_names_what_failed():
+def test_the_table_shows_each_seed_and_names_the_failed_runs():
     results = [
         Result("decoupled", LOSSES, 1, "", before=0.2, after=0.8, greedy=0.9, staleness=1.0, behaviour_kl=0.01),
         Result("decoupled", LOSSES, 2, "", before=0.3, after=0.6, greedy=0.7, staleness=2.0, behaviour_kl=0.03),

@@ -22,13 +22,13 @@ def keys_of_the_page(page):
             yield f"{section}.{found[1]}", line
 
 
-def test_the_page_is_what_the_configuration_says():
+def test_the_page_matches_the_configuration():
     assert PAGE.read_text() == document(), f"{COMMAND} > docs/configuration.md"
 
 
 def test_each_key_has_a_row_with_type_default_unit_and_text():
     rows = dict(keys_of_the_page(PAGE.read_text()))
-    # The table of an evaluation's prompts is that of the training prompts, and named there.
+    # The table of an evaluation's prompts is the same as that of the training prompts.
     known = {key for key, *_ in known_keys() if not key.startswith("eval.NAME.data.")}
     assert rows.keys() == known
     for row in rows.values():
@@ -36,7 +36,7 @@ def test_each_key_has_a_row_with_type_default_unit_and_text():
         assert len(cells) == 5 and all(cells[at] for at in (0, 1, 2, 4)), row
 
 
-def test_a_row_tells_bounds_default_unit_and_what_a_page_of_markdown_would_swallow():
+def test_a_row_has_bounds_default_and_unit_and_escapes_markdown():
     rows = dict(keys_of_the_page(PAGE.read_text()))
     for key, part in {
         "learner.collective_timeout_s": "| number &gt; 0 | `600.0` | s |",
@@ -50,7 +50,7 @@ def test_a_row_tells_bounds_default_unit_and_what_a_page_of_markdown_would_swall
         assert part in rows[key], rows[key]
 
 
-def test_a_unit_of_a_key_that_is_gone_is_an_error(monkeypatch):
+def test_a_unit_of_a_removed_key_is_an_error(monkeypatch):
     monkeypatch.setitem(configuration_page.UNITS, "learner.gone", "s")
     with pytest.raises(ValueError, match=r"learner\.gone"):
         document()

@@ -1,4 +1,4 @@
-"""Tools that start processes: none of these outlives the tool, whatever ends it."""
+"""Tools that start processes: no process outlives its tool, in any way of ending."""
 
 import ast
 import os
@@ -145,7 +145,7 @@ def test_a_tool_that_ends_leaves_nothing_and_keeps_its_exit_code(tool):
 @pytest.mark.parametrize(
     "name", [name if name in IN_DEFAULT_RUN else pytest.param(name, marks=pytest.mark.slow) for name in TOOLS]
 )
-def test_no_process_of_a_tool_outlives_it(name, tmp_path):
+def test_no_process_outlives_its_tool(name, tmp_path):
     """With SIGTERM, as ``timeout`` sends it."""
     (tmp_path / "tmp").mkdir()
     log = (tmp_path / "log").open("wb")
@@ -153,10 +153,10 @@ def test_no_process_of_a_tool_outlives_it(name, tmp_path):
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
-        # The warden, the tool and what it has started.
+        # The warden, the tool and its processes.
         wait_until(lambda: len(family(process.pid)) > 2 or process.poll() is not None)
         assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-        # Some more of them may start meanwhile.
+        # More of them may start meanwhile.
         time.sleep(1.0)
         below = family(process.pid)
         process.send_signal(signal.SIGTERM)
@@ -168,7 +168,7 @@ def test_no_process_of_a_tool_outlives_it(name, tmp_path):
         log.close()
 
 
-def test_each_tool_is_kept_or_starts_nothing():
+def test_each_tool_is_kept_or_starts_no_process():
     found = {}
     for path in sorted((ROOT / "tools").rglob("*.py")):
         for node in ast.parse(path.read_text()).body:

@@ -21,7 +21,7 @@ WARMED_UP = [recipe for recipe in RECIPES.values() if recipe.demonstrate]
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=lambda recipe: recipe.name)
-def test_what_is_held_out_is_in_no_training_row(recipe):
+def test_held_out_data_is_in_no_training_row(recipe):
     heldout, train = draw_rows(recipe)
     assert (len(heldout), len(train)) == (recipe.settings.heldout, recipe.settings.train)
     rows = [repr(sorted(row.items())) for row in [*heldout, *train]]
@@ -42,7 +42,7 @@ def test_the_game_answers_each_guess_and_rewards_the_number():
 
 
 @given(st.integers(0, 1000))
-def test_a_game_of_the_teacher_is_one_that_the_game_allows(seed):
+def test_a_game_of_the_teacher_follows_the_rules(seed):
     source = random.Random(seed)
     (row,) = islice(guess_number.rows(source), 1)
     messages = guess_number.demonstrate(row, source)
@@ -63,7 +63,7 @@ def test_a_table_leads_from_key_to_key_to_value():
         assert asyncio.run(table.look_up("??")) == NOT_THERE
 
 
-def test_only_what_the_assistant_says_is_learned():
+def test_only_the_assistants_text_is_learned():
     pytest.importorskip("torch")
     from tools.learn.chat_model import make_tokenizer
     from tools.learn.warmup import IGNORED, labelled
@@ -81,7 +81,7 @@ def test_only_what_the_assistant_says_is_learned():
         assert row["prompt"] not in learned.partition("<tool_call>")[0]
 
 
-def test_a_run_is_told_by_its_first_and_last_version(tmp_path):
+def test_a_run_is_shown_by_its_first_and_last_version(tmp_path):
     lines = [
         {"step": 0, "weights/version": 0, "eval/heldout/mean": 0.25},
         {"step": 1, "rollout/mixed_version_fraction": 0.2},
@@ -101,7 +101,7 @@ def test_a_run_is_told_by_its_first_and_last_version(tmp_path):
     assert str(tmp_path / "model") in command
 
 
-def test_a_pretrained_model_is_taken_as_it_is(tmp_path):
+def test_a_pretrained_model_is_used_unchanged(tmp_path):
     (tmp_path / "model").mkdir()
     recipe = replace(smollm2.RECIPE, pretrained=lambda: tmp_path / "model")
     assets = ensure_assets(recipe, tmp_path / "cache")

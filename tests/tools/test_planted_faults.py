@@ -1,4 +1,4 @@
-"""The planted faults: their table fits the code, and what the tool says of tests is so."""
+"""The planted faults: their table matches the code, and the tool reports correctly which tests catch them."""
 
 import pytest
 
@@ -14,7 +14,7 @@ SEEN = "from asyncrl.limit import limit\n\n\ndef test_limit():\n    assert limit
 @pytest.fixture
 def tree(tmp_path):
     (tmp_path / "asyncrl").mkdir()
-    # Without it any package of this name that comes later on the path is taken instead.
+    # Without it, a package of this name later on the path would be used instead.
     (tmp_path / "asyncrl" / "__init__.py").touch()
     (tmp_path / "tests").mkdir()
     (tmp_path / "asyncrl" / "limit.py").write_text(LIMIT)
@@ -58,9 +58,9 @@ def test_tests_that_import_the_module_come_before_those_that_reach_it(tree):
     assert list(near) == [["tests/test_limit.py"], ["tests/test_early.py"], ["tests/dataloader/test_gate.py"]]
 
 
-def test_a_fault_is_caught_by_a_test_that_fails_with_it_alone(tree, capsys, monkeypatch):
+def test_a_fault_is_caught_by_a_test_that_fails_only_with_it(tree, capsys, monkeypatch):
     monkeypatch.setattr("tools.planted_faults.__main__.WORKERS", ())
-    # They take a runner of one test four times as long to start.
+    # They take four times as long to start as a runner of one test.
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     (tree / "tests" / "test_limit.py").write_text(SEEN)
     (tree / "tests" / "test_always.py").write_text("def test_always():\n    assert False\n")

@@ -35,9 +35,7 @@ def drawn(run_dir, monkeypatch):
     return picture.read_text()
 
 
-def test_a_recording_gives_one_picture_of_the_run_without_a_host_s_name_that_loads_nothing(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_recording_gives_one_picture_without_a_host_name_that_loads_nothing(tmp_path, monkeypatch, capsys):
     assert main([str(tmp_path)]) == 2
     assert "nothing is recorded" in capsys.readouterr().err
     record(tmp_path, *(snapshot(float(second)) for second in range(1, 11)))
@@ -49,7 +47,7 @@ def test_a_recording_gives_one_picture_of_the_run_without_a_host_s_name_that_loa
     assert drawn(tmp_path, monkeypatch) == svg
 
 
-def test_hosts_are_renamed_wherever_they_stand():
+def test_hosts_are_renamed_everywhere():
     found = without_hosts(snapshot(1.0))
     assert [actor.host for actor in found.actors] == ["node0", "node1"]
     assert found.events[0].text == "node1 beats node0"

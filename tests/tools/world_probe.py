@@ -1,5 +1,6 @@
-"""Run by test_chaos_world.py in a machine of its own: each fault of the machine, and what it does to this process, or
-to those on its hosts (``several``)."""
+"""Run by test_chaos_world.py in a machine of its own: tries each fault of the machine, and prints its effect on this
+process, or on those on its hosts (``several``).
+"""
 
 import contextlib
 import json
@@ -15,7 +16,7 @@ from tools.chaos.world import World, enter
 
 
 def room(path):
-    """Whether something can be written."""
+    """Whether a file can be written."""
     try:
         path.write_bytes(b"x" * 100_000)
     except OSError:
@@ -79,7 +80,7 @@ while True:
 
 
 def several(folder):
-    """Answers where there can be several hosts."""
+    """Answers if there can be several hosts."""
     world = World(folder, 16)
     said = {"names": world.hosts.names, "missing": world.missing, "left": [world.left()]}
     cluster = world.hosts.cluster

@@ -1,4 +1,4 @@
-"""Strangers: bare sockets that send to a server what no actor would, and their frames."""
+"""Strangers: bare sockets that send frames no actor would send."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ SENT = {name: kind for name, kind in EVERY_MESSAGE.items() if issubclass(kind, R
 """Messages that clients send: requests and casts."""
 
 
-# --- who knocks -------------------------------------------------------------------------------------------
+# --- strangers --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guise:
-    """The actor that a stranger pretends to be. ``keys`` are his own pair and the server's public key; None is no
-    CURVE."""
+    """The actor that a stranger pretends to be. ``keys``: its own key pair and the server's public key; None is no
+    CURVE.
+    """
 
     name: str
     incarnation: int
@@ -82,7 +83,7 @@ class Knocker:
         return True
 
     def listen(self, timeout_s: float = 0.0) -> list[tuple[list[Any], Any]]:
-        """Messages that have come since the last time; waits for one if none has."""
+        """Messages that have arrived since the last call; waits for one if necessary."""
         new = []
         while self.socket.poll(0 if new else int(timeout_s * 1000)):
             header, body, *_ = self.socket.recv_multipart()
@@ -92,12 +93,12 @@ class Knocker:
 
     @property
     def codes(self) -> set[str]:
-        """Codes of the refusals and errors heard."""
+        """Codes of the refusals and errors received."""
         return {body["code"] for header, body in self.heard if header[1] in (Kind.REFUSE, Kind.ERROR)}
 
     @property
     def entered(self) -> bool:
-        """Whether it was let in."""
+        """Whether it was admitted."""
         return any(header[1] in (Kind.WELCOME, Kind.REPLY) for header, _ in self.heard)
 
     def close(self) -> None:
@@ -106,7 +107,7 @@ class Knocker:
 
 @dataclass(frozen=True, kw_only=True)
 class Stranger:
-    """A stranger who is to be refused, and the code of the refusal; None where he hears nothing at all."""
+    """A stranger that must be refused, and the code of the refusal; None if it gets no answer."""
 
     what: str
     guise: Guise
@@ -153,7 +154,7 @@ def strangers(own: Guise, known: Guise | None) -> list[Stranger]:
 
 
 def knock(context: zmq.Context, address: str, people: Sequence[Stranger], patience_s: float) -> dict[str, str]:
-    """All of them at once; what went otherwise than it should, by who it was."""
+    """Try all of them at once. Returns unexpected outcomes by stranger."""
     knockers = [Knocker(context, address, one.guise) for one in people]
     for knocker, one in zip(knockers, people, strict=True):
         for frames in one.says:
@@ -165,7 +166,7 @@ def knock(context: zmq.Context, address: str, people: Sequence[Stranger], patien
         for knocker in knockers:
             knocker.listen()
         time.sleep(0.02)
-    # A stranger that is to get no answer has had the time of the others, and this.
+    # A stranger that must get no answer has had the time of the others, and this.
     time.sleep(0.3)
     problems = {}
     for knocker, one in zip(knockers, people, strict=True):
@@ -178,7 +179,7 @@ def knock(context: zmq.Context, address: str, people: Sequence[Stranger], patien
     return problems
 
 
-# --- what a living run shows ------------------------------------------------------------------------------
+# --- the visible parts of a live run ----------------------------------------------------------------------
 
 SIM_RUN = {
     "data": {"source": "synthetic", "size": 2000},
@@ -210,7 +211,7 @@ KNOWN = {"controller": "learner/0"} | dict.fromkeys(
 
 
 def guise_of(private: Path, name: str, server: str, incarnation: int = 2) -> Guise:
-    """The actor ``name`` of a run, for the eyes of ``server``; 2 is its successor in a living one."""
+    """The actor ``name`` of a run, as seen by ``server``; 2 is its successor in a live run."""
     own, theirs = load_credentials(private, name, 0), load_credentials(private, server, 0)
     keys = (own.public_key, own.secret_key, theirs.public_key) if own.curve else None
     return Guise(name=name, incarnation=incarnation, run_id=own.run_id, secret=own.secret, keys=keys)
@@ -246,7 +247,7 @@ def listening(pids: Sequence[int]) -> dict[int, list[tuple[str, int]]]:
 
 
 def _descriptors(pid: int) -> list[str]:
-    """Files that a process has open; one that it closes meanwhile, or all if it ends, is left out."""
+    """Files that a process has open; one that it closes meanwhile, or all if it ends, are left out."""
     links = []
     with contextlib.suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -271,7 +272,7 @@ def secrets_of(private: Path) -> dict[str, str]:
     return found
 
 
-# --- what is said -----------------------------------------------------------------------------------------
+# --- messages ---------------------------------------------------------------------------------------------
 
 
 def sample(kind: Any) -> Any:
@@ -311,7 +312,7 @@ def sample(kind: Any) -> Any:
 
 @dataclass
 class Mutator:
-    """Frames that an actor would not send, made of those that it would. The same for the same seed."""
+    """Frames that no actor would send, made from valid ones. The same seed gives the same frames."""
 
     guise: Guise
     seed: int
@@ -322,7 +323,7 @@ class Mutator:
         codec = Codec()
         self._bodies = {name: [bytes(f) for f in codec.encode(sample(kind))] for name, kind in SENT.items()}
         self._codec = codec
-        # Under CURVE a server takes frames of 256 KiB: one that is longer ends the connection instead of being read.
+        # Under CURVE a server accepts frames of 256 KiB: a longer one ends the connection and is not read.
         self._long = 500_000 if self.guise.keys is None else 200_000
 
     def message(self) -> list[bytes]:
@@ -334,14 +335,14 @@ class Mutator:
         return [header, *self._bodies[name]]
 
     def malformed(self) -> list[bytes]:
-        """Not empty, and nothing that anybody may take for a message of this guise."""
+        """Never empty, and never a valid message of this guise."""
         while True:
             frames = self.mutated()
             if not self._is_valid(frames):
                 return frames
 
     def mutated(self) -> list[bytes]:
-        """Anything; it may even be valid."""
+        """Any bytes; they may even be valid."""
         while not (frames := self._random.choice(self._WAYS)(self, self.message())):
             pass
         return frames
@@ -398,7 +399,7 @@ class Mutator:
     def _bad_header(self, frames: list[bytes]) -> list[bytes]:
         fields = msgpack.unpackb(frames[0])
         for number in range(self._random.choice((1, 1, 3))):
-            # One long value at most: two would be more than a frame may have, and end the connection.
+            # One long value at most: two would exceed a frame, and end the connection.
             values = _STRANGE if number else (*_STRANGE, "x" * self._long)
             fields[self._random.randrange(len(fields))] = self._random.choice(values)
         return [msgpack.packb(fields), *frames[1:]]

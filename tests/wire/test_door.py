@@ -1,4 +1,4 @@
-"""The rate at which connections to a server may begin: by tables and properties, and over real sockets."""
+"""The rate of new connections to a server: by tables and properties, and over real sockets."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class House:
         return Done()
 
 
-def test_it_shuts_after_a_burst_and_is_open_to_several_afterwards() -> None:
+def test_the_door_shuts_after_a_burst_and_admits_several_afterwards() -> None:
     entrance = Door(10.0)
     for _ in range(BURST - 1):
         assert entrance.begin(10.0) == 10.0
     until = entrance.begin(10.0)
     assert until == pytest.approx(10.0 + REOPENS_WITH / PER_S)
-    # One that was on its way already puts it off.
+    # A connection that was already on its way delays it.
     assert entrance.begin(10.0) > until
     later = 11.0 + REOPENS_WITH / PER_S
     for _ in range(REOPENS_WITH):
@@ -43,7 +43,7 @@ def test_it_shuts_after_a_burst_and_is_open_to_several_afterwards() -> None:
 
 @given(spells=st.lists(st.tuples(st.sampled_from([0.0, 0.001, 0.01, 1.0, 100.0]), st.integers(1, 40)), max_size=10))
 @example(spells=[(100.0, 1), (0.0, 40)])
-def test_no_more_begin_than_a_burst_and_its_share_of_time(spells: list[tuple[float, int]]) -> None:
+def test_no_more_connections_start_than_a_burst_and_its_share_of_time(spells: list[tuple[float, int]]) -> None:
     waits = [wait for wait, times in spells for _ in range(times)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(listening, "BURST", 20)
@@ -62,7 +62,7 @@ def test_no_more_begin_than_a_burst_and_its_share_of_time(spells: list[tuple[flo
                 assert last <= 20 + 10.0 * (end - start) + 1e-6
 
 
-async def test_a_flood_is_kept_outside_while_friends_are_served_and_new_ones_get_in(
+async def test_a_flood_is_kept_out_while_friends_are_served_and_new_ones_are_admitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(listening, "BURST", 20)

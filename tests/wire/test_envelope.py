@@ -1,4 +1,4 @@
-"""The header: appended to only, other versions recognised, garbage refused."""
+"""The header: fields are only appended, other versions recognised, invalid bytes refused."""
 
 import msgpack
 import pytest

@@ -14,7 +14,7 @@ DESCRIPTORS = 10 * PEERS
 
 @pytest.fixture
 def descriptors():
-    """As many as an actor takes."""
+    """The largest number that an actor accepts."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] < DESCRIPTORS:
         pytest.skip(f"a process may open only {before[1]} files here")
@@ -28,7 +28,7 @@ def transport():
 
 
 async def test_one_actor_has_connections_to_hundreds(descriptors):
-    """As the dataloader has to all rollouters, whose leases it asks for."""
+    """As the dataloader has to all rollouters that ask it for leases."""
     ours, theirs = transport(), transport()
     heard, all_heard = set(), asyncio.Event()
 
@@ -49,7 +49,7 @@ async def test_one_actor_has_connections_to_hundreds(descriptors):
         theirs.close()
 
 
-async def test_a_burst_leaves_the_event_loop_turns_for_others():
+async def test_a_burst_leaves_the_event_loop_time_for_others():
     ours, theirs = transport(), transport()
     heard, most, before = [0], 0, 0
 
@@ -65,7 +65,7 @@ async def test_a_burst_leaves_the_event_loop_turns_for_others():
             while heard[0] < 2000:
                 await asyncio.sleep(0)
                 most, before = max(most, heard[0] - before), heard[0]
-        # Sending looks for answers, too, so that one socket may be looked at twice in a turn.
+        # Sending also checks for answers, so that one socket may be checked twice in a turn.
         assert most <= 2 * BATCH
     finally:
         ours.close()

@@ -1,4 +1,4 @@
-"""Messages in pieces: what is joined is what was cut, and nothing else is joined."""
+"""Messages in pieces: the pieces of a message join to the same message, and nothing else joins."""
 
 import struct
 from unittest import mock
@@ -13,7 +13,7 @@ from asyncrl.wire.codec import MARK, PIECE_BYTES, cut, join
 
 
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=5))
-def test_what_is_joined_is_what_was_cut(sizes: list[int]) -> None:
+def test_joined_pieces_give_the_same_message(sizes: list[int]) -> None:
     frames = [bytes([at + 1]) * size for at, size in enumerate(sizes)]
     with mock.patch.object(codec, "PIECE_BYTES", 6):
         sent = cut(frames)

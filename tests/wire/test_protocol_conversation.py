@@ -116,7 +116,7 @@ async def conversation():
             await life
 
 
-async def test_hello_is_refused_with_both_sides_values_or_welcomed_and_a_call_with_a_buffer_answered():
+async def test_hello_is_welcomed_or_refused_with_both_values_and_a_call_with_a_buffer_is_answered():
     async with conversation() as (alien, _):
         await alien.send(HELLO, "Hello", {}, id=9, protocol=3)
         header, body, _ = await alien.receive()

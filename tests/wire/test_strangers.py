@@ -1,4 +1,4 @@
-"""I6, nothing unknown enters: against real servers, by bare sockets that keep to no rule."""
+"""I6, nothing unknown enters: real servers, attacked by bare sockets that follow no rule."""
 
 import asyncio
 import contextlib
@@ -44,14 +44,14 @@ class Slow(Request, frozen=True, kw_only=True):
 
 @pytest.fixture(autouse=True)
 def any_role_may_send_all(monkeypatch):
-    """A forbidden message would not reach the checks that are tested here."""
+    """With forbidden messages the tests would not reach the checks they are about."""
     for kind in EVERY_MESSAGE.values():
         if kind.senders:
             monkeypatch.setattr(kind, "senders", ANYBODY)
 
 
 class Everything:
-    """Handles every message there is, and two more; ``taken`` are the messages that did."""
+    """Handles every message type, and two more; ``taken`` are the messages that were handled."""
 
     def __init__(self):
         self.taken, self.running, self.deadlines = [], 0, []
@@ -85,7 +85,7 @@ for _name, _kind in SENT.items():
 
 
 def RUN(main):
-    """To its end, without an exception that is lost."""
+    """Run it to its end, without losing an exception."""
     unseen = []
 
     async def watched():
@@ -140,7 +140,7 @@ async def test_i6_strangers_are_refused_and_counted_while_friends_are_served(doo
         assert await friend.call(Once()) == Done()
 
 
-async def test_i6_a_peer_that_takes_over_a_connection_is_not_taken_for_its_owner(tmp_path, context):
+async def test_i6_a_peer_that_takes_over_a_connection_does_not_pass_for_its_owner(tmp_path, context):
     """A peer chooses its routing id: under CURVE only the key proves its identity."""
     private = tmp_path / "private"
     create_credentials(private, RUN_ID, ["server/0", "client/0", "victim/0"], attempts=1, curve=True)
@@ -159,7 +159,7 @@ async def test_i6_a_peer_that_takes_over_a_connection_is_not_taken_for_its_owner
         other.send(thief.call("Resolve", {"name": "x"}, 3))
         await heard(other)
         assert other.codes == {"key"} and not other.entered and owner.taken == []
-        # And as himself he gets a connection of his own, with nothing of the other's.
+        # Under its own name it gets a connection of its own, without the other's messages.
         other.send(himself.hello(4))
         other.send(himself.call("Resolve", {"name": "x"}, 5))
         await heard(other, 2)
@@ -170,7 +170,9 @@ async def test_i6_a_peer_that_takes_over_a_connection_is_not_taken_for_its_owner
             knocker.close()
 
 
-async def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server_and_without_hello_nothing_does(door, context):
+async def test_i6_no_malformed_message_reaches_a_handler_or_harms_the_server_and_none_passes_without_hello(
+    door, context
+):
     credentials, guise = door
     own = guise("client/0")
     async with Net(credentials=credentials) as net:
@@ -216,7 +218,7 @@ async def test_i6_nothing_malformed_reaches_a_handler_or_harms_the_server_and_wi
         knocker.close()
 
 
-async def test_i6_nothing_malformed_gets_through_the_memory_transport():
+async def test_i6_no_malformed_message_passes_the_memory_transport():
     async with Net(memory=True) as net:
         owner = Everything()
         server = net.serve(owner, "server/0")
@@ -282,7 +284,7 @@ async def test_i6_calls_beyond_the_credit_and_storms_of_cancels_leave_nothing_be
         assert server.being_served == 0 and server._deadlines._ticks == {}
 
 
-async def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confirms(alone, monkeypatch):
+async def test_i6_stored_replies_are_bounded_for_a_peer_that_never_confirms(alone, monkeypatch):
     monkeypatch.setattr(serving, "MAX_STORED", 20)
     async with alone() as (_server, _owner, knocker):
         own = knocker.guise
@@ -298,7 +300,7 @@ async def test_i6_replies_are_not_stored_without_end_for_a_peer_that_never_confi
         assert await codes_of(range(201, 221)) == [None] * 19 + ["over_credit"]
 
 
-async def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(alone, context, monkeypatch):
+async def test_i6_floods_of_hello_and_of_names_stay_within_their_bounds(alone, context, monkeypatch):
     monkeypatch.setattr(serving, "MAX_NAMES", 5)
     async with alone() as (server, _owner, knocker):
         own = knocker.guise
@@ -323,8 +325,8 @@ async def test_i6_floods_of_hello_and_of_names_leave_no_more_than_their_bounds(a
             one.close()
 
 
-async def test_a_command_too_many_is_refused_and_no_used_connection_is_dropped(alone, context, monkeypatch):
-    """I6: all of them have one name. One that has ended, which nobody is told, leaves its place."""
+async def test_i6_a_command_too_many_is_refused_and_no_connection_in_use_is_dropped(alone, context, monkeypatch):
+    """All of them have one name. A command that has ended leaves its place, without a message."""
     monkeypatch.setitem(serving.SHARED, LAUNCHER, 6)
     async with alone() as (server, owner, _knocker):
         own = Guise(name=LAUNCHER, incarnation=1, run_id=RUN_ID, secret=SECRET)
@@ -365,7 +367,7 @@ async def test_an_error_message_is_bounded(alone):
         knocker.send(own.call("Score", {"uid": "a", "prompt": "", "row": {}, "completions": [completion]}, 2))
         [(_, body)] = await heard(knocker)
         assert body["code"] == "invalid" and len(body["message"]) <= serving.LONGEST_ERROR
-        # None of these is answered at all.
+        # None of these gets an answer.
         knocker.send([own.header(4, long, id=3), b"\x80"])
         knocker.send(own.hello(4, run_id=long))
         knocker.send(own.hello(5, secret=long))
@@ -374,7 +376,7 @@ async def test_an_error_message_is_bounded(alone):
         assert header[3] == 6
 
 
-async def test_i6_a_frame_over_the_limit_ends_the_connection_and_no_other(context):
+async def test_i6_a_frame_over_the_limit_ends_only_its_connection(context):
     async with Net() as net:
         owner = Everything()
         small = zeromq.ZmqTransport(Credentials(RUN_ID, SECRET), max_message_bytes=100_000)
@@ -382,7 +384,7 @@ async def test_i6_a_frame_over_the_limit_ends_the_connection_and_no_other(contex
         own = Guise(name="client/0", incarnation=7, run_id=RUN_ID, secret=SECRET)
         other, knocker = Knocker(context, address, own), Knocker(context, address, own)
         gone = knocker.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        # Before HELLO, as by a stranger.
+        # Before HELLO, like a stranger.
         knocker.send([os.urandom(200_000), b""])
         await until(lambda: gone.poll(0), "the connection to end")
         gone.close(0)
@@ -412,7 +414,7 @@ async def test_i6_a_connection_that_never_completes_the_handshake_is_dropped(tmp
         while open_ones:
             assert time.monotonic() < deadline, f"{len(open_ones)} of {len(idle)} are still there"
             assert await client.call(Once()) == Done()
-            # A byte at a time, so that there is always something new; without the last.
+            # One byte at a time, so that there is always something new; the last one is missing.
             word, said = says[:-1][said : said + 1], said + 1
             open_ones = {one for one in open_ones if _is_open(one, word)}
             await asyncio.sleep(0.02)
@@ -422,8 +424,8 @@ async def test_i6_a_connection_that_never_completes_the_handshake_is_dropped(tmp
 
 
 @pytest.mark.parametrize(("size", "stays"), [(PIECE_BYTES, True), (PIECE_BYTES + 2 * CURVE_BYTES, False)])
-async def test_i6_a_stranger_sends_no_more_than_kilobytes_before_it_is_authenticated(tmp_path, size, stays):
-    """Friends send what is larger in pieces."""
+async def test_i6_a_stranger_can_send_only_kilobytes_before_it_is_authenticated(tmp_path, size, stays):
+    """Friends send larger messages in pieces."""
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     greeting = GREETING.replace(b"NULL" + bytes(1), b"CURVE")
     async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
@@ -461,7 +463,7 @@ asyncio.run(main())
 """
 
 
-def test_i6_a_peer_that_fills_the_queue_of_a_server_and_leaves_does_not_bring_it_down(context):
+def test_i6_a_peer_that_fills_the_queue_of_a_server_and_leaves_does_not_crash_it(context):
     """In a process of its own, because ZeroMQ would abort it."""
     process = subprocess.Popen([sys.executable, "-c", SLOW_SERVER], stdout=subprocess.PIPE, text=True)
     try:
@@ -475,7 +477,7 @@ def test_i6_a_peer_that_fills_the_queue_of_a_server_and_leaves_does_not_bring_it
             time.sleep(0.2)
             for one in crowd:
                 one.close()
-            # For two heartbeats to each; the first is not answered.
+            # Two heartbeats for each; the first is not answered.
             time.sleep(0.8)
         assert process.poll() is None, f"ended with {process.returncode}"
     finally:
@@ -484,8 +486,8 @@ def test_i6_a_peer_that_fills_the_queue_of_a_server_and_leaves_does_not_bring_it
         process.stdout.close()
 
 
-async def test_a_transport_closes_though_its_doorkeeper_has_died(tmp_path, monkeypatch):
-    """And until then no client is admitted: without its handler CURVE would admit any."""
+async def test_a_transport_closes_even_if_its_doorkeeper_has_died(tmp_path, monkeypatch):
+    """Until then no client is admitted: without its handler CURVE would admit any."""
     create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     died = threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda _args: died.set())
@@ -508,7 +510,7 @@ def _is_open(one, word):
         return False
 
 
-def test_secrets_are_in_no_words_about_them(tmp_path):
+def test_descriptions_of_secrets_do_not_contain_them(tmp_path):
     create_credentials(tmp_path / "a", RUN_ID, ["x/0"], attempts=1, curve=True)
     create_credentials(tmp_path / "b", RUN_ID, ["x/0"], attempts=1, curve=False)
     for folder in ("a", "b"):

@@ -16,7 +16,7 @@ from tools.live_run import LiveRun, LogTail
 
 
 class Shown:
-    """Everything that the processes of a run have shown since their start."""
+    """All output of the processes of a run since their start."""
 
     def __init__(self, run):
         self._run, self.texts = run, {}
@@ -31,12 +31,12 @@ class Shown:
 
 
 def where_found(secrets, run, shown):
-    """Every place outside the private folder that holds one of the secrets, as text or as bytes."""
+    """Every place outside the private folder that has one of the secrets, as text or as bytes."""
     needles = [secret.encode() for secret in secrets.values()]
     needles += [zmq.utils.z85.decode(secret) for secret in secrets.values() if len(secret) == 40]
     shown.look()
     texts = [(place, text) for place, seen in shown.texts.items() for text in seen]
-    # Unlike Path.rglob it bears folders that are renamed meanwhile.
+    # Unlike Path.rglob it tolerates folders that are renamed meanwhile.
     files = [Path(folder, name) for folder, _, names in os.walk(run.folder) for name in names]
     for path in (path for path in files if "private" not in path.parts):
         # A temporary file may be gone.
@@ -46,8 +46,8 @@ def where_found(secrets, run, shown):
 
 
 @pytest.mark.parametrize("curve", ["required", pytest.param("off", marks=pytest.mark.slow)])
-def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
-    # It is stopped when all have knocked.
+def test_i6_a_run_keeps_its_secrets_and_admits_no_stranger(tmp_path, curve):
+    # It is stopped when all strangers have tried.
     tree = SIM_RUN | {"security": {"curve": curve}, "learner": SIM_RUN["learner"] | {"steps": 2000}}
     tree["rollout"] = SIM_RUN["rollout"] | {"replicas": 1}
     run = LiveRun(tree, tmp_path, env={"CANARY": "in the environment"})
@@ -60,11 +60,11 @@ def test_i6_a_run_keeps_its_secrets_and_lets_no_stranger_in(tmp_path, curve):
         assert {stat.S_IMODE(path.stat().st_mode) for path in private.iterdir()} == {0o600}
         actors, secrets = actors_of(run), secrets_of(private)
         assert len(actors) >= 7
-        # One for each start of each actor; who lets hosts join and leave, and who watches, have them, too.
+        # One for each start of each actor. Commands that add and remove hosts, and viewers, have them too.
         assert len(set(secrets.values())) == len(secrets) == (4 * (len(actors) + 2) if curve == "required" else 1)
         assert where_found(secrets, run, shown) == []
         for pid in actors.values():
-            # They would have been found.
+            # The search would have found them.
             assert f"/proc/{pid}/environ" in where_found({"": "CANARY=in the environment"}, run, shown)
             assert f"/proc/{pid}/cmdline" in where_found({"": str(run.run_dir)}, run, shown)
 

@@ -1,4 +1,4 @@
-"""A peer knows for how long its actor has not reached the other, over real sockets."""
+"""A peer measures for how long its actor has not reached the other one, over real sockets."""
 
 import asyncio
 import errno
@@ -36,7 +36,7 @@ SMALL, LARGE = Store(data=np.zeros(1)), Store(data=np.zeros(1 << 16))
 
 @asynccontextmanager
 async def learner_behind_a_way(most=None):
-    """The net, the way that is taken for the learner itself, and a peer of it."""
+    """The net, the path to the learner, and a peer of the learner."""
     async with asyncio.timeout(60), Net() as net:
         net.serve(Server(), "learner/0")
         record = net.records["learner/0"]
@@ -47,7 +47,7 @@ async def learner_behind_a_way(most=None):
 
 async def test_a_peer_is_unreached_while_the_path_is_broken():
     async with learner_behind_a_way() as (_, way, peer):
-        assert peer.unreached_s == 0.0, "nobody has asked for it"
+        assert peer.unreached_s == 0.0, "no call has been made"
         await peer.call(SMALL)
         assert peer.unreached_s == 0.0
         way.cut()
@@ -59,7 +59,7 @@ async def test_a_peer_is_unreached_while_the_path_is_broken():
         await way.open()
         await call
         assert peer.unreached_s == 0.0
-        # The next loss begins at nothing.
+        # The next loss starts at zero.
         way.cut()
         await until(lambda: peer.unreached_s > 0.0)
         assert peer.unreached_s < before
@@ -74,13 +74,13 @@ async def test_a_peer_that_was_never_reached_is_unreached_since_the_first_call()
         assert peer.unreached_s >= 0.3 and not peer.ready
 
 
-async def test_a_peer_that_is_not_tried_is_not_unreached(monkeypatch):
+async def test_a_peer_without_calls_is_not_unreached(monkeypatch):
     async with learner_behind_a_way() as (net, way, peer):
 
         def no_descriptor(*_):
             raise OSError(errno.EMFILE, "no connection to learner/0: Too many open files")
 
-        # Found out and then known.
+        # It is noticed, then known.
         for _ in range(2):
             with monkeypatch.context() as patched:
                 patched.setattr(net.endpoints[-1].transport, "connect", no_descriptor)
@@ -92,7 +92,7 @@ async def test_a_peer_that_is_not_tried_is_not_unreached(monkeypatch):
         await until(lambda: peer.unreached_s > 0.0)
         await way.open()
         await call
-        # Another run's is refused, so it was reached.
+        # The peer of another run refused it, so it was reached.
         stranger = net.client("learner/0", "client/1", credentials=Credentials("run-2", SECRET))
         with pytest.raises(Refused):
             await stranger.call(SMALL)
@@ -110,7 +110,7 @@ async def test_a_dead_peer_is_not_unreached():
         await until(lambda: peer.unreached_s > 0.0)
 
 
-async def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch):
+async def test_a_path_that_passes_only_a_greeting_does_not_count_as_reached(monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)
@@ -135,7 +135,7 @@ async def test_a_way_that_lets_only_a_greeting_through_leads_nowhere(monkeypatch
         assert peer.unreached_s == 0.0
 
 
-async def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeypatch):
+async def test_a_healed_path_is_recognised_by_a_connection_that_lasts(monkeypatch):
     monkeypatch.setattr(call_module, "PROVEN_S", 0.5)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)
@@ -146,7 +146,7 @@ async def test_a_way_that_has_healed_is_known_by_a_connection_that_holds(monkeyp
         await until(lambda: peer.ready)
         assert peer.unreached_s > 0.0
         await until(lambda: peer.unreached_s == 0.0)
-        # So the next loss is that of a way that led there, though nothing was asked.
+        # So the next loss is that of a reached peer, though no call was made.
         assert peer.ready
         way.cut()
         await until(lambda: not peer.ready)

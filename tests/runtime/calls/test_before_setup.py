@@ -1,4 +1,4 @@
-"""A successor that binds its predecessor's port is found there by old connections, long before it is set up."""
+"""A successor binds its predecessor's port. Old connections find it there long before it is set up."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ class Note(Message, frozen=True, kw_only=True):
 
 
 class Taker(Actor):
-    """Is set up, or answers, where an event is set."""
+    """It is set up, or answers, once an event is set."""
 
     role = "learner"
 
@@ -54,7 +54,7 @@ class Taker(Actor):
         self.noted += 1
 
 
-async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is_set_up(tmp_path, monkeypatch):
+async def test_a_successor_on_the_same_port_calls_no_handler_before_it_is_set_up(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
     credentials = Credentials(RUN_ID, SECRET)
@@ -96,7 +96,7 @@ async def test_no_handler_of_a_successor_on_the_same_port_is_called_before_it_is
         await until(lambda: second.counters.get("wire/early", 0) >= 3 or life.done())
         assert not life.done()
         assert (second.address, call.done()) == (first.address, False)
-        # A cast is lost, as any may be.
+        # A cast may be lost.
         assert peer.cast(Note())
         with pytest.raises(DeadlineExceeded, match="which is not set up so far"):
             await peer.call(Take(), timeout=0.2)

@@ -50,7 +50,7 @@ class Recite(Request, frozen=True, kw_only=True):
 
 
 class Count(Request, frozen=True, kw_only=True):
-    """Not to be repeated."""
+    """It must not be repeated."""
 
     reply = Done
     senders = ANYBODY
@@ -165,7 +165,7 @@ async def test_calls_casts_buffers_and_errors(memory):
         assert [kind for kind, _ in net.errors] == ["Fail"]
 
 
-async def test_a_failure_whose_message_is_no_text_is_reported(memory):
+async def test_a_failure_with_an_undecodable_message_is_reported(memory):
     class Failing(Server):
         @handler
         async def fail(self, request: Fail, caller: Caller) -> Done:
@@ -183,7 +183,7 @@ async def test_a_failure_whose_message_is_no_text_is_reported(memory):
                 await peer.call(request)
 
 
-async def test_an_unexpected_failure_is_retryable_but_not_without_end(monkeypatch):
+async def test_an_unexpected_failure_is_retried_a_limited_number_of_times(monkeypatch):
     monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 60.0)
     async with Net(memory=True) as net:
         net.serve(Server(), "server/0")
@@ -193,7 +193,7 @@ async def test_an_unexpected_failure_is_retryable_but_not_without_end(monkeypatc
             errors = await asyncio.gather(*(one.call(Fail(known=False)) for one in peers), return_exceptions=True)
             return [error.retryable for error in errors]
 
-        # All of one moment count once.
+        # Failures of the same moment count once.
         assert all(await retryable(*[peer] * 2 * server_module.MOST_UNEXPECTED))
         monkeypatch.setattr(server_module, "UNEXPECTED_MOMENT_S", 0.0)
         assert await retryable(*[peer] * server_module.MOST_UNEXPECTED, other) == [
@@ -204,7 +204,7 @@ async def test_an_unexpected_failure_is_retryable_but_not_without_end(monkeypatc
         assert await retryable(peer) == [True]
 
 
-async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(memory, monkeypatch):
+async def test_a_message_that_the_role_may_not_send_is_refused_for_good_and_runs_nothing(memory, monkeypatch):
     for kind in (Echo, Note):
         monkeypatch.setattr(kind, "senders", frozenset({"learner", "agent"}))
     async with Net(memory=memory) as net:
@@ -215,7 +215,7 @@ async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(mem
             await reward.call(Echo(n=1))
         assert (caught.value.code, caught.value.retryable) == ("forbidden", False)
         assert reward.cast(Note(text="mine"))
-        # A message that it may send, so that the cast has arrived.
+        # An allowed message, so that the cast has arrived.
         await reward.call(Count())
         assert net.counters("server/0")["wire/refused"] == 2
         await learner.call(Echo(n=2))
@@ -224,10 +224,10 @@ async def test_what_a_role_may_not_send_is_refused_for_good_and_runs_nothing(mem
         assert [caller.name for caller in server.callers] == ["learner/3"]
 
 
-async def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypatch):
-    # No timer helps.
+async def test_calls_end_with_the_reason_if_no_socket_can_be_opened(monkeypatch):
+    # Timers do not help.
     monkeypatch.setattr(peer_module, "REPEAT_S", 1000.0)
-    # Those of two connections, and less than a third one takes.
+    # Enough for two connections, and not for a third.
     monkeypatch.setattr(zeromq, "MOST_SOCKETS", 8)
     async with Net() as net:
         net.serve(Server(), "server/0")
@@ -237,7 +237,7 @@ async def test_calls_end_with_the_reason_where_no_socket_can_be_opened(monkeypat
                 "tcp://127.0.0.1:9", b"%d" % number, lambda frames: None, lambda: None, "nobody/0"
             )
         peer = net.peer(endpoint, "server/0")
-        # The first find out who it is, the next know it.
+        # The first calls find out the identity, the next ones know it.
         for _ in range(2):
             for call in [peer.call(Echo(n=n)) for n in range(3)]:
                 with pytest.raises(OSError, match="no connection to server/0") as caught:
@@ -280,7 +280,7 @@ def lose_replies(tap, count):
     tap.answers = lossy
 
 
-async def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory, monkeypatch):
+async def test_a_lost_reply_is_requested_again_and_no_call_runs_twice(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 60)
     async with Net(memory=memory) as net:
@@ -294,9 +294,9 @@ async def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory,
         await asyncio.gather(*[peer.call(Count()) for _ in range(50)])
         assert server.counted == 51
         for _ in range(20):
-            # Stored replies are pruned: else there would be no room for those of the last.
+            # Stored replies are pruned; otherwise the last ones would have no room.
             await peer.call(Count())
-        # A server that has forgotten a peer, as for others of its name, is said HELLO again.
+        # A server that has forgotten a peer, as for others of its name, gets HELLO again.
         for _ in range(server_module.MAX_SESSIONS_PER_NAME):
             await net.client("server/0").call(Echo())
         hellos = tap.taken["HELLO"]
@@ -304,8 +304,8 @@ async def test_a_lost_reply_is_asked_for_again_and_nothing_is_done_twice(memory,
         assert (server.counted, tap.taken["HELLO"]) == (72, hellos + 1)
 
 
-async def test_calls_that_wait_behind_a_long_one_continue_when_it_has_ended(memory, monkeypatch):
-    """It keeps all replies since its beginning stored, until there is no room for another."""
+async def test_calls_behind_a_long_one_continue_when_it_has_ended(memory, monkeypatch):
+    """All replies since the start of the long call stay stored, until there is no room for another."""
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 20)
     async with Net(memory=memory) as net:
@@ -324,7 +324,7 @@ async def test_calls_that_wait_behind_a_long_one_continue_when_it_has_ended(memo
         assert server.counted == 23
 
 
-async def test_a_peer_is_reached_once_it_has_answered_and_not_before(memory):
+async def test_a_peer_counts_as_reached_once_it_has_answered(memory):
     async with Net(memory=memory) as net:
         peer = net.client("server/0")
         peer.connect()
@@ -336,13 +336,13 @@ async def test_a_peer_is_reached_once_it_has_answered_and_not_before(memory):
         assert peer.ready
 
 
-async def test_a_parked_call_is_asked_after_only_when_half_of_its_deadline_is_over(memory, monkeypatch):
+async def test_a_parked_call_is_asked_about_only_after_half_of_its_deadline(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "REPEAT_S", 0.02)
     async with Net(memory=memory) as net:
         server, tap = Server(), Tap()
         net.serve(server, "server/0", tap=tap)
         peer = net.client("server/0")
-        # Before the first answer a call waits for the connection, which is looked at often.
+        # Before the first answer a call waits for the connection, which is checked often.
         await peer.call(Echo())
         asked = tap.taken["ASK"]
         parked = peer.call(Watch(), timeout=60.0)
@@ -390,8 +390,8 @@ async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(
         assert new.counted == 1
 
 
-async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one_is_not_believed(memory):
-    """The older one lives on and answers: it may be cut off from everybody but us."""
+async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_answers_of_the_older_one_do_not_count(memory):
+    """The older one is alive and answers: it may be cut off from all others but this caller."""
     async with Net(memory=memory) as net:
         old, new, tap, answered = Server(), Server(), Tap(), []
         net.serve(old, "server/0", 1, tap=tap)
@@ -407,10 +407,10 @@ async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one
         assert (await count, count.answered_by) == (Done(), 1), "the reply was there just before"
         old.answer.set()
         await until(lambda: parked.id in answered)
-        # When this one has its answer, the other's would have come.
+        # When this one has its answer, the other's would have arrived.
         await witness.call(Echo())
         assert not parked.done()
-        # It was sent, so it may have been done.
+        # It was sent, so it may have run.
         net.serve(new, "server/0", 2)
         await new.parked.wait()
         with pytest.raises(PeerRestarted):
@@ -425,7 +425,7 @@ async def test_an_adopted_incarnation_gets_the_calls_in_flight_and_the_older_one
 
 
 async def test_messages_of_an_older_incarnation_are_dropped_after_an_adoption(memory):
-    """Also where its reply, or its WELCOME, is on its way already."""
+    """Even if its reply, or its WELCOME, is already on its way."""
     async with Net(memory=memory) as net:
         old, theirs, ours, late = Server(), Tap(), Tap(), []
         bound = net.serve(old, "server/0", 1, tap=theirs)
@@ -439,7 +439,7 @@ async def test_messages_of_an_older_incarnation_are_dropped_after_an_adoption(me
         assert not echo.done()
         assert net.counters("client/0")["wire/from_replaced"] == 1
         ours.hears = pass_on
-        # A peer that resolves it meanwhile, or did before, knows the older one and does not connect to it.
+        # A peer that has resolved it, before or meanwhile, knows the older one and does not connect to it.
         early, found = net.client("server/0", "early/0"), net.client("server/0", "found/0")
         early.adopt(2)
         await found.call(Echo())
@@ -478,7 +478,7 @@ async def test_messages_over_the_limit_are_refused_by_their_sender(memory):
     async with Net(memory=memory) as net:
         net.serve(Server(), "server/0", max_message_bytes=100_000)
         peer, small = net.client("server/0"), net.client("server/0", name="small/0", max_message_bytes=1000)
-        # Known from its WELCOME on.
+        # The limit is known from WELCOME on.
         await peer.call(Echo())
         with pytest.raises(ProtocolError, match=r"over the 100000 that server/0 accepts"):
             await peer.call(Add(data=np.zeros(200_000, np.uint8)))
@@ -487,7 +487,7 @@ async def test_messages_over_the_limit_are_refused_by_their_sender(memory):
         await peer.call(Echo())
 
 
-async def test_under_curve_a_large_message_arrives_whole(tmp_path):
+async def test_a_large_message_arrives_whole_under_curve(tmp_path):
     create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=True)
     async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
         server = Server()
@@ -501,7 +501,7 @@ async def test_under_curve_a_large_message_arrives_whole(tmp_path):
 
 
 @pytest.mark.parametrize("curve", [False, True], ids=["plain", "curve"])
-async def test_what_is_as_large_as_the_limit_arrives(tmp_path, curve):
+async def test_a_message_as_large_as_the_limit_arrives(tmp_path, curve):
     create_credentials(tmp_path / "private", "run-1", ["server/0", "client/0"], attempts=1, curve=curve)
     limit = 3 * PIECE_BYTES
 
@@ -519,7 +519,7 @@ async def test_what_is_as_large_as_the_limit_arrives(tmp_path, curve):
         await peer.call(Echo())
         data = np.zeros(limit, np.uint8)
         beside_data = size_of(endpoint.codec.encode(Add(data=data))) - limit
-        # A call that the server has taken, since the answer is twice as large.
+        # A call that the server has accepted, since the answer is twice as large.
         with pytest.raises(RemoteError, match="too_large"):
             await peer.call(Add(data=data[: limit - beside_data]))
         # An answer of one frame.

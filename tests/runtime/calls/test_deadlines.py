@@ -12,8 +12,8 @@ RUN = run_virtual
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0), st.booleans()), max_size=30))
-def test_each_expires_once_unless_removed_before_and_no_later_than_a_tick(items):
-    """(when it expires, when it is removed, whether its expiry raises): that delays no other, and is reported."""
+def test_each_item_expires_once_unless_removed_and_at_most_a_tick_late(items):
+    """(when it expires, when it is removed, whether its expiry raises). An error is reported and delays no other item."""
 
     async def main():
         loop, came, told = asyncio.get_running_loop(), {}, []
@@ -42,7 +42,7 @@ def test_each_expires_once_unless_removed_before_and_no_later_than_a_tick(items)
     run_virtual(main())
 
 
-async def test_an_item_may_be_added_again_when_it_expires_and_nothing_comes_after_the_close():
+async def test_an_item_may_be_added_again_when_it_expires_and_none_expires_after_the_close():
     loop, came = asyncio.get_running_loop(), []
 
     def expire(item):
@@ -50,7 +50,7 @@ async def test_an_item_may_be_added_again_when_it_expires_and_nothing_comes_afte
         if len(came) < 3:
             deadlines.add(item, loop.time() + 0.1)
         elif item == "a":
-            # Later than another that is there: the timer is set for that one all the same.
+            # Later than another item: the timer still follows the other one.
             deadlines.add("later", loop.time() + 50.0)
 
     deadlines = Deadlines(loop, expire)

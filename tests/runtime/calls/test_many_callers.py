@@ -13,7 +13,7 @@ class Nothing:
 
 
 class Wire:
-    """A transport that keeps the way to its owner, and who was welcomed."""
+    """A transport that keeps its owner, and the welcomed peers."""
 
     address = "tcp://127.0.0.1:1"
 
@@ -30,11 +30,11 @@ class Wire:
         return True
 
     def close(self):
-        """Nothing is open."""
+        """No connection is open."""
 
 
 async def work_with(callers):
-    """Costs of a HELLO of one more, and of the death of one."""
+    """The cost of the HELLO of one more caller, and of the death of one."""
     async with Net(memory=True) as net:
         wire = Wire()
         server = net.serve(Nothing(), "learner/0", transport=wire)
@@ -54,6 +54,6 @@ async def work_with(callers):
         return first, again, death
 
 
-def test_a_hello_and_a_death_look_at_the_connections_of_their_own_name():
+def test_a_hello_and_a_death_touch_only_connections_of_their_own_name():
     few, many = asyncio.run(work_with(20)), asyncio.run(work_with(400))
     assert all(of_many < 1.2 * of_few + 20 for of_few, of_many in zip(few, many, strict=True))

@@ -1,4 +1,4 @@
-"""Overload: what is queued is not sent again, and what is lost is."""
+"""Overload: queued messages are not sent again, and lost ones are."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class Ping(Request, frozen=True, kw_only=True):
 
 
 class Receiver:
-    """Its handler waits until it may continue; its event loop runs."""
+    """Its handler waits for an event; its event loop runs."""
 
     def __init__(self):
         self.came, self.go_on, self.sums = asyncio.Event(), asyncio.Event(), []
@@ -75,7 +75,7 @@ def seldom(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [10, MB10])
-async def test_a_call_that_is_lost_on_a_living_connection_is_sent_again(often, size):
+async def test_a_call_lost_on_a_live_connection_is_sent_again(often, size):
     lost, tap = [], Tap()
 
     def lossy(header, go_on):
@@ -94,8 +94,8 @@ async def test_a_call_that_is_lost_on_a_living_connection_is_sent_again(often, s
         assert (tap.taken["CALL"], receiver.sums) == (3, [size])
 
 
-def test_many_questions_about_a_lost_call_send_it_again_once():
-    """They queue while the receiver stands still, and each is answered that it is not there."""
+def test_repeated_questions_about_a_lost_call_send_it_again_once():
+    """They queue while the receiver is frozen. Each gets the answer that the call is not there."""
 
     async def main():
         async with Net(memory=True) as net:
@@ -120,7 +120,7 @@ def test_many_questions_about_a_lost_call_send_it_again_once():
 
 
 def test_a_call_that_never_arrives_is_sent_with_growing_pauses():
-    """As one that its receiver cannot read."""
+    """Like a call that its receiver cannot read."""
 
     async def main():
         async with Net(memory=True) as net:
@@ -129,7 +129,7 @@ def test_a_call_that_never_arrives_is_sent_with_growing_pauses():
             peer = net.client("server/0")
             await peer.call(Ping())
             tap.taken.clear()
-            # Enough that no test waits for ever.
+            # Enough to end every test.
             tap.takes = lambda header, go_on: None if header.kind == Kind.CALL and tap.taken["CALL"] < 100 else go_on()
             with pytest.raises(DeadlineExceeded, match="which has not said that it has the call"):
                 await peer.call(ones(MB10), 120.0)
@@ -139,15 +139,15 @@ def test_a_call_that_never_arrives_is_sent_with_growing_pauses():
 
 
 def is_bound(server):
-    """Bind it where it was, if that is free."""
+    """Bind at the old address, if it is free."""
     with contextlib.suppress(OSError):
         return bool(server.bind(server.address))
     return False
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-async def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_lost(seldom, forgets):
-    """No timer helps: the HELLO after the break finds out."""
+async def test_a_reconnect_sends_a_payload_again_only_if_it_was_lost(seldom, forgets):
+    """Timers do not help: the HELLO after the break finds out."""
     async with Net() as net:
         receiver, tap = Receiver(), Tap()
         server = net.serve(receiver, "server/0", tap=tap)
@@ -155,10 +155,10 @@ async def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_los
         await receiver.came.wait()
         tap.server.close()
         for number in range(MAX_SESSIONS_PER_NAME if forgets else 0):
-            # The first of its name is dropped.
+            # The first message of its name is dropped.
             tap.server.take(b"another %d" % number, net.endpoint("client/0").hello(1), None)
         tap.taken.clear()
-        # Once ZeroMQ's thread has let go of the port.
+        # Once ZeroMQ's thread has released the port.
         await until(lambda: is_bound(server))
         await until(lambda: tap.taken["ASK"] and len(receiver.sums) == 1 + forgets)
         receiver.go_on.set()
@@ -167,7 +167,7 @@ async def test_a_connection_that_comes_back_costs_a_payload_only_where_it_is_los
 
 
 class Frozen:
-    """A bare ROUTER that says WELCOME and then reads nothing until it is asked what has come."""
+    """A bare ROUTER that says WELCOME and then reads nothing until a test asks for its messages."""
 
     def __init__(self, socket, **welcome):
         self.socket, self._welcome = socket, welcome
@@ -185,7 +185,7 @@ class Frozen:
         self.socket.send_multipart([routing_id, encode_header(header), *Codec().encode(body)])
 
     async def take(self):
-        """Id and bytes of each call, and how many ASKs."""
+        """Id and bytes of each call, and the number of ASKs."""
         calls, asks = [], 0
         while self.socket.poll(200):
             _, head, *frames = self.socket.recv_multipart()
@@ -198,7 +198,7 @@ class Frozen:
 
 @asynccontextmanager
 async def frozen_server(**welcome):
-    """One that was not welcoming so far, and a peer of it."""
+    """A ROUTER that has not sent WELCOME yet, and a peer of it."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
         frozen = Frozen(socket, **welcome)
@@ -209,8 +209,8 @@ async def frozen_server(**welcome):
 
 
 @pytest.mark.parametrize("answers_ask", [True, False])
-async def test_a_receiver_that_is_frozen_is_sent_one_copy_unless_it_answers_no_ask(often, answers_ask):
-    """As an older implementation of the protocol, to which calls are repeated whole."""
+async def test_a_frozen_receiver_gets_one_copy_unless_it_answers_no_ask(often, answers_ask):
+    """An older implementation of the protocol answers none; calls are repeated to it whole."""
     async with frozen_server(**({"answers_ask": True} if answers_ask else {})) as (frozen, peer):
         call = peer.call(ones(MB10 if answers_ask else 10), timeout=1.5)
         await frozen.welcome()
@@ -220,7 +220,7 @@ async def test_a_receiver_that_is_frozen_is_sent_one_copy_unless_it_answers_no_a
         assert len(set(calls)) == 1 and (len(calls) == 1) == answers_ask == (asks > 5)
 
 
-async def test_large_payloads_on_their_way_keep_within_the_budget_and_small_ones_pass(seldom):
+async def test_large_payloads_in_flight_keep_within_the_budget_and_small_ones_pass(seldom):
     async with frozen_server(answers_ask=True) as (frozen, peer):
         calls = [peer.call(ones(MB10), timeout=1.5) for _ in range(4)] + [peer.call(Ping(), timeout=1.5)]
         await frozen.welcome()
@@ -229,11 +229,11 @@ async def test_large_payloads_on_their_way_keep_within_the_budget_and_small_ones
             assert str(error).startswith("client/0 waited ") and " on server/0 for Give: " in str(error)
             assert "its turn has not come" in str(error)
         taken, _ = await frozen.take()
-        assert [id for id, _ in taken] == [calls[4].id, calls[0].id], "nor when nobody waits for the first any more"
+        assert [id for id, _ in taken] == [calls[4].id, calls[0].id], "nor after the first has been given up"
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_what_arrives_after_its_caller_has_given_up_or_is_lost_makes_room(is_lost):
+def test_payloads_that_arrive_after_their_call_has_ended_or_are_lost_make_room(is_lost):
     async def main():
         async with Net(memory=True) as net:
             receiver, tap, late = Receiver(), Tap(), []
@@ -250,14 +250,14 @@ def test_what_arrives_after_its_caller_has_given_up_or_is_lost_makes_room(is_los
             for go_on in () if is_lost else late:
                 go_on()
             await waits
-            # Nothing is under way: else there would be no room for all of this one.
+            # Nothing is in flight: otherwise there would be no room for all of this one.
             await peer.call(ones(BUDGET_BYTES), 0.01)
 
     run_virtual(main())
 
 
-async def test_a_receiver_that_takes_large_payloads_in_gets_them_all_though_it_answers_none(seldom):
-    """It says that it has them, which makes room for the next."""
+async def test_a_receiver_that_accepts_large_payloads_gets_them_all_though_it_answers_none(seldom):
+    """It confirms them, which makes room for the next."""
     async with Net() as net:
         receiver, tap, under_way, most = Receiver(), Tap(), set(), []
 
@@ -282,7 +282,7 @@ async def test_a_receiver_that_takes_large_payloads_in_gets_them_all_though_it_a
         assert most == [1] * 5, "each is sent once, and no two are on their way"
 
 
-async def test_more_calls_than_may_wait_fail_at_once_and_name_the_peer(monkeypatch):
+async def test_calls_over_the_limit_of_waiting_ones_fail_at_once_and_name_the_peer(monkeypatch):
     monkeypatch.setattr(peer_module, "MOST_CALLS", 3)
     async with Net(memory=True) as net:
         peer = net.client("server/0")
@@ -293,8 +293,8 @@ async def test_more_calls_than_may_wait_fail_at_once_and_name_the_peer(monkeypat
         await asyncio.gather(*calls[:3])
 
 
-def test_silence_ends_a_call_and_the_word_that_it_is_held_does_not():
-    """On virtual time: for an hour, though half of the questions are lost; or as long as the peer says nothing."""
+def test_a_call_ends_if_its_peer_is_silent_and_not_while_the_peer_says_it_is_held():
+    """On virtual time. Held: an hour passes, though half of the questions are lost."""
 
     async def main():
         async with Net(memory=True) as net:

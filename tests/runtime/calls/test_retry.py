@@ -10,8 +10,8 @@ draws = st.floats(0.0, 1.0, exclude_max=True)
 
 
 @given(firsts, st.integers(0, 10_000), draws)
-def test_pauses_double_with_each_time_up_to_the_bound(first_s, times, draw):
-    """For the same draw, by which they are spread evenly above nothing."""
+def test_pauses_double_each_time_up_to_the_bound(first_s, times, draw):
+    """For the same random draw, which spreads them evenly above zero."""
     assert 0.0 < pause(first_s, 0, draw) <= first_s
     assert abs(pause(first_s, 0, draw) / first_s - (1.0 - draw)) < 1e-9
     growth = pause(first_s, times + 1, draw) / pause(first_s, times, draw)

@@ -1,4 +1,4 @@
-"""The part of a heartbeat that is taken in."""
+"""The part of a heartbeat that a registry accepts."""
 
 import math
 
@@ -19,7 +19,7 @@ def beat(number=1, **facts):
 
 
 def heard(*beats):
-    """A registry's record of an actor that sends these, and the number of those left out."""
+    """A registry's record of an actor that sends these values, and the number of omitted ones."""
     registry = Registry()
     registry.register(ActorRecord(name="reward/0", incarnation=1, address="x"), 0.0)
     for number, one in enumerate(beats, 1):
@@ -43,7 +43,7 @@ SOUND = beat(
 )
 
 
-def test_what_is_sound_is_taken_as_it_is():
+def test_valid_values_are_kept_unchanged():
     entry, left_out = heard(SOUND)
     assert entry.heartbeat == SOUND and left_out == 0
     assert (entry.figures, list(entry.resources)) == (SOUND.counters, ["worker/0"])
@@ -72,7 +72,7 @@ def test_what_is_sound_is_taken_as_it_is():
     ],
     ids=str,
 )
-def test_what_is_not_is_left_out_and_the_rest_counts(facts):
+def test_invalid_values_are_omitted_and_the_rest_counts(facts):
     more = {name: SOUND.counters for name in ("counters",) if name not in facts}
     entry, left_out = heard(beat(**facts, **more, rss_bytes=7))
     assert left_out == 1
@@ -80,7 +80,7 @@ def test_what_is_not_is_left_out_and_the_rest_counts(facts):
     assert entry.figures == more.get("counters", {}) and not entry.resources and not entry.histograms
 
 
-def test_texts_are_cut_and_of_too_many_events_the_newest_taken():
+def test_texts_are_cut_and_of_too_many_events_the_newest_are_kept():
     long = "x" * 10_000
     events = [EventRecord(number, 5.0, long, long) for number in range(1, 1001)]
     entry, left_out = heard(beat(state=long, awaiting=long, events=events))
@@ -90,8 +90,8 @@ def test_texts_are_cut_and_of_too_many_events_the_newest_taken():
     assert left_out == 1000 - heartbeat_limits.MOST_EVENTS
 
 
-def test_of_an_actor_no_more_is_kept_than_there_are_limits_for():
-    """However they are spread over heartbeats; known names are still taken in."""
+def test_the_values_kept_for_an_actor_are_limited():
+    """Even if they are spread over heartbeats. Known names are still accepted."""
     beats = [
         beat(
             counters={f"{number}/{index}": 1.0 for index in range(1500)} | {"0/0": float(number)},

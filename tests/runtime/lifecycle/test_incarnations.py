@@ -23,31 +23,31 @@ FROZEN = "it did not beat for 61 s"
     ("starts", "numbers"),
     [
         ([ROLLOUTER, ROLLOUTER, "reward/0"], [1, 2, 1]),
-        # The ranks that start together have one generation, and a successor begins the next.
+        # The ranks that start together share a generation, and a successor begins the next.
         ([*RANKS, "learner/1", "learner/0", "learner/2"], [1, 1, 1, 2, 2, 2]),
         (["learner/0", "learner/1", "learner/0", "learner/0", "learner/1"], [1, 1, 2, 3, 3]),
     ],
 )
-def test_an_agent_counts_lives_by_itself(starts, numbers):
+def test_an_agent_numbers_incarnations_by_itself(starts, numbers):
     own = Incarnations(4 * SPAN, gang_of)
     assert [own.next(name) - 4 * SPAN for name in starts] == numbers
 
 
-def test_the_word_of_the_controller_rules():
+def test_the_number_of_the_controller_wins():
     own = Incarnations(0, gang_of)
     assert own.next("learner/0") == 1
     own.hear([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 9})
     assert own.next("learner/0") == 9
-    # The host that has given 5 may have given more since.
+    # The host that has assigned 5 may have assigned more since.
     assert own.next(ROLLOUTER) > 5 + LEAP
-    # An older word changes nothing, nor does the same one again.
+    # An older message changes nothing, nor does a repeat of the same one.
     own.hear([Dead("learner/0", 1), Dead(ROLLOUTER, 5)], {"learner": 3})
     assert (own.next("learner/0"), own.next(ROLLOUTER)) == (10, 5 + LEAP + 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=20), st.integers(0, 1 << 61))
-def test_each_attempt_begins_above_all_that_came_before(attempts, written):
-    """Also above a folder of checkpoints whose writers were numbered by the time; few attempts come to have one."""
+def test_each_attempt_starts_above_all_earlier_numbers(attempts, written):
+    """Even above a folder of checkpoints whose writers were numbered by time, which few attempts have."""
     newest, attempt = written, 0
     for skipped, claims in attempts:
         attempt += 1 + skipped
@@ -58,7 +58,7 @@ def test_each_attempt_begins_above_all_that_came_before(attempts, written):
 
 
 def test_the_numbers_of_successors_do_not_overlap():
-    # As many as a snapshot twice a second has in a year.
+    # Two snapshots a second for a year.
     in_a_year = 2 * 366 * 86400 << 19
     for life in (1, 2, 1000):
         first = numbers_begin_above(7 * SPAN + life)
@@ -67,7 +67,7 @@ def test_the_numbers_of_successors_do_not_overlap():
 
 @dataclass
 class Agent:
-    """One host. A host that is cut off neither hears nor is heard."""
+    """One host. A host that is cut off neither sends nor receives."""
 
     incarnations: Incarnations
     actors: set[str]
@@ -138,7 +138,7 @@ class World:
         agent.untold.append((name, number))
 
     def tell(self, agent):
-        """Reports of an agent and its actors; a new controller gets all of them."""
+        """An agent and its actors report; a new controller gets all reports."""
         if agent.is_cut_off:
             return
         if agent.heard is not self.registry:
@@ -185,8 +185,8 @@ class World:
                 agent.is_cut_off = False
                 self.tell(agent)
             case "move" if agent.is_cut_off and agent.actors <= {dead.name for dead in self.registry.dead}:
-                # Its host is lost for good; another agent takes its actors over, and is heard
-                # to start them: the next one, if there is one, counts from what it has told.
+                # Its host is lost for good. Another agent takes over its actors and reports that
+                # it starts them: a later agent counts from the reported numbers.
                 self.agents.remove(agent)
                 self.agents.append(Agent(Incarnations(self.above, gang_of), agent.actors))
                 for each in sorted(agent.actors):
@@ -195,7 +195,7 @@ class World:
                 self.resume()
 
     def settle(self):
-        """All hosts are connected and restart what has ended."""
+        """All hosts are connected and restart the actors that have ended."""
         for agent in self.agents:
             agent.is_cut_off = False
         for _ in range(3):
@@ -211,7 +211,7 @@ class World:
         living = {name: self.agent_of(name).living[name] for name in NAMES}
         assert len({living[rank] for rank in RANKS}) == 1
         for rank in RANKS:
-            # The ranks that it has met are there; a rank that has died since is not awaited.
+            # The ranks it has met are there; it does not wait for a rank that has died since.
             assert all(living[other] == living[rank] for other in self.met.get((rank, living[rank]), ()))
         before = {name: list(numbers) for name, numbers in self.lives.items()}
         for agent in self.agents:
@@ -226,7 +226,7 @@ KINDS = ("die", "start", "tell", "hear", "freeze", "restart", "forget", "cut", "
 
 
 def history(text):
-    """Steps, each a word with the name of the actor."""
+    """Steps, each a verb with the name of the actor."""
     return [tuple(step.split()) for step in text.split(", ")]
 
 
@@ -235,7 +235,7 @@ def history(text):
 @example(history("cut learner/1, die learner/1, start learner/1, move learner/1, start learner/1"))
 @example(history("cut learner/0, move learner/0, cut learner/0, start learner/0, move learner/0"))
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)), max_size=40))
-def test_no_two_lives_share_a_number_and_the_gang_comes_together(steps):
+def test_no_two_incarnations_share_a_number_and_the_ranks_come_together(steps):
     world = World()
     for kind, name in steps:
         world.do(kind, name)

@@ -19,11 +19,11 @@ def beat(number):
     return Heartbeat(beat=number, state="ready")
 
 
-def test_an_actor_is_ready_from_when_it_has_an_address_to_its_end():
+def test_an_actor_is_ready_from_its_first_address_to_its_end():
     registry = Registry(gang_of)
     registry.register(record(5, address=""), 0.0)
     assert registry.resolve("rollouter/0") is registry.resolve("rollouter/0", unready=True) is None
-    # Its facts can be asked for before that.
+    # Its facts are available before that.
     registry.register(record(5, address="", facts={"port": 7}), 0.0)
     assert registry.resolve("rollouter/0", unready=True).facts == {"port": 7}
     assert (registry.resolve("rollouter/0"), registry.ready()) == (None, set())
@@ -38,7 +38,7 @@ def test_an_actor_is_ready_from_when_it_has_an_address_to_its_end():
     assert registry.resolve("rollouter/0") == record(6)
 
 
-def test_a_heartbeat_that_is_older_than_the_newest_is_ignored():
+def test_a_heartbeat_older_than_the_newest_is_ignored():
     registry = Registry(gang_of)
     assert not registry.heartbeat("rollouter/0", 9, beat(1), 0.0)
     registry.register(record(9), 0.0)
@@ -53,7 +53,7 @@ STALL_S = 40.0
 
 
 def beaten(*, at):
-    """An actor of incarnation 9 that beat last ``at`` this time, in a registry that has listened from 0 on."""
+    """An actor of incarnation 9 with its last beat at ``at``, in a registry that has listened from 0 on."""
     registry = Registry(gang_of)
     registry.silent(0.0, STALL_S)
     registry.register(record(9), 0.0)
@@ -62,7 +62,7 @@ def beaten(*, at):
 
 
 def look(registry, *, start=0.0, until):
-    """Ask as often as one has to; what the last answer says."""
+    """Ask as often as needed. Returns the last answer."""
     now = start
     while now < until:
         registry.silent(now, STALL_S)
@@ -73,12 +73,12 @@ def look(registry, *, start=0.0, until):
 def test_an_actor_without_heartbeats_is_silent_and_its_successor_has_its_own_time():
     assert look(beaten(at=5.0), until=44.9) == []
     assert look(beaten(at=5.0), until=45.0) == [Condemned("rollouter/0", 9, "it did not beat for 40 s")]
-    # Any word of it ends the silence.
+    # Any message from it ends the silence.
     heard, moved = beaten(at=5.0), beaten(at=5.0)
     heard.heartbeat("rollouter/0", 9, beat(2), 44.0)
     moved.register(record(9, address="tcp://127.0.0.1:2"), 44.0)
     assert look(heard, until=60.0) == look(moved, until=60.0) == []
-    # Nor is one silent that has ended.
+    # An actor that has ended is not silent either.
     heard.ended("rollouter/0", 9, 60.0)
     assert look(heard, start=60.0, until=120.0) == []
     heard.register(record(10), 120.0)
@@ -87,7 +87,7 @@ def test_an_actor_without_heartbeats_is_silent_and_its_successor_has_its_own_tim
 
 
 def test_a_new_process_has_time_to_load_its_code():
-    """Others are noticed at the shortest silence that may be configured: three heartbeats, asked once in each."""
+    """Others are noticed at the shortest silence that may be configured: three heartbeats, checked once in each."""
     registry = Registry(gang_of)
     registry.started("rollouter/0", 7, 0.0)
     registry.register(record(7, name="rollouter/1"), 0.0)
@@ -102,7 +102,7 @@ def test_a_new_process_has_time_to_load_its_code():
 
 
 def test_silence_counts_only_while_the_registry_listens():
-    """A controller that was stopped with its whole host must not have all actors killed."""
+    """A controller that was frozen with its whole host must not have all actors killed."""
     registry = beaten(at=5.0)
     assert look(registry, until=30.0) == []
     assert registry.silent(1000.0, STALL_S) == []
@@ -110,8 +110,8 @@ def test_silence_counts_only_while_the_registry_listens():
     assert look(registry, start=1039.9, until=1040.0) == [Condemned("rollouter/0", 9, "it did not beat for 1035 s")]
 
 
-def test_a_gap_that_is_short_for_hosts_and_long_for_actors_is_no_silence_of_actors():
-    """Hosts are looked at first in each round, and may be lost after another time than actors."""
+def test_a_gap_short_for_hosts_and_long_for_actors_is_no_silence_of_actors():
+    """Hosts are checked first in each round, and may be lost after another time than actors."""
     registry, host_lost_s = beaten(at=5.0), 10 * STALL_S
     look(registry, until=30.0)
     for now in (30.0 + STALL_S, 50.0 + STALL_S, 30.0 + 2 * STALL_S):
@@ -126,7 +126,7 @@ def test_a_gap_that_is_short_for_hosts_and_long_for_actors_is_no_silence_of_acto
         max_size=60,
     )
 )
-def test_only_the_newest_incarnation_is_ever_heard(events):
+def test_only_the_newest_incarnation_is_heard(events):
     registry = Registry(gang_of)
     newest, dead = 0, set()
     for now, (kind, incarnation, ready) in enumerate(events):
@@ -167,7 +167,7 @@ def killed(registry):
     return {actor.name: actor.incarnation for actor in registry.condemned}
 
 
-def test_the_condemned_are_dead_to_the_others_at_once():
+def test_condemned_actors_count_as_dead_at_once():
     registry = beaten(at=5.0)
     assert registry.condemned == []
     registry.condemn([Condemned("rollouter/0", 9, FROZEN), Condemned("rollouter/7", 1, FROZEN)])
@@ -188,8 +188,8 @@ def test_the_condemned_are_dead_to_the_others_at_once():
 
 
 @pytest.mark.parametrize("first", ["report", "registration"])
-def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
-    """In either order of the agent's report and the successor; another death starts the same again."""
+def test_the_death_of_a_rank_condemns_the_ranks_of_its_generation(first):
+    """In either order of the agent's report and the successor. Another death does the same again."""
     registry = gang(r0=7, r1=7, r2=7)
     events = [
         lambda: registry.ended("learner/1", 7, 1.0),
@@ -208,7 +208,7 @@ def test_the_death_of_a_rank_condemns_the_ranks_it_was_with(first):
     assert (killed(registry), registry.ready()) == ({}, {"rollouter/0", "learner/0", "learner/1"})
     registry.ended("learner/1", 8, 3.0)
     registry.ended("learner/0", 8, 3.1)
-    # One of the generation that is over comes too late.
+    # A rank of the old generation registers too late.
     with pytest.raises(Refused, match="to be killed"):
         registry.register(record(8, name="learner/2"), 3.2)
     assert killed(registry) == {"learner/2": 8}
@@ -226,7 +226,7 @@ def test_the_death_of_a_rank_ends_its_generation_unless_it_was_asked_to_end():
     assert registry.generations == {"learner": 8}
 
 
-# --- what outlives a registry ---
+# --- the successor of a registry ---
 
 
 def successor_of(registry):
@@ -235,7 +235,7 @@ def successor_of(registry):
     return found
 
 
-def test_what_was_lost_with_its_host_is_dead_though_only_an_earlier_registry_heard_of_it():
+def test_an_actor_lost_with_its_host_is_dead_even_if_only_an_earlier_registry_knew_it():
     registry = gang(r0=7, r1=7)
     found = successor_of(registry)
     found.register(record(7, name="learner/0"), 1.0)
@@ -246,7 +246,7 @@ def test_what_was_lost_with_its_host_is_dead_though_only_an_earlier_registry_hea
         found.register(record(5), 3.0)
 
 
-def test_changes_count_what_is_to_be_kept():
+def test_changes_count_the_state_that_has_to_be_saved():
     registry = Registry(gang_of)
     registry.register(record(5), 0.0)
     before = registry.changes

@@ -29,8 +29,8 @@ class Echo:
         return Resolved(record=ActorRecord(name=caller.name, incarnation=1, address=""))
 
 
-async def test_a_key_is_admitted_from_joining_to_leaving():
-    """I6: and whoever is turned away is counted."""
+async def test_i6_a_key_is_admitted_from_joining_to_leaving():
+    """Refused keys are counted."""
     async with (
         asyncio.timeout(20),
         Net(credentials=lambda name: credentials(name, KEYS if name == "rollouter/1" else NAMES)) as net,
@@ -67,7 +67,7 @@ class Admitted:
         self.told.append(set(peers))
 
 
-def test_only_a_newer_word_counts():
+def test_only_a_newer_roster_counts():
     transport = Admitted()
     roster = Roster(NAMES, credentials("dataloader/0"), transport)
     newer = Members(number=3, keys={"rollouter/1": KEYS["rollouter/1"]}, serving=["rollouter/1"])
@@ -78,7 +78,7 @@ def test_only_a_newer_word_counts():
     assert roster.actors == ("dataloader/0",)
     assert transport.told == [set(KEYS), {"dataloader/0"}]
     assert roster.peers == {"dataloader/0": KEYS["dataloader/0"]}
-    # Without keys there are names alone.
+    # Without keys there are only names.
     transport = Admitted()
     roster = Roster(NAMES, Credentials("run-1", "s3cret"), transport)
     roster.take_in(Members(number=1, serving=["rollouter/1"]))

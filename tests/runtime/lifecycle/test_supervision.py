@@ -17,13 +17,13 @@ from asyncrl.runtime.lifecycle.supervision import GiveUp, Restart, Supervisor
 
 
 class Misfit(AsyncRLError):
-    """An error that says that it may be restarted, with an exit code after which no agent does."""
+    """An error that allows a restart, with an exit code after which no agent restarts."""
 
     exit_code = 78
 
 
 @pytest.mark.parametrize(("exit_code", "restarted"), [(-9, True), (1, True), (0, True), (78, False), (2, False)])
-def test_which_ends_lead_to_a_restart(exit_code, restarted):
+def test_the_end_of_an_actor_decides_on_its_restart(exit_code, restarted):
     decision = Supervisor(3, 100.0, 0.5).ended("rollouter/3", exit_code, now=0.0)
     assert isinstance(decision, Restart if restarted else GiveUp)
 
@@ -33,7 +33,7 @@ def test_pauses_double_and_the_limit_holds_within_the_window():
     restarts = [policy.ended("rollouter/0", 1, t) for t in (0.0, 1.0, 2.0)]
     assert restarts == [Restart(0.5, 1), Restart(1.0, 2), Restart(2.0, 3)]
     assert policy.ended("rollouter/0", -9, 3.0) == GiveUp("killed by SIGKILL, after 3 restarts within 100 s")
-    # Another actor has an account of its own, and what left the window counts no more.
+    # Another actor is counted separately, and restarts before the window do not count.
     assert policy.ended("rollouter/1", 1, 3.0) == Restart(0.5, 1)
     assert policy.ended("rollouter/0", 1, 100.0) == Restart(2.0, 4)
     assert isinstance(policy.ended("rollouter/0", 1, 100.5), GiveUp)
@@ -52,7 +52,7 @@ def test_thousands_of_restarts_within_the_window_have_a_pause():
     window=st.floats(1, 100),
     backoff=st.floats(0.01, 10),
 )
-def test_never_more_restarts_than_allowed_in_any_window(deaths, max_restarts, window, backoff):
+def test_no_window_has_more_restarts_than_allowed(deaths, max_restarts, window, backoff):
     policy = Supervisor(max_restarts, window, backoff)
     now, restarts = 0.0, []
     for gap in deaths:
@@ -66,7 +66,7 @@ def test_never_more_restarts_than_allowed_in_any_window(deaths, max_restarts, wi
         assert sum(start <= t < start + window for t in restarts) <= max_restarts
 
 
-def test_roles_end_before_those_that_they_need():
+def test_roles_end_before_the_roles_that_they_need():
     order = [
         {"rollouter", "reward"},
         {"parameter_server", "dataloader", "episodes"},
@@ -90,7 +90,7 @@ def test_roles_end_before_those_that_they_need():
     ],
 )
 async def test_an_error_knows_whether_a_restart_may_help(tmp_path, monkeypatch, error, restarted):
-    """The controller, which ends the run for it, is told only of one that none mends."""
+    """The controller ends the run only for an error that no restart mends."""
     system = System(sim_config(), tmp_path)
     controller = system.make(CONTROLLER)
     life = asyncio.create_task(controller.main())
