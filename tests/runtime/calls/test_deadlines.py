@@ -13,7 +13,7 @@ RUN = run_virtual
 
 @given(st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0), st.booleans()), max_size=30))
 def test_each_item_expires_once_unless_removed_and_at_most_a_tick_late(items):
-    """(when it expires, when it is removed, whether its expiry raises). An error is reported and delays no other item."""
+    """(when it expires, when it is removed, whether its expiry raises). Errors are reported and delay no other item."""
 
     async def main():
         loop, came, told = asyncio.get_running_loop(), {}, []
