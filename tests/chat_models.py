@@ -1,4 +1,4 @@
-"""Model folders of a few kilobytes: a byte-level tokenizer, and chat templates in the manner of well-known families."""
+"""Model folders of a few kilobytes: a byte-level tokenizer, and chat templates like those of well-known families."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _backend(splits: str, special: tuple[str, ...]) -> str:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS * 3, trainer)
-    # As those that put a first token in front by themselves, beside the template's own.
+    # Like tokenizers that prepend a first token themselves, in addition to the template's own.
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return str(backend.to_str())
 
@@ -192,7 +192,7 @@ def write_chat_model(
 
 
 def config_of(folder: Path | None, *, engine: str = "sim", **chat: Any):
-    """A simulated run with this model, or one of vLLM."""
+    """A simulated run with this model, or a run on vLLM."""
     return validate_config(
         {
             "model": {"path": str(folder)} if folder is not None else {},

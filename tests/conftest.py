@@ -5,7 +5,7 @@ so the limit is raised. Their processes use one BLAS thread each: numpy's thread
 test here multiplies with them.
 
 When several workers share the tests, the longest tests start first. In the runs on the real vLLM, updates must meet
-trajectories that still run, which happens less when other tests take the cores: one of these runs starts first, beside
+trajectories that still run, which happens less often on a busy machine. One of these runs starts first, together with
 tests that mostly wait, and the others start last.
 
 ``--quick`` runs the tests that need no torch, no vLLM and no other process (``quick.py``).
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Coroutines are run to their end: by ``RUN`` of their module where it has one, as under uvloop."""
+    """Run coroutine tests to their end: with ``RUN`` of their module if it has one, for example under uvloop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     run = getattr(pyfuncitem.module, "RUN", asyncio.run)
@@ -87,7 +87,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that sets up logs, or captures them, leaves nothing of it to the next."""
+    """A test that sets up or captures logs leaves no trace for the next one."""
     monkeypatch.setattr(logging, "_level", None)
     monkeypatch.setattr(logging, "_listener", None)
     yield
@@ -96,7 +96,7 @@ def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def utc(monkeypatch):
-    """Times of the day are those of UTC."""
+    """Times of day are in UTC."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     yield
@@ -106,7 +106,7 @@ def utc(monkeypatch):
 
 @pytest.fixture
 def forbid(monkeypatch):
-    """``forbid(folder)``: it cannot be listed, as one of somebody else; root, who may all, cannot either."""
+    """``forbid(folder)``: listing it fails, like another user's folder; for root too, who otherwise may list all."""
 
     def forbid(folder):
         def refusing(real):

@@ -1,4 +1,4 @@
-"""A TCP way between two actors that a test can cut, as a firewall or a broken cable does."""
+"""A TCP path between two actors that a test can cut, as a firewall or a broken cable does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 
 class Way:
-    """Forwards what comes to ``address`` on to ``target``. ``most`` bytes pass of each connection, if that is given."""
+    """Forwards bytes from ``address`` to ``target``. If ``most`` is given, each connection passes that many."""
 
     def __init__(self, target: str, most: int | None = None) -> None:
         host, _, port = target.removeprefix("tcp://").partition("#")[0].rpartition(":")
@@ -49,7 +49,7 @@ class Way:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most: int | None) -> None:
-    """Until either side ends, or so many bytes have passed."""
+    """Until either side ends, or this many bytes have passed."""
     left = most
     while piece := await reader.read(65536 if left is None else max(1, left)):
         writer.write(piece)
@@ -61,7 +61,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, most
 
 @asynccontextmanager
 async def way_to(target: str, most: int | None = None) -> AsyncIterator[Way]:
-    """A way that is open, and gone with the test."""
+    """An open path, closed at the end of the test."""
     way = Way(target, most)
     await way.open()
     try:

@@ -11,7 +11,7 @@ from asyncrl.disk import free_bytes
 
 @contextlib.contextmanager
 def room_for(size):
-    """No file may grow beyond this: what is taken off one may be written again, as on a full disk."""
+    """No file may grow beyond this. Bytes that were truncated may be written again, as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -22,7 +22,7 @@ def room_for(size):
 
 @contextlib.contextmanager
 def small_disk(folder, size):
-    """``folder`` is a disk of its own of so many bytes. Skips the test where none can be mounted."""
+    """``folder`` is a disk of its own of this many bytes. Skips the test if none can be mounted."""
     folder.mkdir(exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
@@ -31,12 +31,12 @@ def small_disk(folder, size):
     try:
         yield folder
     finally:
-        # An error that is looked at may still hold a file open there.
+        # An error that is examined may still hold a file open there.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder, left=0):
-    """Take the room of a small disk but for ``left`` bytes; the file that has it, to be removed."""
+    """Fill a small disk except for ``left`` bytes. Returns the file that fills it, which can be removed."""
     ballast = folder / "ballast"
     with ballast.open("wb", buffering=0) as file:
         while (room := free_bytes(folder) or 0) > left:

@@ -1,4 +1,4 @@
-"""Every kind of message that there is, wherever it is declared."""
+"""Every message type, wherever it is declared."""
 
 import importlib
 import pkgutil

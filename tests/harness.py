@@ -23,7 +23,7 @@ RUN_ID, SECRET = "run-1", "s3cret"
 
 
 class Net:
-    """A few endpoints that find one another. Use as an async context manager."""
+    """A few endpoints that know one another. Use as an async context manager."""
 
     def __init__(self, *, memory: bool = False, credentials: Callable[[str], Credentials] | None = None) -> None:
         self.records: dict[str, ActorRecord] = {}
@@ -78,7 +78,7 @@ class Net:
         return ZmqTransport(credentials, max_message_bytes=1 << 30)
 
     def counters(self, name: str) -> Figures:
-        """Counters of the endpoint of this name that was made last."""
+        """Counters of the newest endpoint of this name."""
         return next(endpoint.counters for endpoint in reversed(self.endpoints) if endpoint.name == name)
 
     def serve(
@@ -137,7 +137,7 @@ def replace(struct: Any, **changes: Any) -> Any:
 
 
 async def until(condition: Callable[[], Any], what: str = "that it is so", within_s: float = 20.0) -> None:
-    """Wait for a condition, asked again and again. Raises AssertionError."""
+    """Wait for a condition, checked repeatedly. Raises AssertionError."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {within_s:g} s for {what}"

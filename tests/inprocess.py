@@ -48,7 +48,7 @@ def sim_config(**tables: dict[str, Any]) -> Config:
             "sim": {"step_s": 0.01, "publish_bytes": 4096},
         },
         "staleness": {"max": 2},
-        # Nobody beats here: heartbeats come from the thread of a process.
+        # No actor beats here: heartbeats come from the thread of a process.
         "supervision": {"silence_s": 1e6},
     }
     for name, table in tables.items():
@@ -66,7 +66,7 @@ until = partial(harness.until, within_s=100.0)
 
 
 class System:
-    """The actors of a run. ``await run()`` or ``play()`` lives it to its end."""
+    """The actors of a run. ``await run()`` or ``play()`` runs it to its end."""
 
     def __init__(self, config: Config, run_dir: Path, clock: Clock | None = None) -> None:
         self.config = config
@@ -125,23 +125,23 @@ class System:
         self.start(name)
 
     def start(self, name: str) -> None:
-        """Start an actor, of which none lives."""
+        """Start an actor that is not running."""
         self._lives[name] = asyncio.create_task(self._live(name))
 
     async def kill(self, name: str) -> None:
-        """Let an actor die in the middle of whatever it does, and start no successor."""
+        """Let an actor die in the middle of its work, and start no successor."""
         life = self._lives[name]
         life.cancel()
         await asyncio.wait({life})
 
     async def _live(self, name: str) -> None:
-        """An actor, and at its end the node agent's word of it."""
+        """Run an actor, and report its end as the node agent does."""
         actor, exit_code, fatal = self.make(name), -9, False
         try:
             await actor.main()
             exit_code = 0
         except Refused:
-            # It counts as dead with somebody; its agent starts it again, as after any death.
+            # It counts as dead with another actor; its agent restarts it, as after any death.
             exit_code = 1
             self.start(name)
         except Exception:
@@ -159,7 +159,7 @@ class System:
             controller.actor_ended(ended, Caller("agent/0", 1, -1, 0.0))
 
     async def join(self, host: str, replicas: int = 1) -> MemberHost:
-        """A host joins; its rollouters are started once everybody knows of them, and its agent is heard of."""
+        """A host joins. Its rollouters start once every actor knows of them, and its agent is heard."""
         controller = self.actors[CONTROLLER]
         asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
         while (joined := await controller.join(asked, self.caller(LAUNCHER))).waiting_for:
@@ -173,7 +173,7 @@ class System:
         return found
 
     async def leave(self, host: MemberHost, within_s: float, answer_s: float = 20.0) -> None:
-        """A host that has joined leaves; its agent says so when its rollouters have ended. Raises InvalidRequest."""
+        """A joined host leaves. Its agent reports it when its rollouters have ended. Raises InvalidRequest."""
         controller = self.actors[CONTROLLER]
         await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s))
         await asyncio.wait([self._lives[name] for name in host.actors])
@@ -183,21 +183,21 @@ class System:
         return Caller(name, incarnation, -1, asyncio.get_running_loop().time() + within_s)
 
     def learner_as_caller(self) -> Caller:
-        """The learner that lives, as the caller of another's handler."""
+        """The live learner, as the caller of another actor's handler."""
         return self.caller("learner/0", self.actors["learner/0"].context.incarnation)
 
     async def stop(self, *, preempt: bool = False) -> None:
-        """As the launcher would."""
+        """As the launcher would do."""
         self.actors[CONTROLLER].stop_run(StopRun(reason="test", preempt=preempt), self.caller(LAUNCHER))
 
     async def at_step(self, number: int) -> Any:
-        """The learner, once it has trained so many steps."""
+        """The learner, once it has trained this many steps."""
         await until(lambda: CONTROLLER in self.actors and "learner/0" in self.actors)
         await until(lambda: self.actors["learner/0"].step >= number)  # type: ignore[attr-defined]
         return self.actors["learner/0"]
 
     async def replicas_in(self, phase: str, *names: str) -> None:
-        """Wait until the parameter server sees these replicas in a phase; seen in the turn in which it is so."""
+        """Wait until the parameter server sees these replicas in a phase, in the same turn of the loop."""
         async with asyncio.timeout(20.0):
             while True:
                 replicas = self.actors["parameter_server/0"]._conductor.replicas.by_name
@@ -208,7 +208,7 @@ class System:
     def play(
         self, scenario: Callable[[], Coroutine[Any, Any, object]] | None = None, timeout: float = 60.0
     ) -> RunState:
-        """Live the run to its end beside ``scenario``, which acts on it and need not come to an end itself."""
+        """Run to the end together with ``scenario``, which acts on the run and need not end itself."""
 
         async def main() -> RunState:
             tasks = {running := asyncio.create_task(self.run(timeout))}

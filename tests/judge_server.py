@@ -12,12 +12,12 @@ CRITERION = re.compile(r"^\* ([\w.-]+): ", re.MULTILINE)
 
 
 def shown(body):
-    """The trajectories of a request by their ids, in the order in which they stand."""
+    """The trajectories of a request by their ids, in their order."""
     return dict(TRAJECTORY.findall(body["messages"][1]["content"]))
 
 
 def worth(text):
-    """The score that this judge has for a text: the number in it."""
+    """The score of a text from this judge: the number in it."""
     return float(re.search(r"worth (\S+)", text)[1])
 
 
@@ -42,8 +42,9 @@ def chat(text, status=200, **headers):
 
 
 class JudgeServer(ScriptedServer):
-    """The script has functions of the request's body that give the text of the answer, or coroutine functions that give
-    a response."""
+    """The script has functions of the request's body. They return the text of the answer; coroutine functions return a
+    response.
+    """
 
     async def handle(self, request):
         async with self.turn(request) as (body, action):

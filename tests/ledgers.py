@@ -23,7 +23,7 @@ def assert_ledgers_add_up(snapshots, run_dir):
     for snapshot in snapshots:
         for actor in snapshot.actors:
             if actor.condition in ("ready", "starting", "silent"):
-                # A ledger is as old as the heartbeat that told of it.
+                # A ledger is as old as the heartbeat that brought it.
                 told = snapshot.wall - actor.heard_s
                 for resource in actor.resources:
                     key = f"{actor.name} {resource.name}", actor.incarnation
@@ -47,7 +47,7 @@ def assert_ledgers_add_up(snapshots, run_dir):
 
 
 def _spawned(run_dir):
-    """When each incarnation was, by the log of its agent: (actor, incarnation) → Unix time (s)."""
+    """The lifetime of each incarnation, by the log of its agent: (actor, incarnation) → Unix time (s)."""
     found = {}
     for log in run_dir.glob("logs/attempt_*/agent-*.log"):
         for line in log.read_text().splitlines():
@@ -59,6 +59,6 @@ def _spawned(run_dir):
 
 
 def _delay(beat):
-    """From the beginning of the ledger to that of hearing of it, but for what is missing in the ledger."""
+    """From the start of the ledger to its arrival, except for time that is missing in the ledger."""
     told, total, _ = beat
     return told - total

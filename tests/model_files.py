@@ -1,4 +1,4 @@
-"""A model's folder as the doctor looks at it: nothing in it can be loaded."""
+"""A model's folder as the doctor checks it: nothing in it can be loaded."""
 
 import json
 import struct
@@ -30,7 +30,7 @@ def write_model(folder):
 
 
 def write_chat_template(model, template):
-    """Let a model of write_model chat; its </s> is a special token then, as those that end answers are."""
+    """Give a model of write_model a chat template. Its </s> is then a special token, like those that end answers."""
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     end = {"id": 1, "content": "</s>", "special": True, "normalized": False}

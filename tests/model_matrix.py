@@ -1,5 +1,5 @@
-"""Tiny models of the families that are served, tied and untied, with random weights that make each family's own
-parts matter: soft caps that bite, windows shorter than the sequences, norms far from 1, a vocabulary that engines pad.
+"""Tiny models of the served families, tied and untied. Random weights make each family's own parts matter: soft caps
+that bite, windows shorter than the sequences, norms far from 1, a vocabulary that engines pad.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def randomise(model: Any) -> None:
 
 
 def save_family(folder: Path, model: Any) -> Path:
-    """As a user's folder: weights, configuration, a tokenizer that nobody reads."""
+    """Like a user's folder: weights, configuration, and a tokenizer that no test reads."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -90,7 +90,7 @@ def save_family(folder: Path, model: Any) -> Path:
 
 
 def plain_model(folder: Path) -> Any:
-    """The folder's model read anew in float64, with transformers' plain attention."""
+    """The folder's model, loaded in float64 with transformers' plain attention."""
     import transformers
 
     return transformers.AutoModelForCausalLM.from_pretrained(

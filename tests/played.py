@@ -1,11 +1,11 @@
-"""Scenarios that are tests: coroutines that are handed what a runner has set up, and name fixtures beside it."""
+"""Scenarios as tests: coroutines that receive what a runner has set up, and name fixtures in addition."""
 
 import functools
 import inspect
 
 
 def played(run, given=1):
-    """Turn ``run(tmp_path, scenario, *how)`` into a decorator; it hands over the first ``given`` parameters."""
+    """Turn ``run(tmp_path, scenario, *how)`` into a decorator, which passes on the first ``given`` parameters."""
 
     def on(*how, **more):
         def decorate(scenario):

@@ -11,7 +11,7 @@ PLACES = 10
 
 
 def make_probe(places: int = PLACES) -> Probe:
-    """Two sequences; at each place token 7 has the log-prob -1, and token 8 has -2."""
+    """Two sequences. At each place token 7 has the log-prob -1, and token 8 has -2."""
     return Probe(
         tokens=np.array([token for sequence in TOKENS for token in sequence], np.int32),
         lengths=np.array([len(sequence) for sequence in TOKENS], np.int32),
@@ -29,5 +29,5 @@ def scores_of(probe: Probe, off: float = 0.0) -> list[list[float]]:
 
 
 def samples_of(probe: Probe, off: float = 0.0) -> list[tuple[int, float] | None]:
-    """Tokens 7 and 8 by turns."""
+    """Tokens 7 and 8 in turn."""
     return [(7 + i % 2, -1.0 - i % 2 + off) for i in range(len(probe.places))]

@@ -31,7 +31,7 @@ def seal(content: bytes, name: str, dtype: str = "bfloat16") -> tuple[Bucket, in
 
 
 def held(version: int, contents: Sequence[bytes]) -> HeldVersion:
-    """A version as the parameter server holds it, after its publisher died."""
+    """A version as the parameter server holds it; its publisher has ended."""
     made = [seal(content, f"t{index}") for index, content in enumerate(contents)]
     try:
         return hold(Manifest(version=version, buckets=[bucket for bucket, _ in made]))
@@ -41,7 +41,7 @@ def held(version: int, contents: Sequence[bytes]) -> HeldVersion:
 
 
 def as_streamed(manifest: Manifest) -> Manifest:
-    """As it is offered to a replica that cannot open the segments."""
+    """The offer to a replica that cannot open the segments."""
     replace = msgspec.structs.replace
     return replace(manifest, buckets=[replace(bucket, path="") for bucket in manifest.buckets])
 
@@ -52,7 +52,7 @@ def contents_of(manifest: Manifest) -> list[bytes]:
 
 @contextmanager
 def only_new_objects_collected() -> Iterator[None]:
-    """Collecting everything that a test session has imported takes seconds; inside, older objects are skipped."""
+    """Inside, the garbage collector skips existing objects: collecting every import of a test session takes seconds."""
     gc.collect()
     gc.freeze()
     try:
@@ -74,7 +74,7 @@ def open_memory() -> int:
 
 
 def comes_to(memory: int) -> bool:
-    """Whether so much memory is open in the end: pyzmq lets go of what was sent in a thread of its own."""
+    """Whether this much memory is open in the end: pyzmq releases sent buffers in a thread of its own."""
     until = time.monotonic() + 10.0
     while (found := open_memory()) != memory and time.monotonic() < until:
         time.sleep(0.01)

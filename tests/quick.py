@@ -1,4 +1,4 @@
-"""Skips the tests that need what is absent: packages that are not installed, or for ``make quick`` all that is slow.
+"""Skips the tests that need absent packages, and for ``make quick`` the slow tests.
 
 Tests are not listed or marked. Under ``--quick``, torch and vLLM cannot be imported and no process can be started. A
 test or a module that tries is skipped, with the reason.
@@ -54,7 +54,7 @@ class Quick(Skips):
         super().__init__(SLOW)
 
     def pytest_collection(self) -> None:
-        """Forbid what is slow. Not earlier: pytest and its plugins start processes of their own."""
+        """Forbid slow modules and processes. Not earlier: pytest and its plugins start processes of their own."""
         for name in SLOW:
             sys.modules[name] = None  # type: ignore[assignment]
         subprocess.Popen.__init__ = _skip  # type: ignore[assignment]

@@ -4,7 +4,7 @@ import json
 
 
 def json_lines(path):
-    """The objects of a file, one a line; none where there is no such file."""
+    """The objects of a file, one a line; an empty list if there is no such file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -14,12 +14,12 @@ def metrics(run_dir, kind):
 
 
 def groups(run_dir):
-    """Every trained group in samples/, step after step."""
+    """Every trained group in samples/, step by step."""
     return [group for path in sorted((run_dir / "samples").glob("step_*")) for group in json_lines(path)]
 
 
 def assert_spans_cover(trajectory):
-    """I3: each token of its one sequence has one version, and none an older one than the token before it."""
+    """I3: each token of its one sequence has one version, which is not older than that of the token before it."""
     [sequence] = trajectory["sequences"]
     ends = [0, *(end for _, _, end, _ in sequence["spans"])]
     assert [start for _, start, _, _ in sequence["spans"]] == ends[:-1]

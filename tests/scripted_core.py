@@ -1,4 +1,4 @@
-"""The actor around the endpoint of an episode host, played by a test: who is known, and what the policy answers."""
+"""The actor around the endpoint of an episode host, played by a test: the known callers, and the policy's answers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def reply(
 
 
 class ScriptedCore:
-    """Answers as ``script`` says, and keeps what it was asked."""
+    """Answers as ``script`` says, and keeps the requests."""
 
     model = "policy"
 
@@ -91,7 +91,7 @@ class ScriptedCore:
 
 
 class Serving:
-    """An endpoint that serves, where, and what it has told the user."""
+    """An endpoint that serves, its address, and its messages to the user."""
 
     def __init__(self, core: ScriptedCore, options: dict[str, Any]) -> None:
         self.core = core
@@ -135,7 +135,7 @@ async def serving(core: ScriptedCore, **options: Any) -> AsyncIterator[Serving]:
 
 
 def played(episode: Coroutine[Any, Any, None]) -> None:
-    """Run it on the loop that actors have."""
+    """Run it on the event loop of actors."""
 
     async def bounded() -> None:
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""A server for tests: aiohttp on loopback, which answers by a script and knows what it was asked."""
+"""A server for tests: aiohttp on loopback, which answers by a script and records its requests."""
 
 from contextlib import asynccontextmanager
 
@@ -6,7 +6,7 @@ from aiohttp import web
 
 
 class ScriptedServer:
-    """``script`` holds what is done with each request in turn, the last one for all that come after."""
+    """``script`` holds the answer to each request in turn. The last one repeats."""
 
     def __init__(self, *script):
         self.script = list(script)
@@ -16,7 +16,7 @@ class ScriptedServer:
 
     @asynccontextmanager
     async def turn(self, request):
-        """The request's body, and what is to be done with it."""
+        """The request's body, and the answer to it."""
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(request.headers)

@@ -28,7 +28,7 @@ def read_manifest(manifest):
 
 
 def weights_of(publication):
-    """Tensors of a publication by name, which is released."""
+    """Tensors of a publication by name; the publication is released."""
     import torch
 
     with publication:

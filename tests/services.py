@@ -1,4 +1,4 @@
-"""The services of an actor that there is none of."""
+"""The services of an actor, for tests without one."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from asyncrl.telemetry.states import StateLedger
 
 
 def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) -> ActorServices:
-    """Services that tell nobody; ``parts`` take the place of some."""
+    """Services without an effect outside; ``parts`` replace some."""
     clock = clock or Clock()
     alone = {
         "log": get_logger(name),

@@ -2,9 +2,9 @@
 
     python tests/serving.py ANSWERS < REQUESTS
 
-A request is a Job as a line of JSON, and so is each line of ANSWERS, a Served. Starting vLLM for each model costs many
-times what its engine does: here it is imported once, and the engine's core runs in this process. What an AsyncLLM does
-around it depends on no model and has tests of its own.
+A request is a Job as a line of JSON, and each line of ANSWERS is a Served. Starting vLLM for each model costs far more
+than its engine's work. Here it is imported once, and the engine's core runs in this process. The AsyncLLM around it
+depends on no model and has tests of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl.rollouter.engines.vllm.options import engine_arguments, environment
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A model, its weights in turn, and what is asked of each of them."""
+    """A model, its weights in turn, and the requests under each of them."""
 
     folder: str
     manifests: list[str]
@@ -45,18 +45,18 @@ class Version(msgspec.Struct, frozen=True):
     tokens: list[list[int]]
     logprobs: list[list[float]]
     experts: list[list[list[list[int]]]] = []
-    """Experts of each continued sequence: [position, layer, choice], where the engine tells them."""
+    """Experts of each continued sequence: [position, layer, choice], if the engine reports them."""
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A version for each manifest, or why there are none."""
+    """A version for each manifest, or the error."""
 
     versions: list[Version] = []
     problem: str = ""
 
 
 def config_of(folder: str, extra: dict[str, Any], lora: dict[str, Any]) -> Any:
-    """As a run's on CPU."""
+    """The configuration of a run on CPU."""
     vllm = {"cpu_kv_cache_bytes": 16 << 20, "threads": 1, "max_num_seqs": 8, "extra": extra}
     return validate_config(
         {

@@ -1,4 +1,4 @@
-"""The rollouter's side of episodes, over a real chat template and a real engine host; the engine speaks by a script."""
+"""The rollouter's side of episodes, over a real chat template and a real engine host; the engine follows a script."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ HOST = "episodes/0"
 class Speaker:
     """An engine that says ``world.say(prompt text)``, token by token, while ``world.speaks`` is set.
 
-    The log-prob of each token is the negative of its version, and a word begun is gone on with after an abort.
+    The log-prob of each token is the negative of its version. A word that was begun is continued after an abort.
     """
 
     name, workers, kv_use = "rollouter/0", 1, None
@@ -89,7 +89,7 @@ class Speaker:
 class World:
     """Sessions and a player. ``say`` gives the answer to a prompt; ``agent(session key)`` plays an episode.
 
-    With ``model``, a folder, a real ``engine`` can speak: ``engine(config)`` makes it, and ``publish(version)`` gives
+    With ``model``, a folder, a real ``engine`` can speak: ``engine(config)`` builds it, and ``publish(version)`` gives
     the manifest of a version's weights. ``choose`` gives the host of an episode.
     """
 
@@ -161,7 +161,7 @@ class World:
         return self._choose(**wishes)
 
     def run(self, host, request, timeout):
-        """An episode host's part: the agent plays, and is ended by a cancellation."""
+        """The part of an episode host: the agent plays, and a cancellation ends it."""
         return asyncio.ensure_future(self._play(host, request))
 
     async def _play(self, host, request):
@@ -174,7 +174,7 @@ class World:
             self.ended.append(request.session)
 
     async def update(self):
-        """New weights, under whatever runs."""
+        """New weights, while calls may run."""
         version = self.host.version + 1
         weights = SimpleNamespace(version=version, close=lambda: None)
         if self.publish:
@@ -188,7 +188,7 @@ class World:
             await self.host.commit()
 
     async def update_every(self, tokens):
-        """New weights whenever so many tokens were sampled under the last ones."""
+        """New weights whenever this many tokens were sampled under the last ones."""
         while True:
             enough = self.host.sampled_tokens + tokens
             await self.until(lambda: self.host.sampled_tokens >= enough)  # noqa: B023
@@ -208,7 +208,7 @@ class World:
             await asyncio.sleep(0.001)
 
     def tell(self, host, delta):
-        """Text of a call under way."""
+        """Text of a call in flight."""
         self.deltas.append((delta.offset, delta.text))
 
     def open(self):
@@ -246,7 +246,7 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "Look.",
 
 
 def played(folder, agent, **options):
-    """The world of an episode that has ended, and its trajectory or why there is none; nothing outlives an attempt."""
+    """The world of an ended episode, and its trajectory or the failure; nothing outlives an attempt."""
 
     async def play():
         async with asyncio.timeout(20.0), World(folder, agent=agent, **options) as world:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def simulated(**sections: dict[str, Any]) -> dict[str, Any]:
-    """Two rollouters, updates while trajectories run; ``sections`` are merged over it, and their tables ``sim``."""
+    """Two rollouters, updates while trajectories run. ``sections`` are merged over it, including ``sim`` tables."""
     tree: dict[str, dict[str, Any]] = {
         "data": {"source": "synthetic", "size": 4096},
         "rollout": {

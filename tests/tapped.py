@@ -1,4 +1,4 @@
-"""A transport with a tap: a test sees each message that passes, and may lose it, keep it, or hand it on later."""
+"""A transport with a tap: a test sees each message that passes, and may drop it, keep it, or pass it on later."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Hook = Callable[[Header, Callable[[], object]], object]
 
 
 def pass_on(_header: Header, go_on: Callable[[], object]) -> None:
-    """Hand a message on."""
+    """Pass a message on."""
     go_on()
 
 
 class Tap:
-    """The transport of one endpoint. Its four hooks see what passes at its servers and at its connections to others."""
+    """The transport of one endpoint. Its four hooks see the messages of its servers and of its connections."""
 
     def __init__(self) -> None:
         self.takes: Hook = pass_on
         self.answers: Hook = pass_on
-        """What comes to its servers and what they send."""
+        """Messages that its servers receive and send."""
         self.says: Hook = pass_on
         self.hears: Hook = pass_on
-        """What its connections send and what comes to them."""
+        """Messages that its connections send and receive."""
         self.taken: Counter[str] = Counter()
         """Messages that came to its servers, by kind, those that were lost included."""
         self.server: TappedServer
@@ -62,7 +62,7 @@ class Tap:
 
 
 class TappedServer:
-    """A bound socket. ``take`` hands its owner a message as if it had come from a peer with this routing id."""
+    """A bound socket. ``take`` gives its owner a message as if it had come from a peer with this routing id."""
 
     def __init__(self, tap: Tap, server: Server, take: ServerReceive) -> None:
         self.address, self.take = server.address, take

@@ -7,7 +7,7 @@ from scripted_server import ScriptedServer
 
 
 def logprob_of(ids, place):
-    """This teacher's value of a token: a number that tells the token, the one before, and the place."""
+    """This teacher's value of a token: a number that encodes the token, the one before, and the place."""
     return -(ids[place] + ids[place - 1] / 100 + place / 10_000)
 
 
@@ -19,8 +19,7 @@ def scored(ids, **changed):
 
 
 class TeacherServer(ScriptedServer):
-    """The script has functions of the ids of a request for log-probs that give the answer's body, statuses, and seconds
-    to wait for."""
+    """The script has one entry for each request: a function of its ids that returns the body, a status, or seconds."""
 
     def __init__(self, *script, models=("teacher",), longest=4096, decode=None):
         super().__init__(*(script or [scored]))

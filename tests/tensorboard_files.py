@@ -11,5 +11,5 @@ def scalars(run_dir):
 
 
 def steps(run_dir):
-    """Those of training."""
+    """The scalars of training."""
     return [step for step, _ in scalars(run_dir).get("reward/mean", [])]

@@ -10,12 +10,12 @@ import time
 class Terminal:
     """A command in a terminal of tmux, killed at the end with its server.
 
-    What it prints last can be seen of a ``lasting`` one.
+    The last output of a ``lasting`` one stays visible.
     """
 
     def __init__(self, columns, rows, argv, *, cwd, env, lasting=False):
         self._server = f"asyncrl-{secrets.token_hex(4)}"
-        # A terminal is as large as it is, whatever the tests' own environment says.
+        # The size of the terminal counts, not the environment of the tests.
         words = shlex.join(
             ["env", "-u", "COLUMNS", "-u", "LINES", *(f"{key}={value}" for key, value in env.items()), *map(str, argv)]
         )
@@ -42,7 +42,7 @@ class Terminal:
         return self._tmux("capture-pane", "-p", "-e")
 
     def resize(self, columns, rows):
-        """Make it as large."""
+        """Resize it."""
         self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
 
     def press(self, *keys):
@@ -51,11 +51,11 @@ class Terminal:
             self._tmux("send-keys", key)
 
     def press_at_once(self, *keys):
-        """Press keys faster than anybody types."""
+        """Press keys faster than a person types."""
         self._tmux("send-keys", *keys)
 
     def until(self, text, within_s=60.0, *, escaped=False):
-        """The screen once it holds ``text``; with its escapes where these are looked for."""
+        """The screen once it holds ``text``; with its escapes if ``text`` has some."""
 
         def shown():
             seen = self.escaped() if escaped else self.text()
@@ -64,7 +64,7 @@ class Terminal:
         return self._await(shown, within_s, f"{text!r} does not appear")
 
     def until_gone(self, text, within_s=60.0):
-        """Wait until it holds ``text`` no more."""
+        """Wait until it no longer holds ``text``."""
         self._await(lambda: text not in self.text(), within_s, f"{text!r} stays")
 
     def ended(self, within_s=30.0):
@@ -76,7 +76,7 @@ class Terminal:
             except subprocess.CalledProcessError:
                 return True
 
-        self._await(over, within_s, "it goes on")
+        self._await(over, within_s, "it still runs")
 
     def _await(self, look, within_s, otherwise):
         end = time.monotonic() + within_s

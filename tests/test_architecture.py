@@ -1,4 +1,4 @@
-"""The import directions of docs/architecture.md, held against the code as it stands."""
+"""The import directions of docs/architecture.md, compared with the code."""
 
 import ast
 import re
@@ -45,13 +45,13 @@ MAY_IMPORT = {
     "runtime": {"errors", "files", "config", "messages", "snapshot", "wire", "telemetry"},
     "workers": {"errors", "files", "config", "messages", "wire", "telemetry", "runtime"},
     "explain": {"errors", "telemetry", "text"},
-    # It asks a controller from outside.
+    # It calls a controller from outside.
     "top": {"errors", "messages", "snapshot", "telemetry", "text", "runtime", "wire"},
     "report": {"errors", "snapshot", "files", "telemetry", "text", "top"},
-    # It reads the user's data and calls the user's reward function, and finds their episodes, as those actors do.
+    # It reads the user's data, calls the user's reward function and finds their episodes, as those actors do.
     "checks": FOR_ACTORS | {"dataloader", "reward", "episodes"},
     "launcher": FOR_ACTORS | {"checks"},
-    # It plays an episode with the parts that play it in a run.
+    # It plays an episode with the same parts as a run.
     "doctor": FOR_ACTORS | {"checks", "launcher", "rollouter", "episodes"},
     "cli": FOR_ACTORS | {"checks", "launcher", "doctor"} | ACTORS | VIEWERS,
     **dict.fromkeys(ACTORS, FOR_ACTORS),
@@ -78,7 +78,7 @@ def imports(tree, names):
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) in top) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            # A relative import hides which part it is of.
+            # A relative import hides the imported part.
             module = "." * node.level + (node.module or "")
             for name in {f"{module}.{alias.name}" for alias in node.names} & names or {module}:
                 yield name, id(node) in top
@@ -102,7 +102,7 @@ def test_imports_go_one_way(modules):
             late_in_codec = library == "torch" and place == "wire/codec.py" and not top
             heavy = library in HEAVY and not place.startswith(HEAVY[library]) and not late_in_codec
             if part == "__init__":
-                # The package itself loads what scripts ask of it, and only then.
+                # The package itself imports its names on demand, for scripts.
                 forbidden = top and module != "typing"
             elif library == "asyncrl":
                 forbidden = rest.split(".")[0] not in MAY_IMPORT.get(part, set()) | {part}
@@ -116,13 +116,13 @@ def test_imports_go_one_way(modules):
 
 
 def room(place):
-    """The folder of a module. Modules of the package itself are rooms of their own, and so are doors to rooms."""
+    """The folder of a module. Modules of the package itself and the entry modules of rooms are rooms too."""
     path = Path(place)
     is_door = path.name == "__init__.py" and any((ROOT / path.parent).glob("*/__init__.py"))
     return place if is_door or len(path.parts) == 1 else str(path.parent)
 
 
-def test_no_rooms_know_each_other_in_a_circle(modules):
+def test_rooms_do_not_import_each_other_in_a_circle(modules):
     known = {}
     for place, (_, found) in modules.items():
         for module, _ in found:
@@ -131,13 +131,13 @@ def test_no_rooms_know_each_other_in_a_circle(modules):
                 if module.startswith("asyncrl.") and other in modules and room(other) != room(place):
                     known.setdefault(room(place), set()).add(room(other))
     left = set(known)
-    # Nothing that is of a circle knows no other, or is known by no other.
+    # A room outside every circle imports no other, or no other imports it.
     while ends := {one for one in left if not known[one] & left or not any(one in known[by] for by in left)}:
         left -= ends
     assert not {one: sorted(known[one] & left) for one in sorted(left)}
 
 
-def test_no_folder_is_too_full_to_be_looked_through(modules):
+def test_no_folder_has_too_many_files(modules):
     here = [TESTS / path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
     there = [ROOT / place for place in modules if not place.endswith("__init__.py")]
     beside = Counter(path.parent for path in here + there)

@@ -30,7 +30,7 @@ def problems(tree):
 
 def test_files_merge_left_to_right_and_flags_come_last(tmp_path):
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
-    # A byte order mark is no part of a file.
+    # A byte order mark is not part of a file.
     first.write_text('\ufeff[model]\npath = "m"\n[data]\npath = "d"\n[rollout]\nstop = ["a", "b"]\nmax_tokens = 5\n')
     second.write_text('[rollout]\nstop = ["c"]\n[eval.held.data]\npath = "e"\n')
     config = load_config([first, second], {"learner.lr": "3e-6", "run.name": "trial", "rollout.max_tokens": "7"})
@@ -49,7 +49,7 @@ def test_files_merge_left_to_right_and_flags_come_last(tmp_path):
         ("learner.lr", "1e-3", 1e-3),
     ],
 )
-def test_a_flag_for_a_text_is_text_whatever_it_looks_like(key, text, value):
+def test_the_flag_of_a_text_key_is_always_text(key, text, value):
     tree = {"rollout.engine": "sim", "learner.backend": "sim", "data.source": "synthetic"}
     config = load_config([], tree | {"eval.held.data.source": "synthetic", key: text}).model_dump()
     for part in key.split("."):
@@ -57,13 +57,13 @@ def test_a_flag_for_a_text_is_text_whatever_it_looks_like(key, text, value):
     assert config == value and type(config) is type(value)
 
 
-def test_concurrency_is_a_number_or_what_the_engine_bears():
+def test_concurrency_is_a_number_or_the_limit_of_the_engine():
     def bounds(**rollout):
         return validate_config(SIMULATED | {"rollout": {"engine": "sim"} | rollout}).rollout.concurrency_bounds
 
     assert bounds(concurrency=12) == (12, 12)
     assert bounds(concurrency="auto") == (1, 1024)
-    # Episodes do not take places of the engine, their calls do.
+    # Calls take places in the engine, not episodes.
     few = {"rollout": {"engine": "sim", "concurrency": 2, "samples_per_prompt": 8}, "episode": {"function": "p:f"}}
     assert validate_config(SIMULATED | few).rollout.concurrency == 2
     real = {"model": {"path": "m"}, "data": {"source": "synthetic"}}
@@ -167,7 +167,7 @@ WRONG_WITH_ADAPTERS = [
     [*((SIMULATED, *wrong) for wrong in WRONG), *((TRAINED, *wrong) for wrong in WRONG_WITH_ADAPTERS)],
     ids=[problem for _, problem in WRONG + WRONG_WITH_ADAPTERS],
 )
-def test_what_does_not_fit_together_is_named(of, tree, problem):
+def test_keys_that_do_not_fit_together_are_named(of, tree, problem):
     merged = {key: of.get(key, {}) | tree.get(key, {}) for key in of | tree}
     assert any(problem in line for line in problems(merged)), problems(merged)
 
@@ -176,7 +176,7 @@ def test_what_does_not_fit_together_is_named(of, tree, problem):
     ("engine", "publish", "adapter"),
     [("vllm", "auto", True), ("vllm", "merged", False), ("reference", "auto", False)],
 )
-def test_what_a_version_is_of_a_run_with_adapters(engine, publish, adapter):
+def test_a_run_with_adapters_publishes_adapters_or_merged_weights(engine, publish, adapter):
     tree = TRAINED | {"rollout": {"engine": engine, "gpus_per_replica": 0}, "lora": {"rank": 8, "publish": publish}}
     config = validate_config(tree | ({} if adapter else {"weights": {"transport": "gloo"}}))
     assert config.publishes_adapter == adapter
@@ -186,7 +186,7 @@ def test_what_a_version_is_of_a_run_with_adapters(engine, publish, adapter):
     assert collective_backend(on_gpu, on_gpu=True) == "nccl"
 
 
-def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
+def test_a_problem_names_its_file_or_flag(tmp_path):
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
     first.write_text("[learner]\nlrr = 1\n[evl.held]\nn = 1\n[rollout]\nstop = [1, '']\n[data]\nseed = -1\n")
     second.write_text('[learner]\nsteps_per_version = 2\n[data]\nsource = "synthetic"\nseed = -2\n')
@@ -208,7 +208,7 @@ def test_a_problem_names_the_file_or_flag_that_it_comes_from(tmp_path):
     assert found == "learner.steps: must be a multiple of learner.steps_per_version = 2 (--learner.steps)"
 
 
-def test_times_of_single_states_are_laid_over_those_that_are_given_anyway():
+def test_budgets_of_single_states_extend_the_defaults():
     chosen = validate_config(SIMULATED | {"watchdog": {"budgets_s": {"training": 9.0, "starting": 7.0}}})
     assert chosen.watchdog.budgets_s == {
         "starting": 7.0,
@@ -218,14 +218,14 @@ def test_times_of_single_states_are_laid_over_those_that_are_given_anyway():
     }
 
 
-def test_the_states_that_may_have_times_of_their_own_are_those_of_actors():
+def test_every_state_of_an_actor_may_have_a_budget():
     kinds = (Actor.kind, Learner.kind, Rollouter.kind)
     assert set(get_args(ActorState)) == {state for kind in kinds for state in STATES[kind]}
     with pytest.raises(ConfigError, match=r"watchdog\.budgets_s\.trainin: input should be 'starting', "):
         validate_config(SIMULATED | {"watchdog": {"budgets_s": {"trainin": 9.0}}})
 
 
-def test_the_prompts_of_a_named_set_have_uids_however_many_there_are():
+def test_prompts_of_a_named_set_have_uids_for_any_number_of_prompts():
     longest = "n" * 150
     assert longest in validate_config(SIMULATED | {"eval": {longest: {"data": {"source": "synthetic"}}}}).eval
     uid = EvalPrompt(longest, version=2**63, index=2**63).uid
@@ -267,7 +267,7 @@ TRAINING = {"path": "t.jsonl", "template": "chat", "system": "Be brief.", "promp
         ({"prompt_key": "prompt", "max_prompt_tokens": 9}, {"prompt_key": "prompt", "max_prompt_tokens": 9}),
     ],
 )
-def test_rows_of_an_evaluation_become_prompts_as_those_of_training_do_unless_it_says_otherwise(given, expected):
+def test_rows_of_an_evaluation_become_prompts_as_in_training_unless_configured_otherwise(given, expected):
     sets = {"held": {"data": {"path": "e.jsonl"} | given}}
     data = TRAINING | {"shuffle": False, "split": "test"}
     config = validate_config({"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": data, "eval": sets})
@@ -284,7 +284,7 @@ def test_a_problem_of_a_key_that_evaluations_inherit_is_reported_once():
     assert len(caught.value.problems) == 1 and caught.value.problems[0].startswith("data.template: ")
 
 
-def test_paths_are_expanded_wherever_they_stand_and_only_once(monkeypatch, tmp_path):
+def test_paths_are_expanded_everywhere_and_once(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     monkeypatch.delenv("NOT_SET", raising=False)
@@ -308,13 +308,13 @@ def test_paths_are_expanded_wherever_they_stand_and_only_once(monkeypatch, tmp_p
     for path in ("$NOT_SET/x", "http://host:1/~me/v1"):
         kept = load_config([], given | {"sft.weight": "0.1", "learner.teacher": path})
         assert kept.learner.teacher == path
-        # Another host may set a variable that the launcher's does not.
+        # Another host may set a variable that the launcher's host does not.
         monkeypatch.setenv("NOT_SET", "/elsewhere")
         assert config_from_json(config_to_json(kept)) == kept
         monkeypatch.delenv("NOT_SET")
 
 
-def test_each_name_of_another_system_is_there_once_and_leads_to_a_key_or_says_why_not():
+def test_each_name_of_another_framework_is_listed_once_with_a_key_or_a_reason():
     known = {key for key, *_ in known_keys()}
     assert len(set(NAMES)) == len(NAMES) > 300
     for name in NAMES:
@@ -346,7 +346,7 @@ def test_each_name_of_another_system_is_there_once_and_leads_to_a_key_or_says_wh
             "epoch has as many as the prompts divided by learner.groups_per_step); trainer.nested.wandb_project: "
             "asyncrl has sinks.wandb.project for it; trainer.max_tokens: asyncrl has rollout.max_tokens and eval.NAME.",
         ),
-        # The spelling decides where no system has such a name.
+        # If no other framework has the name, the spelling decides.
         ({"evl": {"held": {"n": 3}}}, "evl: unknown key; did you mean eval?"),
         ({"rollout": {"max_token": 5}}, "rollout.max_token: unknown key; did you mean max_tokens?"),
         (
@@ -356,13 +356,13 @@ def test_each_name_of_another_system_is_there_once_and_leads_to_a_key_or_says_wh
         ({"learner": {"foo": 5}}, "learner.foo: unknown key"),
     ],
 )
-def test_an_unknown_key_says_which_one_is_meant(tree, expected):
+def test_an_unknown_key_gets_a_suggestion(tree, expected):
     laid = {name: SIMULATED.get(name, {}) | each if isinstance(each, dict) else each for name, each in tree.items()}
     (found,) = problems(SIMULATED | laid)
     assert found == expected if expected.endswith("foo: unknown key") else found.startswith(expected)
 
 
-def test_a_stall_restarts_no_actor_and_the_policy_of_earlier_releases_is_refused_with_the_reason():
+def test_the_stall_policy_of_earlier_releases_is_refused_with_the_reason():
     (found,) = problems(SIMULATED | {"watchdog": {"policy": "restart"}})
     assert found.startswith("watchdog.policy: is no longer offered: a stall restarts no actor; ")
     # A run of an earlier release has its default in config.json.

@@ -1,4 +1,4 @@
-"""Full disks are recognised in what they make others raise, and told in words."""
+"""Full disks are recognised behind the errors of other libraries, and described in words."""
 
 import errno
 import os
@@ -35,18 +35,18 @@ TORN = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_led_to_an_error_decides(error, found):
+def test_the_cause_of_an_error_decides(error, found):
     assert full_errno(error) == found
 
 
-def test_an_error_that_leads_to_itself_is_looked_at_once():
+def test_an_error_that_is_its_own_cause_is_checked_once():
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__context__, other.__context__ = other, one
     assert full_errno(one) == 0
 
 
-def test_torchs_writer_of_archives_on_a_full_disk(tmp_path):
-    """With what led to its error, and without, where the disk decides."""
+def test_a_full_disk_is_recognised_behind_torchs_error(tmp_path):
+    """From the cause of the error, or without one from the disk."""
     torch = pytest.importorskip("torch")
     with small_disk(tmp_path / "disk", 1 << 18) as disk:
         assert full_errno(TORN, disk) == 0
@@ -60,7 +60,7 @@ def test_torchs_writer_of_archives_on_a_full_disk(tmp_path):
         assert full_errno(caught.value, disk) == errno.ENOSPC
 
 
-def test_the_words_name_the_disk_what_is_free_and_what_is_needed(tmp_path):
+def test_the_error_names_the_disk_its_free_space_and_the_space_needed(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
         fill(disk, left=8192)
         assert free_bytes(disk / "not" / "there") == 8192

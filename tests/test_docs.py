@@ -1,4 +1,4 @@
-"""The pages: every link leads somewhere, the index and the site list every page, and citations are of this version."""
+"""The pages: links work, the index and the site list every page, and citations name this version."""
 
 import re
 import tomllib
@@ -39,7 +39,7 @@ def listed(nav):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     broken = []
     for target in LINK.findall(prose(page)):
         if "://" in target:
@@ -51,7 +51,7 @@ def test_every_link_leads_somewhere(page):
     assert not broken
 
 
-def test_the_index_and_the_site_list_each_page_once_and_in_one_order():
+def test_the_index_and_the_site_list_each_page_once_in_one_order():
     pages = {page.name for page in DOCS.glob("*.md")} - {"index.md"}
     ordered = re.findall(r"^\d+\. \[[^]]+\]\(([\w-]+\.md)\)", prose(DOCS / "index.md"), re.MULTILINE)
     assert sorted(ordered) == sorted(pages)
@@ -66,7 +66,7 @@ def test_pictures_load_nothing_from_elsewhere():
         )
 
 
-def test_the_citation_is_of_this_version():
+def test_the_citation_names_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
@@ -74,7 +74,7 @@ def test_the_citation_is_of_this_version():
     assert [author["name"] for author in citation["authors"]] == [author["name"] for author in project["authors"]]
 
 
-def test_the_workflow_runs_what_a_clone_runs():
+def test_the_workflow_runs_the_commands_of_a_clone():
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert any(command.endswith(" .ci/run") for command in commands) and "make docs" in commands
@@ -91,6 +91,6 @@ def test_a_form_asks_each_thing_once(form):
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in TABLES.values()}))
-def test_tables_are_those_of_the_declarations(page):
+def test_tables_match_the_declarations(page):
     text = (DOCS / page).read_text()
     assert renewed(page, text) == text, "python -m tools.page_tables"

@@ -1,6 +1,6 @@
 """The recipes of docs/extending.md: each one's code has its place, works as its script shows, and touches few files.
 
-A recipe names places by the names of definitions, so that it holds when lines move.
+A recipe names places by definitions, so that it survives moved lines.
 """
 
 import ast

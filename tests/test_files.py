@@ -1,4 +1,4 @@
-"""Files that are written as a whole, or stay as they are."""
+"""Files that are written whole, or stay unchanged."""
 
 import os
 from functools import partial
@@ -17,7 +17,7 @@ def test_a_file_is_replaced(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_private_file_is_its_owners(tmp_path):
+def test_only_its_owner_can_read_a_private_file(tmp_path):
     mask = os.umask(0o022)
     try:
         for name, mode, found in (("open", None, 0o644), ("private", 0o600, 0o600)):
@@ -28,7 +28,7 @@ def test_a_private_file_is_its_owners(tmp_path):
 
 
 @pytest.mark.parametrize("before", [None, "as it was"])
-def test_on_a_full_disk_and_for_what_is_no_text_all_is_as_before(tmp_path, before):
+def test_a_full_disk_or_an_undecodable_text_leaves_the_file_unchanged(tmp_path, before):
     path = tmp_path / "prometheus.json"
     if before is not None:
         path.write_text(before)
@@ -39,7 +39,7 @@ def test_on_a_full_disk_and_for_what_is_no_text_all_is_as_before(tmp_path, befor
     assert [(found, found.read_text()) for found in tmp_path.iterdir()] == ([(path, before)] if before else [])
 
 
-def test_what_a_full_disk_takes_a_part_of_is_cut_off_again(tmp_path):
+def test_a_line_that_a_full_disk_takes_in_part_is_removed_again(tmp_path):
     path = tmp_path / "lines"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
@@ -54,8 +54,8 @@ def test_what_a_full_disk_takes_a_part_of_is_cut_off_again(tmp_path):
 
 
 @pytest.mark.parametrize("is_full", [False, True], ids=["there is room", "the disk is full"])
-def test_a_record_that_comes_during_a_write_is_written_after_it(is_full):
-    """As by a signal handler that logs while its thread writes a line."""
+def test_a_record_that_arrives_during_a_write_is_written_after_it(is_full):
+    """As from a signal handler that logs while its thread writes a line."""
     kept, written, full = KeptWrites(100), [], [is_full]
 
     def write(name):
@@ -75,7 +75,7 @@ def test_a_record_that_comes_during_a_write_is_written_after_it(is_full):
     assert (kept.records, kept.lost, kept.error) == (0, 0, None)
 
 
-def test_records_that_come_during_a_write_are_bounded_as_well():
+def test_records_that_arrive_during_a_write_are_bounded_as_well():
     kept, written = KeptWrites(100), []
 
     def write():

@@ -1,4 +1,4 @@
-"""Groups of a script: scored as soon as they are complete, yielded as they finish, and nothing is left running."""
+"""Groups of a script: scored as soon as they are complete, yielded as they finish, and no task is left running."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ def others():
 
 
 def collect(groups, **options):
-    """(time, index, trajectories, failures) of each group that came."""
+    """(time, index, trajectories, failures) of each group received."""
 
     async def main():
         found = [
@@ -46,7 +46,7 @@ def collect(groups, **options):
     return run_virtual(main())
 
 
-def test_the_package_gives_the_names_and_stays_light():
+def test_the_package_exports_the_names_without_heavy_imports():
     code = "import sys, asyncrl; assert not {'asyncio', 'numpy', 'msgspec'} & set(sys.modules); asyncrl.gather_groups"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert asyncrl.gather_groups is gather_groups and asyncrl.TrajectoryGroup is TrajectoryGroup
@@ -102,7 +102,7 @@ def bad(_group):
     ],
     ids=["member", "too few left", "alone", "after_each", "no group"],
 )
-def test_lost_trajectories_are_counted_alike(members, after_each, lost):
+def test_lost_trajectories_of_every_cause_count(members, after_each, lost):
     def groups():
         return [[after(1, value) for value in group] for group in members]
 
@@ -112,7 +112,7 @@ def test_lost_trajectories_are_counted_alike(members, after_each, lost):
     assert caught.value.__cause__ is caught.value.errors[0]
 
 
-def test_a_share_is_of_all_trajectories():
+def test_a_fraction_counts_all_trajectories():
     def groups():
         return [[after(1, ValueError("odd")), after(1), after(1), after(1)], [after(2) for _ in range(4)]]
 
@@ -124,7 +124,7 @@ def test_a_share_is_of_all_trajectories():
             collect(lambda: [["a"]], max_failures=wrong)
 
 
-def test_any_number_of_failures_may_be_allowed():
+def test_any_number_of_failures_can_be_allowed():
     def groups():
         return [[after(1, ValueError()), after(1, ValueError())], ["a", "b"]]
 
@@ -150,7 +150,7 @@ def test_too_many_failures_end_everything_at_once():
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_nothing_goes_on_when_the_consumer_stops_early(close):
+def test_no_task_is_left_when_the_consumer_stops_early(close):
     async def main():
         groups = [[after(1)], [after(1000), asyncio.ensure_future(after(1000))], after(1000, [])]
         if close:
@@ -178,7 +178,7 @@ def test_cancellation_passes_through():
         with pytest.raises(asyncio.CancelledError):
             await consumer
         assert not others()
-        # Neither is it counted where a member brings it about.
+        # A cancellation that a member raises does not count as a failure either.
         with pytest.raises(asyncio.CancelledError):
             await consume([[after(1, asyncio.CancelledError())]])
         assert not others()
@@ -187,6 +187,6 @@ def test_cancellation_passes_through():
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 2), st.booleans())
-def test_a_group_goes_on_whole_or_with_enough_where_it_may(survivors, failures, needed, may_drop):
+def test_a_group_continues_if_whole_or_if_enough_survive_and_dropping_is_allowed(survivors, failures, needed, may_drop):
     goes = may_go_on(survivors, failures, needed=needed, may_drop=may_drop)
     assert goes == (failures == 0 or (may_drop and survivors >= needed))

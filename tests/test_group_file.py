@@ -1,4 +1,4 @@
-"""Files of records: read as they were written, streamed, and every torn or flipped byte is found."""
+"""Files of records: a round trip keeps every field, reading streams, and each torn or flipped byte is found."""
 
 import io
 
@@ -51,7 +51,7 @@ def test_groups_are_read_as_they_were_written(drawn):
     assert same(written, read(data))
 
 
-def test_a_file_cut_anywhere_gives_its_whole_records_and_tells_of_the_torn_one():
+def test_a_truncated_file_gives_its_whole_records_and_reports_the_torn_one():
     records = [pack_group(make_group(f"0-{n}", tokens=2 + n)) for n in range(3)]
     data = b"".join(records)
     ends = [sum(map(len, records[:n])) for n in range(4)]
@@ -67,7 +67,7 @@ def test_a_file_cut_anywhere_gives_its_whole_records_and_tells_of_the_torn_one()
             assert caught.value.line == whole + 1
 
 
-def test_every_flipped_bit_is_found_and_what_precedes_it_is_read(tmp_path):
+def test_every_flipped_bit_is_found_and_earlier_records_are_read(tmp_path):
     first, second = (pack_group(make_group(f"0-{n}")) for n in range(2))
     for bit in range(8 * len(second)):
         flipped, found = bytearray(second), []
@@ -81,7 +81,7 @@ def test_every_flipped_bit_is_found_and_what_precedes_it_is_read(tmp_path):
         list(read_groups(file))
 
 
-def test_reading_goes_on_from_where_the_file_stands_and_holds_one_record_at_a_time():
+def test_reading_continues_from_the_file_position_and_holds_one_record_at_a_time():
     class Counting(io.BytesIO):
         largest = 0
 
@@ -103,7 +103,7 @@ def test_reading_goes_on_from_where_the_file_stands_and_holds_one_record_at_a_ti
     "array",
     [["object", [1], b"12345678"], ["int32", [2], b"1234"], ["int32", [-1], b""], ["int32", [1], "text"], 5],
 )
-def test_what_is_no_array_is_refused(array):
+def test_bytes_that_are_no_array_are_refused(array):
     body = msgpack.unpackb(pack_group(make_group())[group_file.HEAD.size :])
     assert read(framed(msgpack.packb(body)))
     body["ticket"]["prompt_ids"] = array
@@ -116,7 +116,7 @@ def framed(body):
 
 
 @pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"])])
-def test_and_not_written(array):
+def test_unsupported_arrays_are_not_written(array):
     group = make_group()
     group.trajectories[0].sequences[0].tokens = array
     with pytest.raises(TypeError, match="cannot be stored"):

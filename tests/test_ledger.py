@@ -1,4 +1,4 @@
-"""The ledger: one outcome for each prompt, whatever the order; its size is that of the epochs that are open."""
+"""The ledger: one outcome for each prompt, in any order. Its size is that of the open epochs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Outcomes = dict[tuple[int, int], Kind]
 POSITIONS = st.tuples(st.integers(0, 5), st.integers(0, 20))
 OUTCOMES = st.one_of(
     st.dictionaries(POSITIONS, st.sampled_from(KINDS)),
-    # Whole epochs of equal size in any order, and what lies beyond some of them.
+    # Whole epochs of equal size in any order, and outcomes beyond some of them.
     st.builds(
         lambda size, kinds, more: {(at // size, at % size): kind for at, kind in kinds} | more,
         st.sampled_from([3, 8, 13, 16]),
@@ -39,7 +39,7 @@ def made(outcomes: Outcomes) -> Ledger:
 
 
 def holds(ledger: Ledger, outcomes: Outcomes) -> None:
-    """The ledger and a plain dict answer everything alike, and epochs that ended alike are one entry."""
+    """The ledger and a plain dict give the same answers, and epochs that ended alike share one entry."""
     indices = np.arange(32, dtype=np.int64)[::-1]
     for epoch in range(24):
         expected = [(epoch, int(index)) in outcomes for index in indices]
@@ -60,7 +60,7 @@ def holds(ledger: Ledger, outcomes: Outcomes) -> None:
 @given(
     OUTCOMES, st.randoms(use_true_random=False), st.dictionaries(st.sampled_from(["0-40", "a@3-1"]), st.integers(1, 9))
 )
-def test_i1_a_ledger_answers_as_a_dict_does_from_the_wire_and_from_disk_too(
+def test_i1_a_ledger_answers_like_a_dict_also_after_the_wire_and_disk(
     outcomes: Outcomes, random: Random, attempts: dict[str, int]
 ) -> None:
     ledger = made(outcomes)
@@ -96,7 +96,7 @@ def test_i1_a_prompt_of_an_epoch_has_one_outcome() -> None:
 
 
 def finished(epochs: int, size: int) -> Ledger:
-    """As it stands where these epochs are over, half of their prompts filtered."""
+    """A ledger in which these epochs are over, with half of their prompts filtered."""
     half = epochs * size // 2
     whole = IndexSet.of(np.packbits(np.ones(size, bool), bitorder="little").tobytes())
     runs = [ConcludedEpochs(first=0, epochs=epochs, below=whole.below, bits=bytes(whole.bits))]
@@ -105,8 +105,8 @@ def finished(epochs: int, size: int) -> Ledger:
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 501])
-def test_ended_epochs_cost_nothing_however_their_kinds_alternate(size: int) -> None:
-    """Added one by one they come to the form that ``finished`` begins with: any number of such epochs is as small."""
+def test_ended_epochs_cost_nothing_in_any_order_of_kinds(size: int) -> None:
+    """Added one by one they reach the form of ``finished``: any number of such epochs is as small."""
     ledger = Ledger()
     for epoch in range(6):
         for at, index in enumerate(np.random.default_rng(epoch).permutation(size).tolist()):
@@ -116,8 +116,8 @@ def test_ended_epochs_cost_nothing_however_their_kinds_alternate(size: int) -> N
 
 
 @pytest.mark.parametrize(("epochs", "size"), [(10, 1_000_000), (100_000, 100)])
-def test_at_ten_million_groups_the_ledger_is_a_bit_for_each_prompt_of_the_open_epoch(epochs: int, size: int) -> None:
-    """With one more epoch under way, in shuffled order."""
+def test_at_ten_million_groups_the_ledger_has_a_bit_for_each_prompt_of_the_open_epoch(epochs: int, size: int) -> None:
+    """With one more epoch in progress, in shuffled order."""
     ledger = finished(epochs, size)
     assert len(msgspec.json.encode(ledger.state)) < 300
     for at, index in enumerate(np.random.default_rng(0).permutation(size)[:20_000].tolist()):
@@ -127,7 +127,7 @@ def test_at_ten_million_groups_the_ledger_is_a_bit_for_each_prompt_of_the_open_e
 
 
 class Counted(bytearray):
-    """Counts the bytes that are moved or looked at one by one."""
+    """Counts the bytes that are moved or read one by one."""
 
     touched = 0
 
@@ -136,7 +136,7 @@ class Counted(bytearray):
         super().__setitem__(at, value)
 
     def __delitem__(self, at: Any) -> None:
-        # The front goes without the rest being moved.
+        # The front is dropped without moving the rest.
         assert at.start is None
         self.touched += at.stop
         super().__delitem__(at)
@@ -151,7 +151,7 @@ class Counted(bytearray):
 
 @pytest.mark.parametrize("order", ["shuffled", "descending", "window"])
 def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
-    """Over an epoch every byte is written once a bit, made once and left out once: no outcome moves the others."""
+    """Over an epoch every byte is written once a bit, made once and dropped once: no outcome moves the others."""
     size = 32_000
     orders = {
         "shuffled": np.random.default_rng(0).permutation(size),
@@ -169,7 +169,7 @@ def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
     assert longest <= (21 if order == "window" else size // 8)
 
 
-# --- what is refused ---
+# --- refused ledgers ---
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_an_outcome_costs_the_same_in_an_epoch_of_any_size(order: str) -> None:
         ([(0, 2, 8, b"\x01")], 17, "18 prompts have an outcome, and 17"),
     ],
 )
-def test_sets_that_are_no_ledger_are_refused(runs: list[tuple[int, int, int, bytes]], trained: int, match: str) -> None:
+def test_invalid_sets_are_refused(runs: list[tuple[int, int, int, bytes]], trained: int, match: str) -> None:
     concluded = [ConcludedEpochs(first=f, epochs=e, below=b, bits=bits) for f, e, b, bits in runs]
     with pytest.raises(ValueError, match=match):
         Ledger.restore(LedgerState(concluded=concluded, counts={"trained": trained}))

@@ -1,4 +1,4 @@
-"""The messages: every one survives the wire, and each request says what answers it."""
+"""The messages: each survives the wire, and each request names its reply."""
 
 import msgspec
 import numpy as np
@@ -65,7 +65,7 @@ def test_a_group_survives_the_wire():
     assert (again.sequences[1].spans, again.sequences[1].turns) == (branch.spans, branch.turns)
     assert again.sequences[1].prompt_ids.tolist() == [0, 1, 2, 3]
     assert again.messages == group.trajectories[0].messages
-    # Not one without a sequence.
+    # A trajectory without a sequence is refused.
     group.trajectories[0].sequences.clear()
     body, *buffers = codec.encode(Deliver(group=group))
     with pytest.raises(ProtocolError, match="sequences"):
@@ -76,13 +76,13 @@ REQUESTS = [kind for kind in EVERY_MESSAGE.values() if issubclass(kind, Request)
 SENT = [kind for kind in EVERY_MESSAGE.values() if kind in REQUESTS or kind not in {one.reply for one in REQUESTS}]
 
 
-def test_each_request_names_its_reply_and_each_message_that_is_sent_who_may():
+def test_each_request_names_its_reply_and_each_sent_message_its_senders():
     assert all(issubclass(kind.reply, Message) and kind.__doc__ for kind in REQUESTS) and len(SENT) > 25
     everybody = {*ROLES, "agent", "launcher", "viewer"}
     assert [kind.__name__ for kind in SENT if not senders_of(kind) or not senders_of(kind) <= everybody] == []
 
 
-def test_no_actor_may_do_what_is_anothers():
+def test_messages_of_one_role_cannot_be_sent_by_another():
     for role, own in (
         ("learner", {"Publish", "Outcomes", "Restored", "RunFinished", "CheckpointWritten", "MetricsLine"}),
         ("rollouter", {"Deliver", "RequestLeases", "Score", "RunEpisode", "NextUpdate"}),
@@ -95,7 +95,7 @@ def test_no_actor_may_do_what_is_anothers():
     assert senders_of(StopRun) == {"agent", "launcher"}
 
 
-def test_nobody_may_send_a_reply_or_what_has_no_entry():
+def test_replies_and_unlisted_messages_have_no_senders():
     with pytest.raises(LookupError, match="does not say who may send Delivered"):
         senders_of(Delivered)
     assert not any(may_send("", senders_of(kind)) for kind in SENT)
@@ -105,7 +105,7 @@ CHANGES = [{"uid": "0-2"}, {"number": 2}, {"purpose": "eval/x"}, {"seal": ""}, {
 
 
 @pytest.mark.parametrize("changed", CHANGES, ids=str)
-def test_a_seal_fits_the_lease_as_it_was_leased_and_nobody_else(changed):
+def test_a_seal_fits_only_the_unchanged_lease_and_its_holder(changed):
     lease = sealed(b"key", make_group().lease, "rollouter/1", 7)
     assert fits(b"key", lease, "rollouter/1", 7)
     assert not fits(b"key", msgspec.structs.replace(lease, **changed), "rollouter/1", 7)

@@ -61,7 +61,7 @@ def test_a_number_or_a_mapping_of_numbers_is_a_reward(value: Any, expected: Any)
         ({"x" * 101: 1.0}, "a component whose name has 101 characters, 100 are allowed"),
     ],
 )
-def test_anything_else_is_an_error_that_names_it(value: Any, named: str) -> None:
+def test_any_other_reward_is_an_error_that_names_it(value: Any, named: str) -> None:
     with pytest.raises(BadOutcome, match=re.escape(named)) as caught:
         read_outcome(value)
     assert len(str(caught.value)) < 500
@@ -74,7 +74,7 @@ def test_anything_else_is_an_error_that_names_it(value: Any, named: str) -> None
         max_leaves=6,
     )
 )
-def test_what_passes_is_finite(value: Any) -> None:
+def test_accepted_rewards_are_finite(value: Any) -> None:
     try:
         reward, components = read_outcome(value)
     except BadOutcome:
@@ -99,6 +99,6 @@ def test_a_group_returns_one_reward_each() -> None:
         (np.ones((2, 2)), "ndarray"),
     ],
 )
-def test_a_group_with_anything_else_is_an_error(value: Any, named: str) -> None:
+def test_any_other_reward_of_a_group_is_an_error(value: Any, named: str) -> None:
     with pytest.raises(BadOutcome, match=re.escape(named)):
         read_outcomes(value, 2)

@@ -38,7 +38,7 @@ def steps_of(solution):
 
 
 @given(numbers, numbers)
-def test_a_teacher_who_forgets_nothing_is_right_and_one_who_forgets_everything_never_carries(left, right):
+def test_a_teacher_that_forgets_no_carry_is_right_and_one_that_forgets_all_never_carries(left, right):
     problem = Problem(left, right)
     steps, answer = steps_of(write_out(problem, random.Random(0), forget=0.0))
     assert answer == problem.answer == str(left + right)
@@ -49,7 +49,7 @@ def test_a_teacher_who_forgets_nothing_is_right_and_one_who_forgets_everything_n
     assert answer == "".join(str(total % 10) for *_, total in reversed(steps))
 
 
-def test_splits_share_no_sum_whatever_its_order_and_responses_are_long_enough_to_be_overtaken():
+def test_splits_share_no_sum_in_either_order_and_responses_are_long_enough_to_meet_updates():
     splits = draw_splits(Settings())
     demonstrated = list(islice(splits.demonstrated, 10_000))
     sums = [frozenset((p.left, p.right)) for p in (*splits.heldout, *splits.train, *demonstrated)]
@@ -82,7 +82,7 @@ def configured_reward():
 
 
 @given(numbers, numbers, st.integers(0, 9))
-def test_dots_change_nothing_of_what_is_right_to_the_task_and_to_the_reward_of_the_configuration(left, right, dots):
+def test_dots_change_neither_the_check_of_the_task_nor_the_configured_reward(left, right, dots):
     reward = configured_reward()
     problem = Problem(left, right)
     row, solution = {"prompt": problem.prompt, "answer": problem.answer}, write_out(problem, random.Random(0), 0.0)
@@ -108,11 +108,11 @@ def test_the_hash_changes_with_settings_and_code(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """Real ones, of a model that is too small to learn."""
+    """Real assets, of a model that is too small to learn."""
     return ensure_assets(dataclasses.replace(SMALL, signal=0.0, max_steps=2), tmp_path_factory.mktemp("cache"))
 
 
-def test_the_assets_are_as_the_engines_need_them(assets):
+def test_the_assets_suit_the_engines(assets):
     from safetensors import safe_open
     from transformers import AutoTokenizer
 
@@ -158,7 +158,7 @@ def test_warm_up_learns(capsys):
     assert loss < 2.2  # ln 14 = 2.64 for a uniform guess
 
 
-def test_assets_are_made_once(tmp_path):
+def test_assets_are_built_once(tmp_path):
     made = []
     make = lambda settings, folder: made.append(settings)  # noqa: E731
     assert ensure_assets(SMALL, tmp_path, make) == ensure_assets(SMALL, tmp_path, make)
@@ -167,7 +167,7 @@ def test_assets_are_made_once(tmp_path):
     assert len(made) == 2
 
 
-def test_a_killed_maker_leaves_nothing_that_is_taken_for_assets(tmp_path):
+def test_a_killed_build_leaves_nothing_that_passes_for_assets(tmp_path):
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -190,7 +190,7 @@ def test_a_killed_maker_leaves_nothing_that_is_taken_for_assets(tmp_path):
     assert not list(tmp_path.glob("part-*"))
 
 
-def test_the_launcher_gets_the_paths_and_what_was_added():
+def test_the_launcher_gets_the_paths_and_the_extra_arguments():
     command = launch_command(Assets(Path("/cache/abc")), "quick.toml", ["--learner.lr", "0"])
     assert command[1:4] == ["-m", "asyncrl.cli.launch", "quick.toml"]
     flags = dict(zip(command[4::2], command[5::2], strict=True))

@@ -1,4 +1,4 @@
-"""Every configuration in configs/ is whole once the paths that only its user knows are given."""
+"""Every configuration in configs/ is complete once the user's paths are given."""
 
 import tomllib
 from pathlib import Path
@@ -25,12 +25,12 @@ def user_paths(tree):
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_it_is_valid_once_its_paths_are_given(file):
+def test_a_ready_configuration_is_valid_with_its_paths(file):
     load_config([file], user_paths(tomllib.loads(file.read_text())))
 
 
 def test_the_quickstart_shows_that_it_learns():
-    """Its users rely on two evaluations of the same prompts at both ends of a run that is off-policy."""
+    """Its users rely on two evaluations of the same prompts, at the start and the end of an off-policy run."""
     file = CONFIGS / "quickstart.toml"
     config = load_config([file], user_paths(tomllib.loads(file.read_text())))
     engines = config.rollout.replicas * (config.rollout.vllm.threads or 0)

@@ -1,4 +1,4 @@
-"""Changes of the configuration at a resume: each key has a class, and each change is named with what it applies to."""
+"""Changes of the configuration at a resume: each key has a class, and each change is named with its effect."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ KEYS = [key for key, *_ in known_keys()]
 
 
 def tree_of(config):
-    """The configuration as a checkpoint holds it."""
+    """The configuration in the form of a checkpoint."""
     return json.loads(config_to_json(config))
 
 
@@ -65,7 +65,7 @@ def test_every_key_of_the_configuration_has_one_class():
                 ("reward.overlong.scale", Applies.GENERATED, "was 1.0, is 2.0"),
             ],
         ),
-        # The divergence is computed by the learner when it trains a group.
+        # The learner computes the divergence when it trains a group.
         (
             {"learner": {"kl": {"coefficient": 0.1}, "correction": {"reject": {"limit": 1.0}}}},
             [
@@ -82,13 +82,13 @@ def test_every_key_of_the_configuration_has_one_class():
         ({"run": {"name": "x", "dir": "y"}, "resume": {"allow": ["batch"]}}, []),
     ],
 )
-def test_a_change_is_named_with_both_values_and_what_it_applies_to(sections, expected):
+def test_a_change_is_named_with_both_values_and_its_effect(sections, expected):
     found = changes(tree_of(simulated_run()), simulated_run(**sections))
     assert [(change.key, change.applies, change.difference) for change in found] == expected
     assert all(change.applies.value in change.describe() for change in found)
 
 
-def test_a_set_of_evaluation_that_comes_or_goes_is_one_change():
+def test_an_evaluation_set_that_is_added_or_removed_is_one_change():
     data = {"source": "synthetic"}
     was = simulated_run(eval={"a": {"data": data}, "b": {"data": data}})
     now = simulated_run(eval={"a": {"data": data, "n": 2}, "c": {"data": data}})
@@ -97,7 +97,7 @@ def test_a_set_of_evaluation_that_comes_or_goes_is_one_change():
     assert [change.difference[:12] for change in found[1:]] == ['was {"data":', "was unset, i"]
 
 
-def test_a_key_that_an_earlier_release_did_not_have_counts_as_its_default():
+def test_a_key_unknown_to_an_earlier_release_counts_as_its_default():
     tree = tree_of(simulated_run())
     del tree["rollout"]["temperature"], tree["trace"]
     assert changes(tree, simulated_run()) == []

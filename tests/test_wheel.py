@@ -1,7 +1,7 @@
 """The wheel: built from a copy of the package, installed where the source tree cannot be imported, and run there.
 
-Nothing is fetched. The dependencies are those of this environment: its folder is on the path of the other one, and a
-folder that is put there so has its own .pth files, as an editable install of asyncrl, left alone.
+Nothing is downloaded. The dependencies come from this environment, whose folder is on the path of the new one. Its
+.pth files, for example of an editable install of asyncrl, have no effect there.
 """
 
 import json
@@ -37,7 +37,7 @@ SMALL = (
 
 
 def run(*words, cwd):
-    """The output of the command; none of this environment's paths to Python modules are passed on."""
+    """The output of the command, without this environment's paths to Python modules."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     done = subprocess.run(
         [*map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=200, check=False
@@ -62,7 +62,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bin_folder(wheel, tmp_path_factory):
-    """Commands of an environment that has the wheel, and of this one the dependencies alone."""
+    """Commands of an environment that has the wheel, and only the dependencies of this one."""
     home = tmp_path_factory.mktemp("installed")
     venv.create(home, symlinks=True, with_pip=False)
     python = home / "bin" / "python"
@@ -72,8 +72,8 @@ def bin_folder(wheel, tmp_path_factory):
     return home / "bin"
 
 
-def test_every_file_of_the_package_is_in_the_wheel_and_nothing_else(wheel):
-    """Data files too: py.typed, and what a report is made of."""
+def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
+    """Data files too: py.typed, and the files of a report."""
     folder = ROOT / "asyncrl"
     ours = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -88,11 +88,11 @@ def test_the_source_tree_cannot_be_imported_there(bin_folder, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["asyncrl-launch", "asyncrl-doctor", "asyncrl-top", "asyncrl-export"])
-def test_a_command_tells_of_itself(bin_folder, tmp_path, command):
+def test_each_command_prints_its_help(bin_folder, tmp_path, command):
     assert f"usage: {command}" in run(bin_folder / command, "--help", cwd=tmp_path)
 
 
-def test_a_run_goes_from_its_toml_to_its_end(bin_folder, tmp_path):
+def test_a_run_trains_from_its_toml_to_its_end(bin_folder, tmp_path):
     shutil.copy(ROOT / "configs" / "sim-64.toml", tmp_path)
     run(bin_folder / "asyncrl-launch", "sim-64.toml", *SMALL, "--learner.steps", STEPS, cwd=tmp_path)
     folder = tmp_path / "runs" / "tiny"

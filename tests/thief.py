@@ -1,8 +1,8 @@
-"""Users' code that tries to get at what is the run's own. Standard library alone; ``prepare`` copies it to where such
-code lies.
+"""Users' code that tries to steal the run's secrets. Standard library alone; ``prepare`` copies it to the folder of
+such code.
 
-``TARGETS`` beside it (JSON) says what there is to steal. ``steal`` gives what was got, by the way it was tried, and
-leaves the same in a new file beside it: so writing where the run was started has to work.
+``TARGETS`` in the same folder (JSON) lists the secrets. ``steal`` returns its loot by the way it was tried, and writes
+the same to a new file there: so the run's working directory must be writable.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prepare(folder: Path, private: Path, **processes: int) -> None:
-    """Have it steal what there is, in a folder where users' code lies."""
+    """Let it steal what there is, in a folder of users' code."""
     (folder / "thief.py").write_text(Path(__file__).read_text())
     (folder / "TARGETS").write_text(json.dumps({"private": str(private), "processes": processes}))
 
@@ -42,7 +42,7 @@ def steal() -> dict[str, Any]:
     }
     for name, pid in processes.items():
         loot |= {f"{what} of {name}": got for what, got in entered(pid, private).items()}
-    # At last, since they change what is there.
+    # Last, since they change the process.
     loot["moved"] = tried(lambda: moved(private, private.with_name("elsewhere")))
     loot["moved with its folder"] = tried(
         lambda: (
@@ -94,7 +94,7 @@ def uncovered(private: Path) -> bool:
 
 
 def in_child(way: Callable[[], Any]) -> bool:
-    """Whether it came true in a process of its own."""
+    """Whether it worked in a process of its own."""
     pid = os.fork()
     if not pid:
         code = 0
@@ -118,7 +118,7 @@ def memory(pid: int) -> int:
 
 
 def traced(pid: int) -> bool:
-    """It is let go with this process, and nothing stops it meanwhile."""
+    """It is released with this process, and nothing stops it meanwhile."""
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     return bool(libc.ptrace(PTRACE_SEIZE, pid, None, None) == 0)
 

@@ -46,7 +46,7 @@ def make_model(seed: int, *, tied: bool = False):
 
 
 def sharp_model(seed: int, *, tied: bool = False):
-    """As sure of its next token as a trained one is, so that a temperature shows."""
+    """As confident of its next token as a trained model, so that the temperature has an effect."""
     model = make_model(seed, tied=tied)
     with torch.no_grad():
         model.lm_head.weight.mul_(4.0)
@@ -54,7 +54,7 @@ def sharp_model(seed: int, *, tied: bool = False):
 
 
 def save_model(folder: Path, model) -> str:
-    """Write it as transformers does; returns the folder."""
+    """Write it as transformers does. Returns the folder."""
     model.save_pretrained(folder)
     return str(folder)
 
@@ -68,7 +68,7 @@ def logprobs_of(model, ids: Sequence[int]) -> list[float]:
 
 
 class Publisher:
-    """Sealed memory of what it has published, until ``close``."""
+    """Sealed memory of published versions, until ``close``."""
 
     def __init__(self) -> None:
         self._descriptors: list[int] = []

@@ -1,4 +1,4 @@
-"""Processes that find torch imported: it is imported once, in the server that they are forked from."""
+"""Processes with torch already imported: it is imported once, in the server that forks them."""
 
 from __future__ import annotations
 

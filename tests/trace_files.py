@@ -1,4 +1,4 @@
-"""Traces in tests: made on a clock of their own; read by actor and track, checked against the schema."""
+"""Traces in tests: made on a clock of their own, read by actor and track, checked against the schema."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEMA = json.loads((Path(__file__).parent / "telemetry" / "chrome_trace.schema.
 
 @dataclass(frozen=True)
 class Span:
-    """Times in whole microseconds; ``end`` is None while it goes on."""
+    """Times in whole microseconds; ``end`` is None for an open span."""
 
     name: str
     began: int
@@ -34,7 +34,7 @@ class Span:
 
 
 class Time:
-    """A clock that is set."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.seconds = 12.5
@@ -53,7 +53,7 @@ def make_trace(window_s: float = 300.0, kept: int = 100) -> tuple[Time, Trace]:
 
 
 def load(path: Path) -> dict[str, dict[str, list[Span]]]:
-    """Spans by actor and track, in order; the file is what the schema wants, and no track does two things at once."""
+    """Spans by actor and track, in order. The file matches the schema, and no track has two spans at once."""
     trace = json.loads(path.read_text())
     jsonschema.Draft202012Validator(SCHEMA).validate(trace)
     events = trace["traceEvents"]
@@ -72,7 +72,7 @@ def load(path: Path) -> dict[str, dict[str, list[Span]]]:
 
 
 def slots(actor: dict[str, list[Span]]) -> list[Span]:
-    """Deeds of the slots of a rollouter."""
+    """Spans of the slots of a rollouter."""
     return [span for track, spans in actor.items() if track.startswith("slot ") for span in spans]
 
 

@@ -1,4 +1,4 @@
-"""Virtual time: an event loop whose time jumps, and the clock of actors that live in it."""
+"""Virtual time: an event loop whose time jumps, and the clock of actors in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class LoopClock(Clock):
-    """Follows the running event loop, also when that runs on virtual time."""
+    """Follows the running event loop, even on virtual time."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -23,10 +23,10 @@ class LoopClock(Clock):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time jumps to the next timer whenever nothing else is left to do.
+    """An event loop whose time jumps to the next timer when no other work is left.
 
-    For systems that live in one process and wait on nothing outside it but threads, during which time stands still;
-    such a system runs as fast as it computes and the same way each time.
+    It is for systems in one process that wait on nothing outside it except threads; while those run, time stands still.
+    Such a system runs as fast as it computes, and the same way each time.
     """
 
     def __init__(self) -> None:
@@ -77,6 +77,6 @@ class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, unused-
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on virtual time. Raises RuntimeError when it deadlocks."""
+    """Run a coroutine to its end on virtual time. Raises RuntimeError if it deadlocks."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

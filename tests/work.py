@@ -1,10 +1,10 @@
-"""How much work a call is, counted in steps of the interpreter: the same on any machine, however busy."""
+"""The work of a call, counted in steps of the interpreter: the same on any machine and under any load."""
 
 import sys
 
 
 def steps_of(work):
-    """Instructions that a call runs in Python code; what runs in C, as a sort, counts as one."""
+    """Instructions that a call runs in Python code. C code, such as a sort, counts as one."""
     steps = 0
 
     def trace(frame, event, _argument):
@@ -13,7 +13,7 @@ def steps_of(work):
         steps += event == "opcode"
         return trace
 
-    # Python 3.12 tells of opcodes only where a frame has asked for them before.
+    # Python 3.12 reports opcodes only where a frame has requested them before.
     sys._getframe().f_trace_opcodes = True
     before = sys.gettrace()
     sys.settrace(trace)
