@@ -72,7 +72,7 @@ class Play:
         return self._answer(name, *self.asked[name])
 
     def end_of_park(self, name):
-        """The caller is told to ask again."""
+        """The caller gets the answer to ask again."""
         self.conductor.answered(name, self.asked.pop(name)[0], self.now)
 
     def cancel(self, name):

@@ -12,7 +12,7 @@ HOSTS = 8
 
 
 def serving(count, *, offered=0, transport="stream", **place):
-    """Replicas, of which the first so many are offered version 1."""
+    """Replicas; the first ones, this many, are offered version 1."""
     play = Play(transport=transport, max_paused_fraction=0.5)
     for i in range(count):
         host = f"host-{i // HOSTS}" if place.get("hosts") else ""

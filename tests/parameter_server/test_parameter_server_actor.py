@@ -89,7 +89,7 @@ class Stage:
         self.net.register(ActorRecord(name=NAME, incarnation=incarnation, address=self.server.address))
 
     async def end(self, *, crash=False):
-        """A crash answers nobody any more."""
+        """End the server. After a crash no caller gets an answer."""
         if crash:
             self.server.context.transport.close()
         self.life.cancel()

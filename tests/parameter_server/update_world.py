@@ -1,4 +1,4 @@
-"""Replicas and a learner, beside a conductor that knows only their messages.
+"""Replicas and a learner, and a conductor that knows only their messages.
 
 Callers behave as rollouter and learner do: one question at a time, repeated when its reply is lost; a parked question
 is looked at again only when the conductor wakes it. The invariants are asserted after each step.

@@ -1,4 +1,4 @@
-"""A real rollouter between stubs of its peers; what it generates is scripted."""
+"""A real rollouter between stubs of its peers, with scripted generation."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -24,7 +24,7 @@ def group_of(lease):
 
 
 class Learner:
-    """Acknowledges while ``open``; ``refusals`` times it takes no groups yet."""
+    """Acknowledges while ``open``; ``refusals`` times it does not accept groups yet."""
 
     def __init__(self, *, open=True, refusals=0):
         self.uids, self.refusals = [], refusals
@@ -57,7 +57,7 @@ class Learner:
 
 
 class Dataloader:
-    """Leases what is put into ``leases``, under numbers above ``seen``, and again until they are seen."""
+    """Leases the entries of ``leases``, under numbers above ``seen``, and again until they are seen."""
 
     def __init__(self):
         self.leases, self.asked, self.returned = [], [], []
@@ -99,7 +99,7 @@ class Dataloader:
 
 
 class Ears:
-    """A transport that is deaf to some actors, and does things in the callback that takes in a reply."""
+    """A transport that drops messages of some actors, and runs code in the callback that receives a reply."""
 
     def __init__(self, transport):
         self._transport = transport
@@ -120,7 +120,7 @@ class Ears:
 
 
 class ScriptedGroups:
-    """In the place of a GroupRunner: groups are finished at once, or at the event that ``gates`` has for them."""
+    """In place of a GroupRunner: groups finish at once, or at the event that ``gates`` has for them."""
 
     def __init__(self):
         self.gates, self.leases = {}, None
@@ -178,13 +178,13 @@ class Life:
         return self.rollouter.open_leases(OpenLeases(learner=learner), caller)
 
     def within_the_next_reply(self, name, act):
-        """Run ``act`` in the very callback that takes in the next reply of a peer, before anybody has it."""
+        """Run ``act`` in the same callback that receives the next reply of a peer, before any other code sees it."""
         results = []
         self.ears.after_reply[name] = lambda: results.append(act())
         return results
 
     async def until(self, condition):
-        """Wait for a condition of a rollouter that lives."""
+        """Wait for a condition of a live rollouter."""
 
         def met():
             found = condition()
@@ -199,7 +199,7 @@ class Life:
         return {uid: lease.number for uid, lease in self.rollouter._leases.held.items()}
 
     async def die(self):
-        """Die as a process does: nothing more is sent."""
+        """Die as a process does: no more messages are sent."""
         self.task.cancel()
         await asyncio.wait({self.task})
 

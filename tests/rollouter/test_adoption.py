@@ -1,6 +1,6 @@
-"""Who is believed after OpenLeases: I1, no lease is lost and none released by a learner that is no more.
+"""The accepted peers after OpenLeases: I1, no lease is lost and none is released by a learner that is gone.
 
-The answer says which leases are held; whatever is on its way at that moment, it must be true from then on.
+The answer says which leases are held. It must stay true from then on, with any messages in flight.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from asyncrl.runtime.calls import peer as peer_module
 
 @asynccontextmanager
 async def between(learner, dataloader, folder, *, memory=True, learner_at=1, dataloader_at=1):
-    """A rollouter that lives between these incarnations of its peers."""
+    """A rollouter that stays alive while its peers have these incarnations."""
     async with Net(memory=memory) as net:
         net.serve(learner, "learner/0", learner_at)
         net.serve(dataloader, "dataloader/0", dataloader_at)
@@ -37,7 +37,7 @@ def soon(monkeypatch):
 async def test_i1_an_acknowledgement_of_an_older_learner_releases_nothing_once_another_is_adopted(
     arrived, memory, tmp_path
 ):
-    """Also where it has arrived, and the coroutine that waits for it has not run when OpenLeases is answered."""
+    """Even if it has arrived, and the coroutine that waits for it has not run when OpenLeases is answered."""
     old, new, dataloader = Learner(open=False), Learner(), Dataloader()
     async with between(old, dataloader, tmp_path, memory=memory) as life:
         dataloader.lease("0-1")
@@ -61,8 +61,8 @@ async def test_i1_an_acknowledgement_of_an_older_learner_releases_nothing_once_a
 
 
 @pytest.mark.parametrize("adopted", [1, 2])
-async def test_an_acknowledgement_of_the_learner_that_is_adopted_counts_whenever_it_came(tmp_path, adopted):
-    """It takes no groups yet at first, and is asked again."""
+async def test_an_acknowledgement_of_the_adopted_learner_always_counts(tmp_path, adopted):
+    """At first it does not accept groups, and is asked again."""
     learner, dataloader = Learner(open=False, refusals=1), Dataloader()
     async with between(learner, dataloader, tmp_path, learner_at=2) as life:
         dataloader.lease("0-1")
@@ -98,7 +98,7 @@ async def test_the_answer_lists_every_unacknowledged_lease_with_its_deaths(tmp_p
 
 
 async def test_leases_of_a_dead_dataloader_are_dropped_with_their_numbers(tmp_path):
-    """Else the next one numbers other prompts alike, and believes that they were seen."""
+    """Otherwise the next one would number other prompts alike, and assume that they were seen."""
     learner, old, new = Learner(open=False), Dataloader(), Dataloader()
     async with between(learner, old, tmp_path) as life:
         old.lease("0-1")
@@ -108,7 +108,7 @@ async def test_leases_of_a_dead_dataloader_are_dropped_with_their_numbers(tmp_pa
         await life.until(lambda: answers)
         assert answers[0].seen == 1
         life.net.serve(new, "dataloader/0", 2)
-        # It lives on, as one that is cut off from the controller would, and leases.
+        # It lives on and leases, like one that is cut off from the controller.
         old.lease("0-9")
         await life.until(lambda: new.asked)
         assert (new.asked[0].seen, new.asked[0].holding) == (1, ["0-1"])
@@ -132,7 +132,7 @@ async def test_a_preempted_rollouter_delivers_generated_groups_and_returns_the_o
         life.rollouter.preempted()
         asked = len(dataloader.asked)
         dataloader.lease("0-3")
-        # At once, since the learner waits for every outstanding group; with those that may still be delivered.
+        # At once, since the learner waits for every outstanding group; and it names those that it may still deliver.
         await life.until(lambda: life.held.keys() == {"0-1"})
         assert (dataloader.returned, dataloader.partings) == (["0-2"], [["0-1"]])
         assert list(life.open_leases(1).attempts) == ["0-1"]
@@ -144,8 +144,8 @@ async def test_a_preempted_rollouter_delivers_generated_groups_and_returns_the_o
         assert learner.uids == ["0-1"]
 
 
-async def test_a_leaving_rollouter_reports_at_once_which_groups_it_may_still_deliver(tmp_path):
-    """I1: it takes no lease afterwards."""
+async def test_i1_a_leaving_rollouter_reports_at_once_which_groups_it_may_still_deliver(tmp_path):
+    """It takes no lease afterwards."""
     learner, dataloader = Learner(), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
@@ -164,8 +164,8 @@ async def test_a_leaving_rollouter_reports_at_once_which_groups_it_may_still_del
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-async def test_a_stopping_rollouter_returns_its_leases_and_a_leaving_one_only_ungenerated_ones(tmp_path, leaves):
-    """I1: the learner is asked about generated groups of a run that continues: it may just be taking them in."""
+async def test_i1_a_stopping_rollouter_returns_its_leases_and_a_leaving_one_only_ungenerated_ones(tmp_path, leaves):
+    """In a run that continues, the learner is asked about generated groups: it may be accepting them."""
     learner, dataloader = Learner(open=False), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:
         life.gates["0-2"] = asyncio.Event()
@@ -199,7 +199,7 @@ async def test_a_rollouter_without_the_learner_takes_no_leases_and_names_the_lea
                 await way.open()
                 await life.until(lambda: learner.uids == ["0-1"] and not life.held)
                 assert told() == {}
-                # Once it was reached, it is kept busy: its learner may only be starting again.
+                # Once it was reached, the rollouter is kept busy: its learner may only be restarting.
                 way.cut()
                 dataloader.lease("0-2")
                 await life.until(lambda: life.held.keys() == {"0-2"} and told().get("learner/0", 0.0) > 0.1)

@@ -29,7 +29,7 @@ def lease():
 
 
 class Scripted:
-    """Episodes and scores that fail a given number of times, by sample; ``trouble`` is the pool's own."""
+    """Episodes and scores that fail a given number of times, by sample; ``trouble`` is that of the pool itself."""
 
     def __init__(self, *, losses=(), refusals=(), final=(), components=None, hopeless=None, trouble=()):
         self.losses, self.refusals, self.final = dict(losses), dict(refusals), set(final)
@@ -87,7 +87,7 @@ def run(script, **tables):
 
 
 @pytest.mark.parametrize("per", ["trajectory", "group"])
-def test_each_trajectory_is_scored_the_moment_it_is_finished_or_the_group_when_all_are(per):
+def test_each_trajectory_is_scored_when_it_finishes_or_the_group_when_all_have(per):
     script = Scripted()
     group = run(script, reward={"per": per})
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
@@ -97,10 +97,10 @@ def test_each_trajectory_is_scored_the_moment_it_is_finished_or_the_group_when_a
 
 
 @pytest.mark.parametrize(("components", "told"), [({}, True), ({"timed_out": -1.0}, False)])
-def test_the_reward_pool_hears_once_its_function_has_worked(components, told):
+def test_the_reward_pool_is_notified_once_its_function_has_worked(components, told):
     script = Scripted(refusals={0: 1}, components=components)
     run(script, rollout={"retry_backoff_s": 0.1})
-    # The first two and a second attempt were asked for before there was a reward.
+    # The first two and a second attempt were requested before there was a reward.
     assert script.has_worked == [False, False, False, told, told]
 
 
@@ -124,7 +124,7 @@ def test_only_failed_trajectories_are_tried_again_with_growing_pauses():
     ],
     ids=["episode", "score", "final", "hopeless"],
 )
-def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script, reason):
+def test_a_permanent_failure_may_quarantine_the_group_with_its_reason(script, reason):
     group = run(script, rollout={"on_failed_trajectory": "quarantine_group"})
     assert group.trajectories == []
     assert reason in group.failure
@@ -134,7 +134,7 @@ def test_a_failure_for_good_may_quarantine_the_group_with_its_reason(script, rea
 
 @pytest.mark.parametrize("fails", ["losses", "refusals"])
 def test_failed_trajectories_are_left_out_while_enough_survive(fails):
-    """A response on which a verifier hangs costs its siblings nothing: they are scored once, and are the group."""
+    """A response on which a verifier hangs costs its siblings nothing: they are scored once, and form the group."""
     drop = {"on_failed_trajectory": "drop", "max_attempts": 3}
     script = Scripted(**{fails: {2: 99}})
     group = run(script, rollout=drop)
@@ -156,7 +156,7 @@ def test_failed_trajectories_are_left_out_while_enough_survive(fails):
     ids=lambda error: getattr(error, "code", type(error).__name__),
 )
 @pytest.mark.parametrize("per", ["trajectory", "group"])
-def test_a_reward_pool_in_trouble_is_no_attempt_of_a_trajectory(trouble, per):
+def test_a_failure_of_the_reward_pool_is_no_attempt_of_a_trajectory(trouble, per):
     group = run(Scripted(trouble=[trouble] * 50), rollout={"max_attempts": 1}, reward={"per": per})
     assert group.failure is None
     assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0, 3.0]
@@ -214,8 +214,8 @@ async def scoring(folder, count, patience_s=30.0):
             pool.answers.set()
 
 
-async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call_and_not_when_it_is_silent(tmp_path):
-    """However long its queue: that of a large run may honestly take hours. A group reward is one call for all."""
+async def test_a_call_waits_for_a_reward_pool_that_says_it_holds_the_call_and_not_for_a_silent_one(tmp_path):
+    """However long its queue: that of a large run may take hours. A group reward is one call for all."""
     async with scoring(tmp_path, SAMPLES, patience_s=0.3) as (life, call):
         rollouter = life.rollouter
         assert rollouter.figures()["rollout/scoring"] == SAMPLES
@@ -223,7 +223,7 @@ async def test_a_reward_pool_is_waited_for_while_it_says_that_it_has_the_call_an
         def waited_s():
             return max(on.seconds for on in rollouter.heartbeat(1).awaits if on.what == "Score")
 
-        # Longer than one that is silent is waited for.
+        # Longer than it waits for a silent one.
         await life.until(lambda: waited_s() > 1.0)
         assert not call.done()
         life.ears.deaf_to.add("reward/0")

@@ -1,4 +1,4 @@
-"""The messages of an idle rollouter: as few as possible, and one at once when that changes."""
+"""The messages of an idle rollouter: few, and one at once when it gets a lease."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from test_adoption import between
 from asyncrl.rollouter import actor
 
 
-async def test_an_idle_rollouter_sends_no_statistics_until_it_is_leased_something(tmp_path, monkeypatch):
+async def test_an_idle_rollouter_sends_no_statistics_until_it_gets_a_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(actor, "STATS_S", 0.02)
     learner, dataloader = Learner(), Dataloader()
     async with between(learner, dataloader, tmp_path) as life:

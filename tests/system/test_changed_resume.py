@@ -1,4 +1,4 @@
-"""A run that is resumed with another configuration: groups that a change affects are generated again, exactly once."""
+"""A run is resumed with another configuration. Groups that a change affects are generated again, exactly once."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def settings(temperature: float, value: float, **tables: dict[str, Any]) -> Conf
         reward={"options": {"value": value}},
         learner={"steps": STEPS, "sim": {"step_s": 0.05}},
         staleness={"max": 4, "adapt": False},
-        # One at the end and when it is preempted, and none between.
+        # One at the end and one when it is preempted, and none between.
         checkpoint={"every_versions": 1000},
         **tables,
     )
 
 
 def leave(run_dir: Path) -> dict[str, list[list[int]]]:
-    """A run that is preempted with groups in its buffer; the tokens of these by uid."""
+    """A run that is preempted with groups in its buffer, and the tokens of these groups by uid."""
     system = System(settings(0.8, OLD), run_dir)
 
     async def preempt() -> None:
@@ -68,7 +68,7 @@ class Resumed(System):
 
 @pytest.fixture
 def trained(monkeypatch) -> list[Group]:
-    """Grows by every group that a step is planned of."""
+    """Collects every group that is planned for a step."""
     seen: list[Group] = []
     plan = StepPlanner.plan
 
@@ -115,8 +115,8 @@ def test_without_such_a_change_the_groups_of_the_checkpoint_are_trained(tmp_path
 
 
 @pytest.mark.parametrize("digest", ["as it was", "edited"])
-def test_code_is_compared_by_the_digests_that_the_attempts_began_with(tmp_path, trained, digest) -> None:
-    """Files may be edited while the run lives; a learner that starts then does not read them."""
+def test_code_is_compared_by_its_digests_at_the_start_of_an_attempt(tmp_path, trained, digest) -> None:
+    """Files may be edited during the run; a learner that starts then does not read them."""
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     record(run_dir, {"reward.function": "as it was"})

@@ -1,5 +1,6 @@
-"""Output of the commands that goes nowhere: a full disk, or an output that is closed, is a failure that is told, a
-reader may end when it likes."""
+"""Output of the commands that cannot be written: a full disk or a closed output is reported as a failure. A reader may
+end at any time.
+"""
 
 import os
 import shlex
@@ -42,7 +43,7 @@ def test_a_failure_to_print_is_reported(tmp_path, program, words):
 
 
 @pytest.mark.parametrize(("program", "words"), CALLS)
-def test_a_reader_that_has_read_enough_ends_a_command_in_silence(tmp_path, program, words):
+def test_a_reader_that_has_read_enough_ends_a_command_silently(tmp_path, program, words):
     (tmp_path / "sim.toml").write_text(SIM)
     read, write = os.pipe()
     os.close(read)
@@ -68,7 +69,7 @@ def test_a_closed_output_is_reported(tmp_path, program, words):
 
 
 @pytest.mark.parametrize(("program", "words"), CALLS)
-def test_an_input_that_is_closed_changes_nothing(tmp_path, program, words):
+def test_a_closed_input_changes_nothing(tmp_path, program, words):
     (tmp_path / "sim.toml").write_text(SIM)
     done, closed = (call_closed(tmp_path, program, words, how) for how in ("</dev/null", "<&-"))
     assert (closed.returncode, closed.stderr) == (done.returncode, done.stderr)

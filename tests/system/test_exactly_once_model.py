@@ -1,10 +1,11 @@
 """I1, exactly once, in any order of events: the pure parts of dataloader and learner, and modelled rollouters.
 
-Leases and their restoring on one side, the intake on the other, are the real ones. Each of the three parties may die
-between any two steps, the learner back to any earlier checkpoint; messages are lost, repeated and late; some prompts
-kill whoever generates them. From every state reached, a fair
-continuation must bring each epoch to its end and the run to its own, and then each prompt of a finished epoch has
-exactly one outcome, trained at most once in the history from which the final weights come.
+Leases and their restoring on one side and the intake on the other are the real ones. Each of the three parties may die
+between any two steps, the learner back to any earlier checkpoint. Messages are lost, repeated and late; some prompts
+kill the engine that generates them.
+
+From every reached state, a fair continuation ends each epoch and the run. Each prompt of a finished epoch then has
+exactly one outcome, and is trained at most once in the history that leads to the final weights.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ EPOCHS = 2
 
 
 class RememberedOrder(EpochOrder):
-    """An order that is asked for the same indices again and again."""
+    """An order that is asked repeatedly for the same indices."""
 
     @cache  # noqa: B019 - there are a few dozen
     def indices(self, *which: int) -> Any:
@@ -59,7 +60,7 @@ class Held:
 
 @dataclass
 class Rollouter:
-    """Truth about a rollouter."""
+    """The true state of a rollouter."""
 
     name: str
     incarnation: int = 1
@@ -87,7 +88,7 @@ class Checkpoint:
 
 @dataclass
 class Restoring:
-    """A dataloader that asks around."""
+    """A dataloader that asks the rollouters which leases they hold."""
 
     request: Restored
     learner: int
@@ -253,7 +254,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.start_learner(self.checkpoints[-1])
 
     def say_restored(self) -> None:
-        """Where the run stands; the dataloader begins to ask around."""
+        """The state of the run; the dataloader starts to ask the rollouters."""
         request = Restored(
             version=self.version,
             trained_at_version=self.trained_at,
@@ -283,7 +284,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule()
     def say_restored_again(self) -> None:
-        """The reply was lost, or the deadline was over."""
+        """The reply was lost, or the deadline has passed."""
         self.say_restored()
 
     @precondition(lambda self: self.leases is not None and self.restored_by == self.learner)
@@ -333,7 +334,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     @precondition(lambda self: self.restoring is not None and self.restoring.waiting)
     @rule(data=st.data(), answered=st.sampled_from([True, True, True, False]))
     def ask_rollouter(self, data: st.DataObject, answered: bool) -> None:
-        """It answers, or counts as holding nothing. Its answer is true when it is given."""
+        """It answers, or counts as holding nothing. Its answer is true at that moment."""
         assert self.restoring is not None
         rollouter = data.draw(st.sampled_from(self.restoring.waiting))
         self.restoring.waiting.remove(rollouter)
@@ -481,7 +482,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         acknowledged=st.sampled_from(ACKNOWLEDGED),
     )
     def finish_group(self, data: st.DataObject, kind: str, delivered: bool, acknowledged: str) -> None:
-        """A group is done, or its prompt does what it does; perhaps it is delivered, perhaps that is acknowledged."""
+        """A group is done, or its prompt has its effect; it may be delivered, and that may be acknowledged."""
         rollouter = data.draw(
             st.sampled_from([r for r in self.rollouters if any(not h.finished for h in r.held.values())])
         )
@@ -517,9 +518,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.acknowledge(*ack)
 
     def acknowledge(self, rollouter: Rollouter, incarnation: int, learner: int, uid: str, delivered: Held) -> None:
-        """Release the lease that was delivered, and no other lease of the same prompt.
+        """Release the delivered lease, and no other lease of the same prompt.
 
-        An acknowledgement of a learner that is known to have a successor releases nothing.
+        An acknowledgement from a learner that has a known successor releases nothing.
         """
         if rollouter.incarnation == incarnation and learner >= rollouter.learner:
             rollouter.learner = learner
@@ -546,7 +547,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         if self.leases is None:
             # The call is parked.
             return
-        # It may return what has arrived.
+        # It may return the groups that have arrived.
         self.blind |= any(rollouter.held[uid].finished for uid in uids)
         self.leases.give_back(rollouter.name, rollouter.incarnation, uids)
         for uid in uids:
@@ -554,7 +555,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(deliveries=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(ACKNOWLEDGED)), max_size=6))
     def move_on(self, deliveries: list[tuple[str, str]]) -> None:
-        """The usual events between two steps; they bring the run forward."""
+        """The usual events between two steps, which advance the run."""
         self.restore_fully()
         for rollouter in self.rollouters:
             rollouter.served = self.mark
@@ -581,7 +582,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
-        """Anybody. That a rollouter has is said to the dataloader by its successor, which may not be up yet."""
+        """Any party dies. A rollouter's successor reports the death to the dataloader, and may not have started yet."""
         who = data.draw(st.sampled_from(["learner", "dataloader", "rollouter", "rollouter", "silent rollouter"]))
         if who == "learner":
             self.crash_learner(data.draw(st.integers(0, 3)))
@@ -590,7 +591,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         else:
             self.kill(data.draw(st.sampled_from(self.rollouters)), heard=who == "rollouter")
 
-    # --- always ---
+    # --- invariants at all times ---
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:
@@ -609,7 +610,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     # --- the end ---
 
     def teardown(self) -> None:
-        """From wherever this ended, a fair continuation ends the epochs and the run in a bounded number of rounds."""
+        """From any state, a fair continuation ends the epochs and the run in a bounded number of rounds."""
         if not hasattr(self, "intake"):
             return
         endless = self.steps > 1000
@@ -653,11 +654,11 @@ class ExactlyOnce(RuleBasedStateMachine):
             rollouter.served = self.mark
             self.send_lease(rollouter, 2)
             if any(map(self.is_poison, rollouter.held)):
-                # It does not last.
+                # The prompt stops killing engines.
                 self.send_lease(rollouter, 2)
                 self.kill(rollouter)
             elif rollouter.held:
-                # One at a time: it holds something almost always.
+                # One at a time: it almost always holds a lease.
                 self.deliver(rollouter, next(iter(rollouter.held)), "trained", "now")
         while self.in_training or self.can_begin():
             self.train(halfway=False)

@@ -1,4 +1,4 @@
-"""Hosts join a run and leave it while it trains, in one process: nothing is lost, nothing is trained twice."""
+"""Hosts join a run and leave it while it trains, in one process: no prompt is lost, none is trained twice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from asyncrl.errors import InvalidRequest
 from asyncrl.messages.dataloader import WatchSupply
 
 SUPERVISION = {"supervision": {"silence_s": 1e6, "host_lost_s": 1e6}}
-# Generation is the slower side: were training, the few places that each step frees could go to the same rollouters
-# for the whole run.
+# Generation is the slower side. If training were, the few places that each step frees could go to the same
+# rollouters for the whole run.
 SLOWLY = {
     "learner": {"steps": STEPS, "groups_per_step": 4, "sim": {"step_s": 0.02}},
     "rollout": {"sim": {"decode_step_s": 0.015}},
@@ -21,7 +21,7 @@ SLOWLY = {
 
 
 def live(tmp_path, scenario):
-    """Run to the end together with ``scenario``, which begins with the first step and ends by itself."""
+    """Run to the end together with ``scenario``, which starts with the first step and ends by itself."""
     system, ended = System(config(**SUPERVISION, **SLOWLY), tmp_path / "run"), []
 
     async def acting():
@@ -40,8 +40,8 @@ async def step(system, more):
 
 
 @pytest.mark.parametrize("within_s", [5.0, 0.0])
-def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
-    """I1: what it has begun is finished, or given back, and the fair share is again that of those who are left."""
+def test_i1_a_host_joins_serves_and_leaves(tmp_path, within_s):
+    """Groups in flight are finished or returned, and the fair share is again that of the remaining rollouters."""
 
     async def scenario(system):
         found = await system.join("c")
@@ -70,8 +70,7 @@ def test_a_host_joins_serves_and_leaves(tmp_path, within_s):
     assert not asyncio.run(supply(system)).attempts
 
 
-def test_a_host_that_has_joined_dies_and_starts_again_as_any_other(tmp_path):
-    """I1."""
+def test_i1_a_joined_host_dies_and_restarts_like_any_other(tmp_path):
 
     async def scenario(system):
         await system.join("c", replicas=2)
@@ -84,7 +83,7 @@ def test_a_host_that_has_joined_dies_and_starts_again_as_any_other(tmp_path):
     live(tmp_path, scenario)
 
 
-def test_the_last_rollouter_stays(tmp_path):
+def test_the_last_rollouter_cannot_leave(tmp_path):
     async def scenario(system):
         found = await system.join("c")
         await step(system, 2)

@@ -1,4 +1,4 @@
-"""The learner on the whole system when its versions cannot leave: no parameter server, a frozen one, a full disk."""
+"""The learner on the whole system when it cannot publish: no parameter server, a frozen one, a full disk."""
 
 import asyncio
 import errno
@@ -39,7 +39,7 @@ def config(*, publish_bytes=4096, **tables):
 
 
 async def standstill(system, for_s=0.4):
-    """The step at which there is nothing left to train, and nothing out of which more could come, for so long."""
+    """Wait until no group is left to train for this long, and none can come. Returns the step."""
     learner = system.actors["learner/0"]
     rollouters = [actor for name, actor in system.actors.items() if name.startswith("rollouter/")]
     step, since = -1, time.monotonic()
@@ -78,9 +78,9 @@ def test_training_continues_without_a_parameter_server_until_the_gate_stops_it(t
         if fault == "dead":
             await system.kill("parameter_server/0")
         else:
-            # Between broadcasts: engines that pause for one generate nothing till there is another parameter server.
+            # Between broadcasts: engines that pause for one generate nothing until there is another parameter server.
             await system.replicas_in("serving", "rollouter/0", "rollouter/1")
-            # As a stopped process, it hears nothing.
+            # Like a stopped process, it receives nothing.
             frozen = system.network.servers.pop(server.address)
         steps["then"] = learner.step
         steps["stood still"] = await standstill(system)
@@ -113,7 +113,7 @@ def full_disk(monkeypatch):
     return full
 
 
-def test_with_a_full_disk_training_continues_under_the_version_before(tmp_path, full_disk):
+def test_training_continues_under_the_previous_version_on_a_full_disk(tmp_path, full_disk):
     system = System(config(), tmp_path / "run")
     steps = {}
 
@@ -127,11 +127,11 @@ def test_with_a_full_disk_training_continues_under_the_version_before(tmp_path, 
     lines = check(system, system.play(scenario))
     versions = [line["weights/version"] for line in lines]
     assert versions == sorted(versions)
-    # No step without a version was lost, and no number was given twice.
+    # No step without a version was lost, and no number was used twice.
     unpublished = STEPS - versions[-1]
     assert unpublished >= 1
     assert lines[steps["stood still"] - 1]["weights/version"] < steps["stood still"]
-    # A straggler may be older; all together are bounded by what is outstanding.
+    # A straggler may be older; the number of outstanding groups bounds them all.
     assert sum(line["staleness/token_mean"] for line in lines) <= CAPACITY * STEPS
 
 
@@ -174,7 +174,7 @@ def test_a_disk_that_stays_full_ends_the_run_with_the_reason(tmp_path, full_disk
 
 
 def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
-    """A deadline is an OSError too, but nothing can continue after it."""
+    """A deadline is an OSError too, but training cannot continue after it."""
 
     def publish(self, version, probe=None, on_sealed=None):
         if version == 3:
@@ -188,8 +188,9 @@ def test_ranks_that_are_out_of_step_end_the_run_at_once(tmp_path, monkeypatch):
 
 
 class Slow:
-    """Holds up one broadcast: its first bucket until another step is trained and both engines have sampled more, its
-    second one until both have paused. Notes what happened, in order."""
+    """Delays one broadcast: its first bucket until a step is trained and both engines have sampled more, its second
+    one until both have paused. Records the events in order.
+    """
 
     def __init__(self, monkeypatch):
         self.version, self.events = -1, []
@@ -243,12 +244,12 @@ class Slow:
         self.events.append(f"bucket {index}")
 
 
-def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monkeypatch):
+def test_a_slow_gather_delays_neither_the_learner_nor_an_engine(tmp_path, monkeypatch):
     slow = Slow(monkeypatch)
     tree = config(
         publish_bytes=3 * 4096,
         weights={"transport": "gloo", "bucket_bytes": 4096},
-        # Always something to generate, and slower than the learner.
+        # There is always something to generate, and generation is slower than the learner.
         rollout={"sim": {"decode_step_s": 0.01}},
         staleness={"max": 8, "adapt": False},
     )
@@ -262,7 +263,7 @@ def test_a_slow_gather_holds_up_neither_the_learner_nor_an_engine(tmp_path, monk
             return [rollouter.figures()["rollout/sampled_tokens"] for rollouter in rollouters]
 
         def serves(rollouter, version):
-            """Whether it serves this version, has said so, and asks for the next."""
+            """Whether it serves this version, has reported so, and asks for the next."""
             asks = any(wait.what == "NextUpdate" for wait in rollouter.awaits.records())
             return asks and rollouter.figures()["rollout/served_version"] == version
 

@@ -1,4 +1,4 @@
-"""I1 over the deaths of whole actors in one process: any of them dies at any time, each prompt is trained once."""
+"""I1 over the deaths of whole actors in one process: any actor dies at any time, and each prompt is trained once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def config(**tables: dict[str, Any]) -> Any:
 
 
 def history(run_dir: Path) -> dict[int, list[str]]:
-    """Step to the uids that it trained, in the history from which the last weights come."""
+    """The uids trained by each step, in the history of the final weights."""
     starts: dict[int, int] = {}
     for line in metrics(run_dir, "train"):
         starts[line["step"]] = max(starts.get(line["step"], 0), line["start"])
@@ -64,7 +64,7 @@ def audit(run_dir: Path) -> None:
     ledger = final_ledger(run_dir)
     assert ledger.count("trained") == STEPS * GROUPS
     assert not any(ledger.is_open(*position_of(uid)) for uid in trained)
-    # Epochs follow one another: every one that is over is complete.
+    # Epochs follow one another: every finished one is complete.
     last = max(position_of(uid)[0] for uid in trained)
     assert all(ledger.concluded(epoch) == 30 for epoch in range(last - 1))
 
@@ -97,7 +97,7 @@ def test_i1_each_prompt_is_trained_once_over_repeated_deaths(tmp_path: Path, vic
 
 
 def test_i1_a_rollouter_that_counts_as_dead_with_the_reward_pool_alone_costs_no_prompt(tmp_path: Path) -> None:
-    """As where the pool hears of the loss of its host before the learner does."""
+    """As when the pool hears of the loss of its host before the learner does."""
     system = System(config(), tmp_path / "run")
 
     async def refuse() -> None:
@@ -138,7 +138,7 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
         (run_dir / "version_mark.json").unlink()
 
     def whole() -> bool:
-        """Whether there are two checkpoints, and the lines name all versions as the mark does."""
+        """Whether there are two checkpoints, and the lines name the same versions as the mark."""
         if len(CheckpointFolder(run_dir / "checkpoints").candidates()) < 2:
             return False
         told = [line["weights/version"] for line in system.lines("train")]
@@ -164,7 +164,7 @@ def test_i1_a_learner_steps_back_over_a_damaged_checkpoint_and_a_lost_mark(tmp_p
     assert min(published) > highest
 
 
-def test_a_learner_without_checkpoints_begins_again(tmp_path: Path) -> None:
+def test_a_learner_without_checkpoints_starts_from_the_beginning(tmp_path: Path) -> None:
     torment(System(config(checkpoint={"every_versions": 0}), tmp_path / "run"), ["learner/0"], random.Random(1))
     trained = [uid for uids in history(tmp_path / "run").values() for uid in uids]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS

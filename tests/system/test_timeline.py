@@ -1,5 +1,5 @@
-"""A whole run in a process: its timeline, in which generation and training overlap, and the story of a group that was
-aborted and resumed twice, held against what its samples say.
+"""A whole run in a process: its timeline, in which generation and training overlap, and the history of a group that was
+aborted and resumed twice, compared with its samples.
 """
 
 import itertools
@@ -35,7 +35,7 @@ TABLES = {
 
 @pytest.fixture
 def logs(monkeypatch, tmp_path):
-    """Stories go where the logs of real actors are."""
+    """Histories go to the logs, as those of real actors do."""
     folder = tmp_path / "run" / "logs" / "attempt_1"
 
     def write(line):
@@ -86,7 +86,7 @@ def test_generation_and_training_overlap_and_every_actor_and_every_slot_has_a_tr
     }
     assert sum(overlap.values()) > 100_000, overlap
     assert sum(microseconds > 0 for microseconds in overlap.values()) > STEPS / 2, overlap
-    # The tokens of a step were sampled before it began.
+    # The tokens of a step were sampled before it started.
     assert all(span.facts["sampled_newest"] <= span.facts["version"] for span in training)
     rollouter = trace["rollouter/0"]
     assert {track for track in rollouter if track.startswith("slot ")} == {f"slot {n}" for n in range(8)}
@@ -105,11 +105,11 @@ def test_generation_and_training_overlap_and_every_actor_and_every_slot_has_a_tr
     assert len(scored) >= len(ended) > STEPS
 
 
-def test_a_trace_on_demand_is_of_that_moment_and_the_run_continues(tmp_path, logs):
+def test_a_trace_on_demand_shows_that_moment_and_the_run_continues(tmp_path, logs):
     traces, asked = [], 0
 
     def running():
-        """Responses that were generated at the last trace."""
+        """Responses that were in generation at the last trace."""
         rollouters = [traces[-1][name] for name in ("rollouter/0", "rollouter/1")]
         return [span for actor in rollouters for span in slots(actor) if span.end is None]
 
@@ -145,7 +145,7 @@ def test_the_log_of_a_group_that_was_resumed_twice_matches_its_samples(tmp_path,
             assert [what for what, _ in submissions] == ["began"] + ["resumed"] * trajectory["resumes"]
             aborted = [tokens for _, (tokens,) in told(story, sample, "aborted")]
             assert len(aborted) == trajectory["resumes"]
-            # Each submission sampled what lies between two aborts, under the version it began with.
+            # Each submission sampled the tokens between two aborts, under the version it started with.
             ends = [*aborted, tokens_of_all]
             by_submission = [
                 [version, start, end]

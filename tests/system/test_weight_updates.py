@@ -1,4 +1,4 @@
-"""Weight updates on the whole system in one process: joins, deaths and restarts while versions come all the time."""
+"""Weight updates on the whole system in one process: joins, deaths and restarts under a steady stream of versions."""
 
 import asyncio
 import itertools
@@ -31,7 +31,7 @@ def system_of(tmp_path, transport, *, eta=3, replicas=2, **learner):
 
 
 def lived(system, scenario=None):
-    """Its run: I1, I3 and I4, every group once, spans that cover, and the versions that were published."""
+    """Checks of a run: I1, I3 and I4, every group once, spans that cover, and the published versions."""
     state = system.play(scenario)
     assert state.phase == "done", state
     uids = []
@@ -45,7 +45,7 @@ def lived(system, scenario=None):
 
 
 def lived_till_all_serve_the_last(system, monkeypatch, scenario):
-    """``lived``, where the run ends only when every rollouter serves the last version."""
+    """Like ``lived``, for a run that ends only when every rollouter serves the last version."""
     finish = Training.finish
 
     def served():
@@ -73,7 +73,7 @@ def test_every_replica_is_updated_by_the_chosen_transport_and_a_joining_one_dist
     updates = system.lines("update")
     first = [line for line in updates if line["weights/version"] == 0]
     assert {line["replica"] for line in first} == {"rollouter/0", "rollouter/1"}
-    # A rollouter is no member of a broadcast before it serves something.
+    # A rollouter is no member of a broadcast before it serves a version.
     ways = sorted(line["weights/transport"] for line in first)
     assert ways == {"shm": ["shm", "shm"], "stream": ["stream", "stream"], "gloo": ["shm", "stream"]}[transport]
     later = [line["weights/transport"] for line in updates if line["weights/version"] > 0]
@@ -146,7 +146,7 @@ HOSTS = ["a", "a", "b", "b", "c", "c"]
 
 @pytest.mark.parametrize("die", [False, True])
 def test_each_host_fetches_one_copy_and_relays_it_and_a_death_costs_no_version(tmp_path, monkeypatch, die):
-    """The n-th rollouter that is started is where the n-th of HOSTS is, over and over."""
+    """The n-th started rollouter is on the n-th of HOSTS, in rotation."""
     places = itertools.cycle(HOSTS)
     monkeypatch.setattr("asyncrl.rollouter.actor.host_id", lambda: next(places))
     system = system_of(tmp_path, "auto", replicas=len(HOSTS))
@@ -169,13 +169,15 @@ def test_each_host_fetches_one_copy_and_relays_it_and_a_death_costs_no_version(t
         shared += line["weights/transport"] == "shm"
     assert set(copies) >= {(host, 0) for host in "abc"} and max(copies.values()) == 1
     assert shared >= 20
-    # Two hosts ask the parameter server, and the third one of them.
+    # Two hosts ask the parameter server, and the third asks one of them.
     relayed = sum(system.actors[f"rollouter/{index}"].counters.get("rollout/bytes_relayed", 0) for index in range(6))
     assert relayed >= 300_000
 
 
 @pytest.mark.parametrize(("transport", "eta"), [("shm", 3), ("stream", 0)])
-def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_made_anew(tmp_path, monkeypatch, transport, eta):
+def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_published_again(
+    tmp_path, monkeypatch, transport, eta
+):
     system, sealed = system_of(tmp_path, transport, eta=eta), []
 
     class Flipped(Segment):
@@ -194,6 +196,6 @@ def test_i4_a_version_with_a_flipped_bit_is_named_never_loaded_and_made_anew(tmp
     assert "bucket 0" in condemned["error"]
     updates = system.lines("update")
     assert condemned["version"] not in {line["weights/version"] for line in updates}
-    # The same weights follow under the next number; who serves the very last when the run ends is left open.
+    # The same weights follow under the next number. The test does not fix which version is served when the run ends.
     assert max(line["weights/version"] for line in system.lines("train")) >= 30
     assert max(line["weights/version"] for line in updates) > condemned["version"]

@@ -30,7 +30,7 @@ from asyncrl.telemetry.samples import KINDS, SampleChoice, newest_samples
 
 @pytest.fixture
 def played(tmp_path):
-    """``played(**tables)``: a run that has come to its end."""
+    """``played(**tables)``: a run that has ended."""
 
     def play(**tables):
         system = System(sim_config(**({"run": {"samples_per_step": 100}} | tables)), tmp_path / "run")
@@ -47,7 +47,7 @@ def trained_uids(system):
 
 @pytest.mark.parametrize("on_update", ["abort_resume", "keep", "drain"])
 def test_a_run_reaches_its_end_with_every_prompt_accounted_for(played, on_update):
-    """I1, I2 and I3 on the whole system, in each way of taking an update; evaluations never train."""
+    """I1, I2 and I3 on the whole system, in each mode of update; evaluations never train."""
     evaluation = {"data": {"source": "synthetic", "size": 10}, "every_versions": 2, "n": 2}
     system = played(
         rollout={"on_update": on_update}, learner={"steps": 12, "sim": {"step_s": 0.02}}, eval={"held": evaluation}
@@ -89,7 +89,7 @@ def test_samples_of_filtered_groups_and_of_evaluations_are_kept(played):
 
 
 def test_a_group_is_taken_only_from_the_rollouter_that_it_was_leased_to(tmp_path, monkeypatch):
-    """Another rollouter that delivers it first is refused for good, and it is trained as its holder brings it."""
+    """Another rollouter that delivers it first is refused for good; it is trained when its holder delivers it."""
     system = System(sim_config(run={"samples_per_step": 100}), tmp_path / "run")
     refused = []
 
@@ -126,8 +126,8 @@ LONG_TAIL = {"sim": {"length": "lognormal", "length_median": 8.0, "length_sigma"
 
 
 @pytest.mark.parametrize(("steps_per_version", "on_update"), [(1, "abort_resume"), (2, "drain")])
-def test_no_token_that_is_trained_is_late_under_mask(played, steps_per_version, on_update):
-    """I1 and I2: stragglers of a long tail outlive the limit, and each prompt is trained once."""
+def test_i1_i2_no_trained_token_is_late_under_mask(played, steps_per_version, on_update):
+    """Stragglers of a long tail outlive the limit, and each prompt is trained once."""
     system = played(
         data={"size": 80},
         rollout=LONG_TAIL | {"on_update": on_update},
@@ -138,14 +138,14 @@ def test_no_token_that_is_trained_is_late_under_mask(played, steps_per_version, 
     assert [line["step"] for line in lines] == list(range(1, 21))
     assert max(line["staleness/token_max"] for line in lines) <= 1
     assert sorted(trained_uids(system)) == sorted(f"0-{index}" for index in range(80))
-    # With two steps to a version there is time enough for most.
+    # With two steps per version there is enough time for most.
     if steps_per_version == 1:
         assert sum(line["staleness/masked_tokens"] for line in lines) > 0
         assert any(line["staleness/late_fraction"] > 0 for line in lines)
 
 
-def test_a_line_counts_the_trained_groups_where_a_later_update_was_refused(played, monkeypatch):
-    """The groups of updates that were not taken go back, and are counted by the step that trains them."""
+def test_a_line_counts_the_trained_groups_after_a_later_update_was_refused(played, monkeypatch):
+    """The groups of refused updates go back, and are counted by the step that trains them."""
     train, tokens, refused = SimTrainer.train, [], []
 
     def refuses(trainer, plan):
@@ -177,8 +177,8 @@ def test_a_line_counts_the_trained_groups_where_a_later_update_was_refused(playe
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_replaced(played, staleness):
-    """I1: which responses are cut is a matter of the seed, and so is how many steps are empty."""
+def test_i1_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_replaced(played, staleness):
+    """The seed decides which responses are cut, and so how many steps are empty."""
     system = played(
         data={"size": 16},
         rollout={"max_tokens": 16, "sim": {"length_median": 24.0}},
@@ -188,7 +188,7 @@ def test_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_repla
     )
     learner, lines = system.actors["learner/0"], system.lines("train")
     empty = learner.counters["learner/empty_steps"]
-    # A version is published for each step that was taken, and for no other.
+    # A version is published for each step that counts, and for no other.
     assert [line["step"] for line in lines] == [line["weights/version"] for line in lines] == list(range(1, 13))
     assert (lines[-1]["ledger/trained"], learner.figures()["ledger/filtered"]) == (12, empty)
     assert 0 < empty < 12
@@ -203,7 +203,7 @@ def test_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_repla
     assert 'reward.truncated = "mask"' in told[-1]["text"]
 
 
-def test_the_user_sees_what_the_check_at_start_gives_up(played, monkeypatch):
+def test_a_path_given_up_by_the_check_at_the_start_is_reported_to_the_user(played, monkeypatch):
     def setup(self, host, port):
         self.given_up = ["one way is off", "the other, too"]
 
@@ -250,7 +250,7 @@ def test_a_stopped_run_drains_in_order_and_returns_groups_in_flight(tmp_path):
     in_learner = learner.holds(Holds(uids=list(holders.uids)), dataloader).uids
     for uid in holders.uids:
         leased = holders[uid]
-        # A lease whose reply was on its way when its rollouter ended has never been seen.
+        # A lease whose reply was on its way when its rollouter ended was never seen.
         seen = system.actors[leased.rollouter].open_leases(OpenLeases(learner=0), dataloader).seen
         assert uid in in_learner or leased.number > seen, f"{uid} was neither delivered nor returned"
 
@@ -309,13 +309,13 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
     ],
     ids=["no signal", "all masked", "no reward"],
 )
-def test_a_run_that_cannot_learn_ends_and_says_why(played, tables, told):
+def test_a_run_that_cannot_learn_ends_with_the_reason(played, tables, told):
     with pytest.raises(Exception, match=f"(?s){told}"):
         played(**tables)
 
 
 def test_a_run_without_a_signal_keeps_its_training(tmp_path, monkeypatch):
-    """Also the steps inside a version, and though no checkpoint was due."""
+    """Including the steps inside a version, and even if no checkpoint was due."""
     monkeypatch.setattr(intake.Intake, "problem", lambda it: "no signal" if it.ledger.count("trained") >= 12 else None)
     config = sim_config(
         learner={"steps": 40, "groups_per_step": 4, "steps_per_version": 2}, checkpoint={"every_versions": 100}
@@ -330,8 +330,8 @@ def test_a_run_without_a_signal_keeps_its_training(tmp_path, monkeypatch):
     ("owner", "name"),
     [(Registry, "resolve"), (RunStateMachine, "checkpoint_written"), (RunStateMachine, "finish")],
 )
-def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monkeypatch, owner, name):
-    """Where all ranks meet, that a checkpoint is complete, and that the run is at its end."""
+def test_a_learner_asks_again_if_its_controller_fails_to_answer(played, monkeypatch, owner, name):
+    """For the meeting of all ranks, for a complete checkpoint, and for the end of the run."""
 
     def once(self, *arguments, **more):
         # Only a rank of the learner asks for an actor that is not ready.
@@ -347,7 +347,7 @@ def test_a_learner_asks_again_where_its_controller_fails_to_answer(played, monke
 
 
 def test_i1_prompts_over_the_limit_are_left_out_once_each_epoch_and_end_no_run(played, tmp_path):
-    """A third of the prompts is over the limit, and not one quarantined prompt is allowed."""
+    """A third of the prompts is over the limit, and no quarantined prompt is allowed."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": "x" * (9 if n % 3 else 99)}) + "\n" for n in range(30)))
     system = played(
@@ -366,7 +366,7 @@ def test_a_checkpoint_is_complete_only_once_its_quarantined_prompts_are_written(
     """Even if its lines take longer than the checkpoint itself: a resumed run does not write them again."""
 
     def slowly(records, step, found):
-        # The first that come are long under way, those after them are not.
+        # The first ones take long to write, later ones do not.
         if not begun.is_set():
             begun.set()
             committing.wait(1.0)

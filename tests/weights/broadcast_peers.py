@@ -108,7 +108,7 @@ class Peer:
         return self.answer()
 
     def kill(self) -> None:
-        """End it, whatever its state."""
+        """End it in any state."""
         self.process.kill()
         self.process.join()
         self.pipe.close()

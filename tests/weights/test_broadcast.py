@@ -137,7 +137,7 @@ def test_nothing_leaks(peers, version) -> None:
         assert learner.ask("send", group_at(port, 2, 3), 1, True, members[1].process.pid).error
         members[1].go_on()
         assert all(peer.answer().error for peer in members)
-        # Of the first round nothing is compared: what torch starts and keeps is there after that.
+        # The first round is not compared: torch starts threads in it and keeps them.
         if round > 0:
             time.sleep(2 * timeout_s + 1.0)
         for peer in (learner, *members):
@@ -154,7 +154,7 @@ def failing(sender: Sender, group: BroadcastGroup, version: Version, buckets: It
 
 
 def test_versions_arrive_whole_over_one_group_and_members_come_and_go_with_the_epochs(peers, sender, version) -> None:
-    """First at one replica of one worker, and one of two, each of which has a rank of its own."""
+    """First at one replica of one worker, and one of two; each worker has a rank of its own."""
     members, group = peers.take(3), group_at(sender.port, 1, 4)
     for number in range(2):
         made = version(number, (small_tensors, large_tensors)[number](number))

@@ -110,7 +110,7 @@ async def test_a_snapshot_that_cannot_be_built_does_not_end_the_controller(clust
 
     def fail(*_args, **_facts):
         asked.append("once more")
-        raise ValueError("something that nobody thought of")
+        raise ValueError("an unexpected error")
 
     viewer = cluster.caller(VIEWER)
     monkeypatch.setattr(observation_module, "build_snapshot", fail)

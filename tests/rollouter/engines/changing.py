@@ -1,4 +1,4 @@
-"""A host whose weights change again and again under running episodes, and what must hold of their tokens."""
+"""A host whose weights change repeatedly under running episodes, and the invariants of their tokens."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Letters:
 
 
 class Borrowed:
-    """A running engine that its host neither starts nor ends; it must not be given requests while weights change."""
+    """A running engine that its host neither starts nor ends. It must get no requests while weights change."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
@@ -131,7 +131,7 @@ class Changing:
         return response
 
     async def run(self, *begin: int, max_tokens: int = 160) -> list[Response]:
-        """After an update as many episodes begin as ``begin`` says, and the next comes while they run."""
+        """After an update as many episodes start as ``begin`` says, and the next update comes while they run."""
         await self.host.start()
         tasks: list[asyncio.Task[Response]] = []
         async with asyncio.TaskGroup() as group:

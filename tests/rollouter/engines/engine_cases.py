@@ -59,7 +59,7 @@ async def collect(engine: Engine, request: GenerationRequest, answer: Answer | N
 
 
 async def in_parts(engine: Engine, length: int, each: int, **fields: Any) -> tuple[Answer, int]:
-    """A response that is aborted after some ``each`` tokens, again and again, and how often it was submitted."""
+    """A response that is aborted repeatedly after some ``each`` tokens, and the number of its submissions."""
     whole = Answer(reason="abort")
     for submissions in itertools.count(1):
         held = len(whole.tokens)
@@ -122,7 +122,7 @@ async def broadcast(
     *,
     epoch: int = 1,
 ) -> list[BaseException | None]:
-    """Send a version to a paused engine, or ``buckets`` in its place; what became of sending and loading."""
+    """Send a version, or ``buckets`` in its place, to a paused engine. Returns the outcomes of sending and loading."""
     weights = part_of(sender, manifest, epoch=epoch)
     return await asyncio.gather(
         asyncio.to_thread(send, sender, weights, buckets or buckets_of(manifest)),
@@ -136,7 +136,7 @@ async def broadcast(
 
 @dataclass
 class Served:
-    """An engine, what it is given, and the largest distance of its log-probs from those of the models."""
+    """An engine, its inputs, and the largest distance of its log-probs from those of the models."""
 
     engine: Engine
     publisher: Publisher

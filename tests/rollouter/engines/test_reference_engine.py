@@ -1,4 +1,4 @@
-"""The reference engine: the same in every bit (I8), log-probs and versions of the weights that sampled (I3, I4)."""
+"""The reference engine: equal bit for bit (I8), log-probs and versions of the weights that sampled (I3, I4)."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_noise_is_uniform_and_the_choice_has_the_right_shares():
         for token, share in enumerate(shares):
             # Five standard deviations.
             assert abs(chosen[token] / len(noise) - share) <= 5 * math.sqrt(share * (1 - share) / len(noise))
-    # Never what has no probability, not even at the edges.
+    # A token without probability is never chosen, not even at the edges.
     assert [choose(logits, 1.0, u)[0] for u in (0.0, 1 - 2**-52)] == [0, 3]
 
 
@@ -243,7 +243,7 @@ async def test_an_aborting_pause_ends_all_requests_with_their_tokens(serving, sa
         (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(63)}), "have changed|mismatch|size"),
     ],
 )
-async def test_i4_all_of_the_weights_or_nothing_and_checksums_agree_where_weights_do(serving, change, words):
+async def test_i4_weights_load_whole_or_not_at_all_and_equal_weights_have_equal_checksums(serving, change, words):
     async with serving() as served:
         first = await served.engine.checksum()
         await check_i4_all_of_the_weights_or_nothing(served, change, words, words)
@@ -252,7 +252,7 @@ async def test_i4_all_of_the_weights_or_nothing_and_checksums_agree_where_weight
         assert await served.engine.checksum() == first != second
 
 
-async def test_a_first_version_is_held_against_the_files(folder, models):
+async def test_a_first_version_is_compared_with_the_files(folder, models):
     tensors = parameters_of(models[1])
     del tensors["model.norm.weight"]
     async with started(folder) as engine:

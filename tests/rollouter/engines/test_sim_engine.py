@@ -65,7 +65,7 @@ class Taken:
         self.now = 0.0
 
     def follow(self, made: Batch, until: float = 1e9) -> Taken:
-        """Take what is handed over until a time; ``now`` is that of the last event."""
+        """Take the deltas handed over until a time; ``now`` is that of the last event."""
         while (due := made.next_event()) is not None and due <= until:
             self.now = due
             made.advance(due)
@@ -134,7 +134,7 @@ def test_requests_queue_for_the_cache_by_priority():
 
 
 @pytest.mark.parametrize("recompute_kv", [True, False])
-def test_frozen_requests_stand_still_and_carry_both_versions(recompute_kv):
+def test_frozen_requests_stop_and_have_both_versions(recompute_kv):
     made = batch(kv_tokens=1035)
     for id in "ab":
         made.submit(0.0, request(id, 1000))
@@ -214,7 +214,7 @@ async def collect(engine: Engine, asked: GenerationRequest) -> tuple[list[int], 
 
 @asynccontextmanager
 async def serving(**fields: Any) -> AsyncIterator[tuple[Engine, Any]]:
-    """An engine that serves version 0, and what loads others."""
+    """An engine that serves version 0, and a source of others."""
     engine = make_engine(config_for(**fields), "rollouter/0")
     with closing(Publisher()) as publisher:
 

@@ -33,7 +33,7 @@ def parent_of(player, messages, tools=()):
     return player.conversation.resolve(messages, list(tools), {}).parent
 
 
-def test_the_order_of_keys_and_a_field_of_none_are_no_part_of_a_message(player):
+def test_the_order_of_keys_and_a_field_of_none_do_not_distinguish_messages(player):
     first = player.chat([{"role": "user", "content": "hi"}], "ab", [{"name": "t", "strict": True}])
     turned = [{"name": None, "content": "hi", "role": "user"}, echo(first), user("x")]
     assert parent_of(player, turned, [{"strict": True, "name": "t"}]) is first
@@ -54,8 +54,8 @@ def test_calls_are_named_by_their_node_and_may_come_back_in_part(player):
     assert parent_of(player, [*HI, mixed, tool("call_1_1", "3")]) is None
 
 
-def test_one_of_several_equal_answers_is_meant(player):
-    """That which went on so, one that is trained, the one with the same blanks, the newest."""
+def test_the_best_of_several_equal_answers_is_recognised(player):
+    """In order: the one continued in the same way, a trained one, the one with the same blanks, the newest."""
     one = player.chat(HI, "ab")
     below = player.chat([*HI, echo(one), user("p")], "b")
     other = player.chat(HI, "ab")
@@ -90,7 +90,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_why_a_prompt_forks(name):
+def test_a_fork_has_its_reason(name):
     cause, renderer, second, how = CAUSES[name]
     player = Player(Conversation(history=how.get("history", "sampled")), renderer())
     answer = {key: how[key] for key in ("cut", "calls", "encode") if key in how}
@@ -102,7 +102,7 @@ def test_why_a_prompt_forks(name):
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", "[" * 100_000, '{"q": "\\ud800"}', SEARCH[0][1]])
-def test_arguments_are_an_object_for_the_template_where_they_are_such(player, arguments):
+def test_arguments_are_an_object_for_the_template_if_they_parse_as_one(player, arguments):
     node = player.chat(HI, "", calls=[("search", arguments)])
     shown = node.for_template()["tool_calls"][0]["function"]["arguments"]
     assert shown == ({"q": "ab", "k": 3} if arguments == SEARCH[0][1] else arguments)
@@ -122,7 +122,7 @@ def test_half_of_a_surrogate_pair_is_distinguished_and_endless_nesting_refused(p
         player.ask(HI, [{"parameters": nested}])
 
 
-def test_an_untrained_answer_is_context_to_come_and_never_sampled(player):
+def test_an_untrained_answer_is_context_for_later_turns_and_never_sampled(player):
     first = player.chat(HI, "ab", reasoning="why", untrained=True)
     second = player.chat([*HI, echo(first), user("x")], "b")
     player.chat([*HI, echo(first), user("x"), echo(second), user("y")], "a", untrained=True)
@@ -191,7 +191,7 @@ def test_an_answer_that_is_not_covered_is_not_kept(player, wrong):
     assert len(player.conversation.nodes) == 1
 
 
-def test_spans_keep_that_a_token_was_sampled_over_older_keys(player):
+def test_spans_record_that_a_token_was_sampled_over_older_keys(player):
     spans = [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2, True)]
     answer = {"tokens": [65, 66], "logprobs": [-1.0, -2.0], "finish": "stop", "content": "AB"}
     player.conversation.commit(player.ask(HI), spans=spans, **answer)

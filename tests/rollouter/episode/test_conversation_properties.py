@@ -1,4 +1,4 @@
-"""Conversations of random agents, held against what the engine was given and what it sampled."""
+"""Conversations of random agents, compared with the engine's inputs and samples."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TOOLS = [[], [], [], [{"name": "search"}]]
 
 
 class Agent:
-    """Threads of messages that grow, branch, shrink and overlap, as ``random`` will."""
+    """Threads of messages that grow, branch, shrink and overlap at random."""
 
     def __init__(self, random, renderer, history):
         self.random = random
@@ -62,7 +62,7 @@ class Agent:
         return prompt, messages, tools
 
     def must_go_on(self, prompt, last):
-        """The answer is recognised; of answers with the same text behind the same messages any may be."""
+        """The answer is recognised. If several have the same text after the same messages, any may be."""
         parent = prompt.resolved.parent
         assert parent is last or (
             not last.tool_calls and parent.message["content"].strip() == last.message["content"].strip()
@@ -102,7 +102,7 @@ plays = settings(max_examples=examples(40), deadline=None)
 
 @plays
 @given(st.randoms(use_true_random=False), st.integers(1, 10), st.sampled_from(["sampled", "sampled", "template"]))
-def test_invariants_of_random_agents(renderer, random, rounds, history):
+def test_invariants_hold_for_random_agents(renderer, random, rounds, history):
     agent = Agent(random, renderer, history)
     player = agent.play(rounds)
     every_path_is_what_was_submitted_and_sampled(player)

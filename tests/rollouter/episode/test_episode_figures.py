@@ -1,4 +1,4 @@
-"""Figures of episodes: how they end, fail and fork, where their time goes, what is computed again."""
+"""Metrics of episodes: how they end, fail and fork, where their time goes, and what is computed again."""
 
 import asyncio
 import re
@@ -27,12 +27,12 @@ def test_every_open_episode_is_at_one_stage_and_names_are_bounded(before, now):
     first, second = figures.gauges(before, 1.0), figures.gauges(now, 2.0)
     at = {name: value for name, value in second.items() if name.startswith("rollout/episodes_at/")}
     assert sum(at.values()) == second["rollout/episodes"] == len(now)
-    # A stage is reported from its first time on, or it would seem to stay.
+    # A stage is reported from its first time on; otherwise it would seem to stay.
     assert set(first) <= set(second)
     tools = {name.removeprefix("rollout/episodes_at/") for name in at if "/tool " in name}
     assert len(tools - {OTHER_TOOLS}) <= MOST_TOOLS
     assert all(find(name) is not None for name in second)
-    # Time by stage is all of the time.
+    # The times of all stages add up.
     seconds = dict.fromkeys(now, 1.5)
     figures.spent(seconds)
     assert sum(counters.values()) == sum(by_kind(seconds).values()) == sum(seconds.values())
@@ -73,7 +73,7 @@ def test_an_episode_is_counted_with_its_turns_forks_and_time(tmp_path):
         ("turn", "turn: .*episode.turn_timeout_s", {"episode": {"turn_timeout_s": 0.05}}),
     ],
 )
-def test_attempts_that_fail_say_why_and_are_counted_by_their_cause(tmp_path, failure, told, options):
+def test_failed_attempts_report_the_reason_and_are_counted_by_cause(tmp_path, failure, told, options):
     async def agent(world, key):
         if failure not in ("answer", "start"):
             await world.chat(key, [user("hi")])
@@ -130,7 +130,7 @@ def test_episodes_that_are_scored_are_open_and_the_cost_factor_is_over_all_token
     ("failed", "then"),
     [("quarantine_group", "its group is quarantined"), ("drop", "it is left out of its group")],
 )
-def test_the_first_fault_of_each_cause_is_reported_and_then_counts(failed, then):
+def test_the_first_fault_of_each_cause_is_reported_and_later_ones_are_counted(failed, then):
     rollout = {"max_attempts": 3, "on_failed_trajectory": failed}
     notices = []
     config = sim_config(rollout=rollout, episode={"function": "pkg:play"})

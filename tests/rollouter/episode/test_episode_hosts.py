@@ -15,32 +15,32 @@ OWN, X, Y = ALL = ("episodes/0", "episodes/4", "episodes/5")
 @pytest.mark.parametrize(
     ("open", "living", "more", "chosen"),
     [
-        # The least full of what it may have there: 8 at its own, 4 at x, 2 at y.
+        # The host with the lowest load relative to the share there: 8 at its own, 4 at x, 2 at y.
         ({}, ALL, {}, OWN),
         ({OWN: 1, X: 1}, ALL, {}, OWN),
         ({OWN: 3, X: 1, Y: 1}, ALL, {}, X),
         # A share is never exceeded.
         ({OWN: 7, X: 4, Y: 2}, ALL, {}, OWN),
         ({X: 4, Y: 2}, (X, Y), {}, OWN),
-        # A host that is dead, stands still or leaves is not chosen, unless it is the own host, which is waited for.
+        # A host that is dead, frozen or leaving is not chosen, except the rollouter's own host, which it waits for.
         ({OWN: 5}, (OWN, Y), {}, Y),
         ({}, (X,), {}, X),
-        # Elsewhere, if there is another.
+        # Another host, if there is one.
         ({}, ALL, {"avoid": {OWN}}, X),
         ({}, ALL, {"avoid": {OWN, X, Y}}, OWN),
         ({X: 4}, (OWN, X), {"avoid": {OWN}}, OWN),
-        # The same again, if it can be.
+        # The same host again, if possible.
         ({X: 3}, ALL, {"prefer": X, "avoid": {X}}, X),
         ({}, (OWN, Y), {"prefer": X, "avoid": {X}}, OWN),
     ],
 )
-def test_the_least_full_host_that_lives_is_taken(open, living, more, chosen):
+def test_the_live_host_with_the_lowest_load_is_taken(open, living, more, chosen):
     assert choose(OWN, {X: 4, Y: 2}, open, room=8, living=living, **more) == chosen
 
 
 @given(rollouters=st.integers(1, 6), count=st.integers(1, 4), room=st.integers(1, 300), share=st.floats(0.05, 1))
-def test_shares_make_up_a_host_and_hosts_are_as_full_as_one_another(rollouters, count, room, share):
-    """While all live: by one episode for each rollouter at most."""
+def test_shares_add_up_to_a_host_and_hosts_are_equally_full(rollouters, count, room, share):
+    """While all are alive, they differ by at most one episode for each rollouter."""
     names = [f"rollouter/{at}" for at in range(rollouters)]
     extra = [f"episodes/{rollouters + at}" for at in range(count)]
     found = [shares(name, names, extra, room) for name in names]
@@ -64,15 +64,15 @@ A, B, C = POOLS = ("reward/0", "reward/1", "reward/2")
 @pytest.mark.parametrize(
     ("open", "first", "ready", "avoid", "chosen"),
     [
-        # Rollouters begin with different ones.
+        # Rollouters start with different pools.
         ({}, 0, POOLS, (), A),
         ({}, 1, POOLS, (), B),
         # The least busy one.
         ({A: 3, B: 2, C: 2}, 0, POOLS, (), B),
-        # One that answers, and another than before, where there is one.
+        # A pool that answers, and another than before if there is one.
         ({}, 1, (A, C), (), C),
         ({B: 9}, 0, (A, B), (A,), B),
-        # All are away: one is waited for, rather another than before.
+        # All are away: it waits for one, preferably another than before.
         ({}, 2, (), (C,), A),
         ({A: 1}, 0, (), POOLS, B),
         # A pool that is away is chosen only if all are.

@@ -11,7 +11,7 @@ ANY = st.lists(st.integers(0, 255), max_size=60)
 
 
 @given(st.one_of(WHOLE, ANY), st.data())
-def test_pieces_are_the_beginning_of_the_text_and_lack_no_whole_character(tokens, data):
+def test_pieces_are_a_prefix_of_the_text_and_lack_no_whole_character(tokens, data):
     decode = ByteTokenizer().decode
     growing, told, at = GrowingText(decode), "", 0
     while at < len(tokens):
@@ -20,7 +20,7 @@ def test_pieces_are_the_beginning_of_the_text_and_lack_no_whole_character(tokens
         assert told == decode(tokens[:at]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
-def test_a_piece_costs_as_much_late_as_early():
+def test_a_late_piece_costs_as_much_as_an_early_one():
     read = []
 
     def decode(ids):

@@ -1,4 +1,4 @@
-"""I8 for conversations: on the reference engine weights that are loaded again in every turn change not a bit."""
+"""I8 for conversations: on the reference engine, loading the weights again in every turn does not change a bit."""
 
 import asyncio
 
@@ -36,7 +36,7 @@ async def play(world, key):
 
 
 def played(folder, model, on_update, *, updates):
-    """Its trajectory, and of each turn the versions that sampled it."""
+    """Its trajectory, and for each turn the versions that sampled it."""
     path, weights = model
 
     async def go():
@@ -68,7 +68,7 @@ def whole(tmp_path_factory, model):
 
 
 def but_versions(trajectory):
-    """All of it that does not say which version sampled what, or when it happened."""
+    """Everything except the versions and the times."""
     return [
         (
             [] if each.prompt_ids is None else each.prompt_ids.tolist(),
@@ -82,7 +82,7 @@ def but_versions(trajectory):
 
 
 @pytest.mark.parametrize("on_update", ["abort_resume", "keep"])
-def test_i8_turns_that_are_interrupted_are_those_that_are_not(tmp_path, model, whole, on_update):
+def test_i8_interrupted_turns_equal_uninterrupted_ones(tmp_path, model, whole, on_update):
     interrupted = played(tmp_path, model, on_update, updates=True)
     assert but_versions(interrupted) == but_versions(whole)
     assert len(whole.sequences) == 2

@@ -72,7 +72,7 @@ def test_a_time_limit_is_an_outcome_and_an_episode_that_does_not_close_is_ended(
     assert "episode.timeout_s" in reasons[0] and len(trajectory.messages) >= 2
 
 
-def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory_and_a_limit_without_reward_fails_for_good(tmp_path):
+def test_a_cut_last_answer_truncates_the_trajectory_and_a_limit_without_reward_fails_for_good(tmp_path):
     async def agent(world, key):
         reply = await world.chat(key, [user("hi")])
         try:
@@ -87,11 +87,11 @@ def test_an_answer_that_was_cut_at_the_end_truncates_the_trajectory_and_a_limit_
         played(tmp_path, agent, reward={"function": "episode"}, episode={"max_turns": 1})
 
 
-def test_time_with_the_policy_is_not_the_agents(tmp_path):
+def test_time_with_the_policy_does_not_count_for_the_agent(tmp_path):
     async def agent(world, key):
         world.speaks.clear()
         asked = asyncio.create_task(world.chat(key, [user("hi")]))
-        # Longer than every deadline of the agent's.
+        # Longer than every deadline of the agent.
         await asyncio.sleep(0.5)
         world.speaks.set()
         await asked
@@ -102,7 +102,7 @@ def test_time_with_the_policy_is_not_the_agents(tmp_path):
     assert (trajectory.finish_reason, trajectory.reward) == ("stop", 1.0)
 
 
-async def test_cancelling_it_ends_the_episode(tmp_path):
+async def test_cancelling_the_player_ends_the_episode(tmp_path):
     async def agent(world, key):
         world.speaks.clear()
         await world.chat(key, [user("hi")])
@@ -124,7 +124,7 @@ async def test_cancelling_it_ends_the_episode(tmp_path):
         ({}, None, ["1+1="]),
     ],
 )
-def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, expected):
+def test_a_conversation_starts_with_the_prompt_of_the_row(row, system, expected):
     said = {"template": "chat", "system": system} if system else {}
     config = sim_config(data={"source": "jsonl", "path": "prompts.jsonl"} | said)
     found, tools = first_messages(config, replace(make_group().lease, row=row))
@@ -133,7 +133,7 @@ def test_a_conversation_begins_with_the_prompt_as_the_row_has_it(row, system, ex
     assert (found[0]["role"] == "system") == (system is not None)
 
 
-def test_a_conversation_begins_with_the_prompt_whose_tokens_are_counted(family):
+def test_a_conversation_starts_with_the_prompt_whose_tokens_are_counted(family):
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     prompt = [
         {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
@@ -153,7 +153,7 @@ def test_a_conversation_begins_with_the_prompt_whose_tokens_are_counted(family):
 
 
 @pytest.mark.parametrize("source", [{"source": "synthetic"}, {"source": "reasoning_gym", "task": "chain_sum"}])
-def test_a_conversation_begins_with_the_question_of_a_source_that_makes_its_prompts(source):
+def test_a_conversation_starts_with_the_question_of_a_source_that_makes_its_prompts(source):
     config = sim_config(data=source | {"template": "chat", "system": "Be brief."})
     lease = replace(make_group().lease, row={"question": "1+1?"}, prompt="system: Be brief.\nuser: 1+1?\nassistant:")
     assert first_messages(config, lease) == ([{"role": "system", "content": "Be brief."}, user("1+1?")], [])
@@ -165,7 +165,7 @@ async def one_turn(world, key):
 
 
 def elsewhere(asked):
-    """Chooses the first host of two that is not to be avoided, and notes what it was asked."""
+    """Chooses the first host of two that is not to be avoided, and records its requests."""
 
     def choose(*, prefer, avoid):
         asked.append((prefer, sorted(avoid - {""})))
@@ -200,14 +200,14 @@ def test_an_episode_whose_host_is_away_starts_at_another(tmp_path, how):
     trajectories, world = asyncio.run(run())
     assert ([each.reward for each in trajectories], world.account.failed_attempts) == ([1.0, 1.0], 0)
     assert [each.turns for each in trajectories] == [1, 1], "nothing of the earlier attempts is trained"
-    # The second attempt avoids the first one's host: it may stand still, and have missed a deadline.
+    # The second attempt avoids the first one's host: it may be frozen, and have missed a deadline.
     assert asked == [("", []), ("", [OTHER]), ("", [HOST]), ("", [HOST, OTHER])]
     assert world.hosts == [OTHER, HOST] * 2
     assert +world.sessions.at == {}
     assert world.counters["rollout/episodes_failed/host"] == 2
 
 
-def test_an_episode_tries_a_host_again_where_its_own_stays_away(tmp_path):
+def test_an_episode_tries_a_host_again_if_its_own_stays_away(tmp_path):
     async def agent(world, key):
         if world.hosts[-1] == OTHER and len(world.hosts) > 1:
             return await one_turn(world, key)
@@ -219,8 +219,8 @@ def test_an_episode_tries_a_host_again_where_its_own_stays_away(tmp_path):
     assert asked == [("", []), ("", [OTHER]), ("", [HOST, OTHER]), ("", [HOST])]
 
 
-def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone(tmp_path):
-    """Its host alone knows how often it was in such a death."""
+def test_an_episode_that_may_have_ended_its_worker_returns_to_the_host_until_it_was_alone(tmp_path):
+    """Only its host knows how often it was in such a death."""
 
     async def agent(world, key):
         if world.hosts[-1] == HOST:
@@ -235,7 +235,7 @@ def test_an_episode_that_may_have_ended_its_worker_comes_back_until_it_was_alone
     assert [prefer for prefer, _ in asked] == ["", OTHER, OTHER, ""]
 
 
-def test_an_episode_goes_elsewhere_at_once_where_a_host_is_full(tmp_path):
+def test_an_episode_goes_to_another_host_at_once_if_one_is_full(tmp_path):
     async def agent(world, key):
         if world.hosts[-1] == HOST:
             return await one_turn(world, key)

@@ -14,7 +14,7 @@ from asyncrl.stops import Stops
 
 
 async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):
-    """The tokens of a conversation are those that the engine was given and sampled, each under its version."""
+    """The tokens of a conversation are the engine's inputs and samples, each under its version."""
     async with World(tmp_path, say=lambda prompt: "One." if "go on" not in prompt else "And two.") as world:
         session = world.open()
         first = await world.chat(session.key, [user("hi")])
@@ -36,7 +36,7 @@ async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):
         assert world.tokenizer.decode(whole, keep_special=True) == rendered.rstrip("\n")
 
 
-async def test_calls_of_tools_are_recognised_by_their_ids_even_if_the_agent_changed_them(tmp_path):
+async def test_tool_calls_are_recognised_by_their_ids_even_if_the_agent_changed_them(tmp_path):
     async with World(
         tmp_path, say=lambda prompt: "A key." if "a key" in prompt else call_of("look", at="door")
     ) as world:
@@ -52,7 +52,7 @@ async def test_calls_of_tools_are_recognised_by_their_ids_even_if_the_agent_chan
         assert len(session.conversation.sequences()) == 1
 
 
-async def test_a_repeat_joins_its_call_and_is_given_its_answer(tmp_path):
+async def test_a_repeat_joins_its_call_and_gets_its_answer(tmp_path):
     async with World(tmp_path) as world:
         session = world.open()
         world.speaks.clear()
@@ -84,7 +84,7 @@ async def test_a_cancelled_call_continues_from_its_tokens(tmp_path):
         assert [(s.version, s.start) for s in sequence.spans] == [(0, 0), (1, 3)]
 
 
-async def test_the_noise_of_a_call_follows_from_its_question_and_of_equal_calls_from_their_order(tmp_path):
+async def test_the_noise_of_a_call_follows_from_its_question_and_for_equal_calls_from_their_order(tmp_path):
     async def keys(world, order):
         session = world.open()
         for text in order:
@@ -108,7 +108,7 @@ async def test_the_noise_of_a_call_follows_from_its_question_and_of_equal_calls_
         assert [session.calls[name].key.rpartition("/")[2] for name in ("first", "second")] == ["1", "2"]
 
 
-async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_path):
+async def test_a_full_context_ends_the_episode_and_cuts_the_answer(tmp_path):
     async with World(tmp_path, say=lambda prompt: "words " * 100, episode={"max_context_tokens": 40}) as world:
         session = world.open()
         room = 40 - len(world.renderer.render([user("hi")], [], {}))
@@ -130,7 +130,7 @@ async def test_a_full_context_ends_it_and_answers_are_cut_where_it_is_full(tmp_p
 
 @pytest.mark.parametrize("own", [False, True])
 async def test_a_stop_string_ends_an_answer_and_is_not_part_of_its_text(tmp_path, own):
-    """Nothing is streamed where the run has stops of its own."""
+    """Text is not streamed if the run has stop strings of its own."""
     stops = {"stops": Stops(strings=("Observation:",))} if own else {}
     async with World(tmp_path, say=lambda prompt: "Act. Observation: made up.", **stops) as world:
         session = world.open()
@@ -162,8 +162,8 @@ async def test_only_its_host_reaches_a_session_and_only_while_it_is_open(tmp_pat
         assert (session.conversation.nodes, len(world.sessions), len(world.submitted)) == ([], 0, 1)
 
 
-async def test_a_call_beyond_the_turns_that_are_left_waits_for_those_under_way(tmp_path):
-    """As a request for n answers: a sibling that is given up leaves its turn, one that is answered ends the episode."""
+async def test_a_call_beyond_the_remaining_turns_waits_for_those_in_flight(tmp_path):
+    """As in a request for n answers: a sibling that is given up leaves its turn, an answered one ends the episode."""
     async with World(tmp_path, episode={"max_turns": 2}) as world:
         session = world.open()
         world.speaks.clear()
@@ -179,7 +179,7 @@ async def test_a_call_beyond_the_turns_that_are_left_waits_for_those_under_way(t
 
 
 @pytest.mark.parametrize("ends", ["sealed", "failed"])
-async def test_a_call_that_waits_for_a_turn_hears_of_the_end(tmp_path, ends):
+async def test_a_call_that_waits_for_a_turn_learns_of_the_end(tmp_path, ends):
     async with World(tmp_path, episode={"max_turns": 1}) as world:
         session = world.open()
         world.speaks.clear()

@@ -1,4 +1,4 @@
-"""Stages of an episode: which deadline comes next, who is late, and where its time went."""
+"""Stages of an episode: the next deadline, the late party, and the time of each stage."""
 
 import re
 
@@ -58,7 +58,7 @@ DEADLINES = {
 
 
 @pytest.mark.parametrize("name", DEADLINES)
-def test_a_deadline_passes_when_it_should_and_names_the_seconds_and_the_key(name):
+def test_a_deadline_passes_on_time_and_names_the_seconds_and_the_key(name):
     events, due, outcome, text = DEADLINES[name]
     stages, _ = played(*events)
     assert stages.next_deadline == due
@@ -74,7 +74,7 @@ def test_a_deadline_passes_when_it_should_and_names_the_seconds_and_the_key(name
         assert (stages.state, stages.next_deadline, stages.expire(due + 1000)) == ("ended", None, None)
 
 
-def test_no_turn_is_refused_but_the_one_past_the_limit_and_the_first_limit_stays():
+def test_only_the_turn_past_the_limit_is_refused_and_the_first_limit_stays():
     stages, _ = played(*answered("a", 1, 2), (3, "call", "b"), (3, "call", "c"))
     assert stages.all_turns_asked, "a call that comes now has to wait"
     stages.dropped("c", 4)
@@ -90,7 +90,7 @@ def test_no_turn_is_refused_but_the_one_past_the_limit_and_the_first_limit_stays
     assert (stages.outcome, stages.state, stages.next_deadline) == ("turns", "close", 9)
 
 
-def test_calls_that_are_under_way_at_a_limit_are_answered():
+def test_calls_in_flight_at_a_limit_are_answered():
     stages, _ = played((1, "call", "a"), (1, "call", "b"), (2, "end_by", "length", "full"))
     assert (stages.state, stages.next_deadline, stages.all_turns_asked) == ("close", 7, False)
     stages.answered("a", 3)
@@ -98,7 +98,7 @@ def test_calls_that_are_under_way_at_a_limit_are_answered():
     assert stages.turns == 2 and stages.next_deadline == 7
 
 
-def test_states_as_they_are_shown():
+def test_states_are_shown():
     stages, shown = played(
         (1, "call", "a"),
         (2, "enter", "a", "engine"),
@@ -132,7 +132,7 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([3, 100]))
-def test_fractions_add_up_to_its_life_and_policy_time_is_counted_apart(steps, turns):
+def test_fractions_add_up_to_the_lifetime_and_policy_time_is_counted_separately(steps, turns):
     """Against a second clock."""
     config = CONFIG.model_copy(update={"max_turns": turns})
     stages, now, users, calls = Stages(config, 0.0), 0.0, 0.0, set()
@@ -182,7 +182,7 @@ def test_fractions_add_up_to_its_life_and_policy_time_is_counted_apart(steps, tu
     assert end is None or stages.state == "ended"
 
 
-def test_no_time_is_the_agents_before_its_host_says_that_it_has_begun():
+def test_time_before_the_host_reports_the_start_does_not_count_for_the_agent():
     config = EpisodeConfig(function="p:f", start_timeout_s=1.0, timeout_s=5.0)
     stages = Stages(config, 0.0)
     assert stages.next_deadline == 5.0

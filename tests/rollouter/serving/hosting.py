@@ -1,4 +1,4 @@
-"""An engine host on its event loop's time over simulated engines, and what these answer to one prompt."""
+"""An engine host on its event loop's time over simulated engines, and their answers to one prompt."""
 
 import asyncio
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ class Letters:
 
 
 def simulated(**rollout):
-    """Prefill takes no time, each token a second, and a response has as many as it may."""
+    """Prefill takes no time, each token a second, and a response is as long as allowed."""
     sim = {"prefill_tokens_per_s": 1e9, "decode_step_s": 1.0, "length": "constant", "length_median": 64}
     return sim_config(rollout={"stream_interval": 1, "sim": sim, **rollout})
 

@@ -1,4 +1,4 @@
-"""How far two sets of log-probs are apart, what follows, and how an engine is asked for it."""
+"""The distance between two sets of log-probs, its consequences, and the question to an engine."""
 
 import asyncio
 import math
@@ -36,7 +36,7 @@ PROBE = make_probe()
 
 @given(st.lists(st.floats(-5, 5), min_size=5, max_size=5), st.floats(-5, 5))
 def test_the_larger_of_both_sets_is_the_drift(off, sampled):
-    """Of the given ones the root mean square, of the sampled ones the mean, in the measure of the first."""
+    """The root mean square of the given ones and the mean of the sampled ones, in the measure of the first."""
     scores = [[-1.0 + off[0], -2.0 + off[1]], [-0.5 + off[2], -3.0 + off[3], -1.5 + off[4]]]
     drift = measure_drift(PROBE, scores, samples_of(PROBE, sampled))
     assert drift.scored == pytest.approx(math.sqrt(np.square(off).mean()), abs=1e-6)
@@ -56,7 +56,7 @@ def test_tokens_without_a_log_prob_of_the_learner_and_unsampled_ones_are_left_ou
 
 
 @pytest.mark.parametrize(("places", "known"), [(MIN_SAMPLES - 1, False), (MIN_SAMPLES, True), (0, False)])
-def test_a_few_sampled_tokens_say_nothing(places, known):
+def test_a_few_sampled_tokens_are_not_enough(places, known):
     probe = make_probe(places)
     drift = measure_drift(probe, scores_of(probe), samples_of(probe, 0.5))
     assert drift.nats == pytest.approx(0.5 * NORMAL if known else 0.0)
@@ -64,7 +64,7 @@ def test_a_few_sampled_tokens_say_nothing(places, known):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_logprob_that_is_no_number_is_as_far_as_can_be(value):
+def test_a_logprob_that_is_not_a_number_is_infinitely_far(value):
     scores, samples = scores_of(PROBE), samples_of(PROBE)
     scores[0][1] = value
     drift = measure_drift(PROBE, scores, samples)
@@ -82,7 +82,7 @@ def test_a_score_of_another_length_is_an_error():
 
 
 @pytest.mark.parametrize(("nats", "verdict"), [(0.0999, "agrees"), (0.1, "warn"), (0.2999, "warn"), (0.3, "stop")])
-def test_consequences_of_a_drift(nats, verdict):
+def test_a_drift_warns_or_ends_the_run_by_its_size(nats, verdict):
     for scored, sampled in ((nats, None), (0.0, nats)):
         drift = Drift(scored=scored, sampled=sampled, worst=9.0, kl=0.0, tokens=64)
         assert judge(drift, DriftLimits(warn=0.1, stop=0.3)) == verdict
@@ -151,7 +151,7 @@ def probe(engine):
     return run_virtual(main())
 
 
-def test_tokens_are_sampled_as_the_run_samples_them_and_all_at_once():
+def test_probe_tokens_are_sampled_as_in_the_run_and_all_at_once():
     engine = Asked()
     assert probe(engine).nats == pytest.approx(0.0)
     assert engine.scored == TOKENS

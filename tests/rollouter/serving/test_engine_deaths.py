@@ -1,4 +1,4 @@
-"""Engines that die under their requests: no token is lost, the guilty prompt is found, the innocent are left alone."""
+"""Engines that die under their requests: no token is lost, the guilty prompt is found, the others are spared."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ modes = pytest.mark.parametrize("mode", ["abort_resume", "keep", "drain"])
 
 
 class Mortal(Engine):
-    """It dies when a response of a uid in ``world.poison`` has so many tokens, of some loads, and of aborts if told."""
+    """Dies at a number of tokens of a uid in ``world.poison``, in some loads, and on request in aborts."""
 
     def __init__(self, world):
         super().__init__(world.config)
@@ -86,7 +86,7 @@ class World(Hosted):
         return self
 
     async def sampled(self, tokens):
-        """Until engines have handed over so many tokens."""
+        """Wait until engines have handed over this many tokens."""
         await until(lambda: len(self.steps) >= tokens, f"{tokens} tokens")
 
     async def __aexit__(self, *_exc):
@@ -97,7 +97,7 @@ class World(Hosted):
 
 
 def versions(trajectory, uid, tokens):
-    """The versions of all tokens, which are those that a living engine samples (I3)."""
+    """The versions of all tokens, which are those that a live engine samples (I3)."""
     [sequence] = trajectory.sequences
     expected = content(SEED, f"{uid}/{trajectory.sample}/1", 0, tokens)
     assert (sequence.tokens.tolist(), sequence.logprobs.tolist()) == (expected[0], pytest.approx(expected[1]))
@@ -112,7 +112,7 @@ async def caught(work):
 
 
 @modes
-async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
+async def test_the_death_of_an_engine_costs_no_delivered_token(mode):
     async with World(on_update=mode) as world:
         running = asyncio.create_task(world.response("0-1", 8))
         await world.sampled(3)
@@ -124,8 +124,8 @@ async def test_the_death_of_an_engine_costs_no_token_that_was_handed_over(mode):
         assert trajectory.resumes == 1
 
 
-async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
-    """I3: it is unknown which version sampled them."""
+async def test_i3_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
+    """It is unknown which version sampled them."""
     async with World(on_update="keep") as world:
         running = asyncio.create_task(world.response("0-1", 10))
         await world.sampled(3)
@@ -136,7 +136,7 @@ async def test_under_keep_only_tokens_after_a_load_are_lost_with_the_engine():
         assert [held for _, held, _ in world.submitted] == [0, 3], "three of six were kept"
 
 
-async def test_its_states_show_the_update_and_the_death_of_the_engine_in_it():
+async def test_the_states_show_the_update_and_the_death_of_the_engine_in_it():
     async with World(on_update="keep") as world:
         world.entered.clear()
         running = asyncio.create_task(world.response("0-1", 8))
@@ -175,7 +175,7 @@ async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(m
 
 
 @modes
-async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode):
+async def test_updates_and_requests_that_run_alone_do_not_wait_for_each_other(mode):
     async with World(on_update=mode) as world:
         async with asyncio.TaskGroup() as tasks:
             work = [
@@ -188,7 +188,7 @@ async def test_updates_and_those_that_run_alone_do_not_wait_for_one_another(mode
         assert all(len(inside) == 1 for inside in world.steps if inside & {f"0-{n}" for n in range(0, 12, 3)})
 
 
-async def test_a_death_in_a_load_is_no_fault_of_frozen_requests():
+async def test_a_death_in_a_load_is_not_blamed_on_frozen_requests():
     async with World(on_update="keep", max_attempts=1) as world:
         running = asyncio.create_task(world.response("0-1", 8, attempt=2))
         await world.sampled(2)
@@ -200,8 +200,8 @@ async def test_a_death_in_a_load_is_no_fault_of_frozen_requests():
         assert (world.host.suspects.own_deaths, any(world.excused)) == (0, False)
 
 
-async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused():
-    """Restarts of an engine that is broken are used up before its prompts are given up."""
+async def test_an_engine_that_dies_of_one_prompt_after_another_is_not_excused():
+    """Restarts of a broken engine are used up before its prompts are given up."""
     async with World(poison={"0-1": 0, "0-2": 0, "0-3": 0}, max_attempts=2) as world:
         results = await asyncio.gather(*[caught(world.response(f"0-{n}")) for n in (1, 2, 3)])
         assert all(isinstance(result, TrajectoryFailed) for result in results)
@@ -211,7 +211,7 @@ async def test_an_engine_that_dies_of_one_prompt_after_the_other_is_not_excused(
 
 
 async def test_an_engine_that_dies_of_an_abort_is_replaced():
-    """The stop string was found; what was handed over stands."""
+    """The stop string was found, and the delivered tokens stay."""
     tokens, _ = content(SEED, "0-1/0/1", 0, 4)
     async with World(stop=[chr(0x100 + tokens[3])], dies_of_an_abort=True) as world:
         trajectory = await world.response("0-1", 8)

@@ -1,4 +1,4 @@
-"""Responses put together from many submissions: I3, limits, and stop strings over the cut."""
+"""Responses assembled from many submissions: I3, limits, and stop strings across the cut."""
 
 import pytest
 from hypothesis import given
@@ -72,7 +72,7 @@ PIECES = ["", "a", "b", " b", "ab", "bab", ".", " .", "aaa", b"\xe4", b"\xbd", b
 
 
 def decode_pieces(tokens):
-    """Text as tokenizers make it: bytes are joined, a leading space is dropped, and a space before a full stop."""
+    """Text as tokenizers produce it: bytes joined, without a leading space and without a space before a full stop."""
     text = b"".join(p if isinstance(p := PIECES[token], bytes) else p.encode() for token in tokens)
     return text.decode(errors="replace").removeprefix(" ").replace(" .", ".")
 
@@ -82,7 +82,7 @@ def decode_pieces(tokens):
     st.lists(st.sampled_from(["ab.", "bb", "aaab", "\u4f60", "a\u00e9", "b b"]), min_size=1, max_size=2),
     st.integers(0, 40),
 )
-def test_a_stop_string_is_found_as_in_the_text_of_the_whole(parts, strings, lead):
+def test_a_stop_string_is_found_as_in_the_whole_text(parts, strings, lead):
     """``lead``: pairs of tokens before them; the second has no text."""
     response, whole = response_with(*strings), []
     for part in [[5, 0]] * (0 if "bb" in strings else lead) + parts:
@@ -103,7 +103,7 @@ def test_tokens_without_a_text_hide_no_stop_string():
     assert response.tokens == [2, 4, *[0] * 500, 6]
 
 
-def test_looking_for_a_stop_string_does_not_get_longer_with_the_response():
+def test_the_search_for_a_stop_string_does_not_grow_with_the_response():
     decoded = []
 
     def counted(tokens):
@@ -119,7 +119,7 @@ def test_looking_for_a_stop_string_does_not_get_longer_with_the_response():
 
 @pytest.mark.parametrize(("known", "reason", "tokens"), [(3, "stop", [0, 2, 3]), (2, None, [0, 2])])
 def test_the_death_of_an_engine_costs_only_tokens_of_unknown_version(known, reason, tokens):
-    """A response that was over when it died stays so, unless its end is forgotten."""
+    """A response that was complete at the death stays so, unless its end is forgotten."""
     response = response_with("cd")
     assert response.extend([0, 2, 3], [0.0] * 3, decode)
     response.computed = 7 + 3

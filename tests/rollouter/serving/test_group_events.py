@@ -1,4 +1,4 @@
-"""The story of an episode, from its rollouter to the words of --explain."""
+"""The history of an episode, from its rollouter to the output of --explain."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ from asyncrl.rollouter.serving.group_events import EVENTS_KEPT
 
 
 def told(folder, agent, **options):
-    """Each event of an episode, and what is said of it."""
+    """Each event of an episode, and its text."""
     account = played(folder, agent, **options)[1].account
     facts = {"since": 0.0, "samples": [account.events], "end": "delivered", "left_out": account.left_out}
     line = LogLine(actor="rollouter/0", event="generated", timestamp=datetime.fromtimestamp(0.0, UTC), **facts)
@@ -26,7 +26,7 @@ def told(folder, agent, **options):
 def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
     async def agent(world, key):
         reply = await world.chat(key, [user("hi")], tools=[TOOL])
-        # A turn that is worth nothing is no event unless it was worth something.
+        # A turn without reward is no event, unless it had one before.
         for value in (0.0, 0.5, 0.5, 0.0):
             world.sessions.credit(key, "episodes/0", None, value)
         with pytest.raises(ChatRefused):
@@ -58,7 +58,7 @@ def test_each_turn_is_logged_from_its_context_to_its_reward(tmp_path):
     assert ended.startswith("episode ended (turns) with 2 turns, reward 1.000; ")
 
 
-def test_long_episodes_keep_their_beginning_and_their_end(tmp_path):
+def test_long_episodes_keep_their_start_and_their_end(tmp_path):
     async def agent(world, key):
         messages = [user("hi")]
         for _ in range(40):
@@ -71,5 +71,5 @@ def test_long_episodes_keep_their_beginning_and_their_end(tmp_path):
     assert words[0] == "episode began at episodes/0" and words[-1].startswith("episode ended")
 
 
-def test_every_cause_of_a_fork_has_words():
+def test_every_cause_of_a_fork_has_a_text():
     assert {f"fork:{cause}" for cause in FORKS} == {cause for cause in get_args(Cause) if cause.startswith("fork:")}

@@ -1,4 +1,4 @@
-"""The limit of calls in an engine, against engines that are arithmetic, and the slots that it gives them."""
+"""The limit of calls in an engine, against engines that are arithmetic, and the slots it provides."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ looks = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 2)
 
 
 @given(looks, st.integers(1, 50), st.integers(0, 150), st.integers(1, 300))
-def test_it_keeps_its_bounds_and_moves_only_for_a_reason(seen, least, more, start):
+def test_the_limit_keeps_its_bounds_and_moves_only_for_a_reason(seen, least, more, start):
     control = Concurrency(least, least + more, start)
     preemptions = 0
     for kv_use, queued, preempted, running in seen:
@@ -64,20 +64,20 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("case", LOOKS)
-def test_its_limit_after_each_look(case):
+def test_the_limit_after_each_look(case):
     start, seen = LOOKS[case]
     control = Concurrency(1, 256, start)
     assert [control.look(load(**of), running=running) for of, running, _ in seen] == [limit for *_, limit in seen]
 
 
-def test_preemptions_by_an_update_are_no_pressure():
+def test_preemptions_by_an_update_do_not_count_as_pressure():
     control = Concurrency(1, 256, 64)
     control.engine_reloaded(load(preemptions=64))
     assert control.look(load(preemptions=64, kv_use=0.9), running=64) == 64
 
 
-def test_a_rollouter_finds_the_concurrency_that_its_engine_bears(tmp_path, monkeypatch):
-    """Its cache holds some 30 of these calls, and the run begins with 64."""
+def test_a_rollouter_finds_the_concurrency_that_its_engine_can_serve(tmp_path, monkeypatch):
+    """Its cache holds some 30 of these calls, and the run starts with 64."""
     monkeypatch.setattr(policy, "LOOK_S", 0.01)
     limits, watched = [], Concurrency.look
 
@@ -103,7 +103,7 @@ def test_a_rollouter_finds_the_concurrency_that_its_engine_bears(tmp_path, monke
 
 
 class Taker:
-    """Holds a slot from its turn until it is let go or cancelled."""
+    """Holds a slot from its turn until it is released or cancelled."""
 
     def __init__(self, slots):
         self.number, self.let_go = None, asyncio.Event()
@@ -120,12 +120,12 @@ async def settled():
         await asyncio.sleep(0)
 
 
-async def test_the_slot_of_a_cancelled_taker_goes_to_the_next():
+async def test_the_slot_of_a_cancelled_caller_goes_to_the_next():
     slots = Slots(1)
     first, second, third = (Taker(slots) for _ in range(3))
     await settled()
     first.let_go.set()
-    # The second is given the slot, and does not run before it is cancelled.
+    # The second gets the slot, and is cancelled before it runs.
     while not first.task.done():
         await asyncio.sleep(0)
     second.task.cancel()
@@ -140,7 +140,7 @@ steps = st.lists(st.tuples(st.sampled_from(["take", "end", "cancel", "resize"]),
 
 
 @given(steps)
-def test_no_number_is_held_twice_and_no_taker_waits_while_a_slot_is_free(script):
+def test_no_number_is_held_twice_and_no_caller_waits_while_a_slot_is_free(script):
     async def main():
         slots, takers = Slots(2), []
         for what, value in script:
@@ -157,7 +157,7 @@ def test_no_number_is_held_twice_and_no_taker_waits_while_a_slot_is_free(script)
             held = [number for number in numbers if number is not None]
             assert held == numbers[: len(held)], "first come, first held"
             assert len(set(held)) == len(held) == slots.taken
-            # More are held than there are slots only where these became fewer.
+            # More than the number of slots are held only after that number was reduced.
             assert len(held) <= max(slots.size, len(before))
             assert len(held) == len(takers) or len(held) >= slots.size
             new = sorted(set(held) - before)

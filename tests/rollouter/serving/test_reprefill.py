@@ -1,4 +1,4 @@
-"""Tokens that updates make engines compute again: counted when computed, once, without what the prefix cache has."""
+"""Tokens that engines compute again after updates: counted once, when computed, without those in the prefix cache."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ SIBLINGS, TOKENS = 4, 64
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 30)] * 3, st.integers(0, 3)), max_size=6))
-def test_it_counts_once_with_the_first_token_and_with_a_load_every_held_token(requests):
+def test_tokens_count_once_with_the_first_token_and_at_a_load_every_held_token_counts(requests):
     """(prompt, tokens of it that were computed under older weights, those in the cache, deltas of two tokens)"""
     reprefill, expected = Reprefill(), 0
     for number, (more, lost, cached, deltas) in enumerate(requests):
@@ -31,7 +31,7 @@ def test_it_counts_once_with_the_first_token_and_with_a_load_every_held_token(re
         expected += max(0, lost - cached) if deltas else 0
     assert reprefill.tokens == expected
     reprefill.dropped()
-    # One that has sampled nothing may not even be begun.
+    # One that has sampled nothing may not have started.
     expected += sum(lost + more + 1 + 2 * deltas for more, lost, _, deltas in requests if deltas)
     for number in range(len(requests)):
         reprefill.ended(str(number))
@@ -61,7 +61,7 @@ def played(meanwhile, **rollout):
 
 
 async def sampled(world, tokens):
-    """Until each sibling has so many."""
+    """Wait until each sibling has this many."""
     await until(lambda: world.host.sampled_tokens >= SIBLINGS * tokens, f"{tokens} tokens each")
 
 
@@ -72,7 +72,7 @@ async def updated(world):
 async def updated_thrice(world):
     await world.load(1)
     await sampled(world, 20)
-    # On its heels another: nothing is sampled in between.
+    # Another follows at once: nothing is sampled in between.
     await world.load(2)
     await world.load(3)
 
@@ -95,17 +95,17 @@ CACHED = 32 * (SIBLINGS - 1)
         (updated_thrice, {}, SIBLINGS * ALL - CACHED + SIBLINGS * (ALL + 10) - CACHED),
         (updated, {"on_update": "keep", "keep_kv": "recompute"}, SIBLINGS * ALL),
         (updated, {"on_update": "keep", "keep_kv": "stale"}, 0),
-        # The cost of an engine's death is not that of the update after it.
+        # The cost of an engine's death is separate from that of the update after it.
         (dies_and_is_updated, {}, 0),
     ],
 )
-def test_tokens_that_an_engine_computes_again_after_updates(meanwhile, rollout, again):
+def test_tokens_that_an_engine_computes_again_after_updates_are_counted(meanwhile, rollout, again):
     assert played(meanwhile, **rollout) == (again, SIBLINGS * TOKENS)
 
 
 @pytest.mark.parametrize(("keep_kv", "again"), [("recompute", ALL + ALL), ("stale", ALL)])
-def test_a_call_that_is_given_up_during_a_load_continues_after_another(keep_kv, again):
-    """I3: its tokens of unknown version are sampled again, and do not count as computed twice."""
+def test_i3_a_call_that_is_given_up_during_a_load_continues_after_another(keep_kv, again):
+    """Its tokens of unknown version are sampled again, and do not count as computed twice."""
 
     async def main():
         world, response = Hosted(simulated(on_update="keep", keep_kv=keep_kv)), Response(max_tokens=TOKENS)

@@ -1,4 +1,4 @@
-"""Ends of responses: ids, special tokens by their text, and strings; on tokenizers as model folders have them."""
+"""Ends of responses: ids, special tokens by their text, and strings, on tokenizers like those of model folders."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def write_tokenizer(folder, words, added):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A base model's."""
+    """The tokenizer of a base model."""
     model = {"model_type": "qwen2", "eos_token_id": END, "vocab_size": VOCABULARY}
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -52,7 +52,7 @@ def test_special_tokens_are_ids_and_the_rest_is_text(folder, stop, ids, expected
     assert tokenizer.decode([1, TURN, 2, CALL]).replace(" ", "") == "w1w2<call>"
 
 
-def test_a_run_trains_the_stop_token_and_shows_the_reward_none(tmp_path):
+def test_a_run_trains_the_stop_token_and_the_reward_function_does_not_see_it(tmp_path):
     """The sim engine's tokens are 33 to 126: it samples <|im_end|>, which is one of them."""
     words = [n for n in range(1, 127) if n != TURN]
     config = sim_config(

@@ -14,21 +14,21 @@ from asyncrl.runtime.calls.handlers import Caller
 
 
 def trained_uids(system):
-    """Each uid once, as the ledger has it."""
+    """Each uid once, as in the ledger."""
     uids = [group["uid"] for group in groups(system.run_dir)]
     assert len(uids) == len(set(uids)) == system.lines("train")[-1]["ledger/trained"]
     return uids
 
 
 def test_i1_a_prompt_that_kills_every_engine_is_quarantined_and_the_run_continues(tmp_path, monkeypatch):
-    """The innocent are trained, and the engines' restarts are not used up."""
+    """The other prompts are trained, and the engines' restarts are not used up."""
     generate, running, inside = SimEngine.generate, {}, {}
 
     async def poisoned(self, request):
         running.setdefault(self, set()).add(request.id)
         try:
             async for delta in generate(self, request):
-                # Not where it is paused for an update: that would be no fault of the prompt.
+                # Except when it is paused for an update: that would not be blamed on the prompt.
                 if request.key.startswith("0-7/") and delta.finish_reason != "abort":
                     inside.setdefault(self, {id.partition("/")[0] for id in running[self]})
                     await self.close()
@@ -80,12 +80,12 @@ def test_i1_finished_groups_of_a_dead_rollouter_are_generated_again(tmp_path):
             if not client.routing_id.startswith(its_own):
                 deliver(client, frames)
 
-        # Nothing that it sends from here on arrives.
+        # No message that it sends from here on arrives.
         server.deliver = deliver_others
         anybody = Caller("dataloader/0", 0, -1, asyncio.get_running_loop().time() + 60)
 
         def finished_alone():
-            """What it has finished, and the learner has not, once it generates no more."""
+            """Groups that it has finished and the learner does not have, once it has stopped generating."""
             held = list(rollouter.open_leases(OpenLeases(learner=0), anybody).attempts)
             has = learner.holds(Holds(uids=held), anybody).uids
             return set() if rollouter.figures()["rollout/in_flight"] or has else set(held)

@@ -16,7 +16,7 @@ def lease(uid, **changes):
     return replace(make_group(uid).lease, **changes)
 
 
-def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
+def test_deaths_with_others_make_suspects_and_only_deaths_alone_count():
     suspects, a, b = SuspectLeases(max_attempts=2), lease("0-1"), lease("0-2")
     suspects.died([a, b], "killed", alone=False)
     assert [suspects.deaths(t) for t in (a, b)] == [1, 1]
@@ -35,7 +35,7 @@ def test_deaths_in_company_make_suspects_and_only_deaths_alone_count():
     assert (suspects.deaths(a), suspects.failure(a), len(suspects)) == (0, None, 1)
 
 
-def test_deaths_of_its_own_at_earlier_holders_count():
+def test_deaths_alone_at_earlier_holders_count():
     suspects, suspect = SuspectLeases(max_attempts=2), lease("0-1", attempt=3)
     suspects.died([suspect], "signal 11", alone=True)
     assert suspects.deaths(suspect) == 4 and "died 2 times" in suspects.failure(suspect)
@@ -47,14 +47,14 @@ async def rounds(count):
 
 
 class Ground:
-    """Takes turns; ``log`` has who entered; one of ``lone`` must be alone inside."""
+    """Takes turns. ``log`` has the entries in order; one of ``lone`` must be alone inside."""
 
     def __init__(self, lone):
         self.lone, self.inside, self.log = lone, Counter(), []
         self.turns = EngineTurns(lambda lease: lease.uid in lone)
 
     async def pass_through(self, uid, hold=1, *, dies=False):
-        """``hold`` is an event, or so many rounds of the loop."""
+        """``hold`` is an event, or a number of rounds of the loop."""
         await self.turns.take(lease(uid))
         try:
             self.inside[uid] += 1
@@ -69,7 +69,7 @@ class Ground:
             self.turns.give_back(lease(uid))
 
 
-async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_ones_waiting():
+async def test_a_lease_that_runs_alone_waits_for_those_inside_and_holds_back_later_ones():
     ground, first, lone = Ground({"x"}), asyncio.Event(), asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for uid, hold in (("a", first), ("b", first), ("x", lone), ("c", 1), ("x", lone)):
@@ -86,7 +86,7 @@ async def test_one_that_runs_alone_waits_for_those_inside_and_keeps_the_later_on
     assert (ground.turns.lone, ground.turns.lone_turns) == (None, 1)
 
 
-async def test_after_a_death_those_that_wait_come_before_the_one_that_ran_alone():
+async def test_after_a_death_waiting_leases_come_before_the_one_that_ran_alone():
     ground = Ground({"x"})
 
     async def dies_again_and_again():

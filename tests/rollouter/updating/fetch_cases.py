@@ -44,7 +44,7 @@ class Server:
         self._running += 1
         self.most_running = max(self.most_running, self._running)
         try:
-            # Others get their turn.
+            # Other tasks get their turn.
             await asyncio.sleep(0)
             chunk = self._chunks.chunk(request)
             self.served[request.bucket, request.offset] += 1

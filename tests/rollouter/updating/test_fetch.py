@@ -1,4 +1,4 @@
-"""Fetching a version by shm and stream: every bit arrives, failures are survived, nothing is leaked."""
+"""Fetching a version by shm and stream: every bit arrives, failures are survived, and no memory is leaked."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def server():
     made.close()
 
 
-# --- both ways ---
+# --- both transports ---
 
 
 @both
@@ -147,7 +147,9 @@ def shorter(chunk):
 
 
 @pytest.mark.parametrize(("spoil", "words"), [(flipped, "its checksum is"), (shorter, "4095 bytes instead of 4096")])
-def test_i4_a_corrupt_chunk_is_not_written_but_fetched_again_and_not_without_end(spoil, words, serving, monkeypatch):
+def test_i4_a_corrupt_chunk_is_not_written_and_is_fetched_again_a_limited_number_of_times(
+    spoil, words, serving, monkeypatch
+):
     class Watched(Segment):
         def write(self, offset, data):
             assert bytes(data) == NEW[SIZES.index(self.size)][offset : offset + len(data)]
@@ -194,7 +196,7 @@ def test_few_chunks_are_requested_at_once(credit, serving):
 def test_failed_calls_are_repeated_if_that_can_help(error, again, serving):
     def fail(request, chunk):
         if (request.bucket, request.offset) == (0, CHUNK) and server.served[0, CHUNK] <= 2:
-            # A new one each time: with its traceback it would keep what was mapped.
+            # A new error each time: with its traceback it would keep the mapping.
             raise copy.copy(error)
         return chunk
 
@@ -216,7 +218,7 @@ def test_failed_calls_are_repeated_if_that_can_help(error, again, serving):
         (50.0, 15.0, 50.0, f"all of version 4 by stream (weights.stage_deadline_s; {3 * CHUNK} of {sum(SIZES)} bytes"),
     ],
 )
-def test_a_fetch_ends_by_silence_or_by_the_deadline_of_all_of_it(whole_s, waits_s, ended, what, serving):
+def test_a_fetch_ends_after_silence_or_at_its_deadline(whole_s, waits_s, ended, what, serving):
     async def slow(request, chunk):
         await asyncio.sleep(15.0 if request.bucket < 2 else waits_s)
         return chunk

@@ -79,7 +79,7 @@ async def test_in_a_chain_of_hosts_every_bit_arrives_and_each_asks_only_the_one_
         assert [host.served for host in hosts] == [{"rollouter/1": CHUNKS}, {"rollouter/2": CHUNKS}, {}]
         for each in found:
             each.close()
-        # Others of the host open its copy, whatever has become of the update.
+        # Others of the host open its copy, even after the update has ended.
         buckets = server.snapshots[4].manifest.buckets
         shared = stage(
             replace(manifest, buckets=[replace(b, path=p) for b, p in zip(buckets, hosts[2].paths, strict=True)])
@@ -140,7 +140,7 @@ def has_a_defect(chunk: Chunk) -> Chunk:
 
 
 @pytest.mark.parametrize("what", [flips, has_let_go, has_a_defect], ids=lambda what: what.__name__)
-async def test_a_relay_that_fails_is_left_for_the_next(what):
+async def test_a_fetch_leaves_a_relay_that_fails_for_the_next(what):
     async with below(None, None, lambda _, chunk: what(chunk)) as (host, (server, good, _), manifest):
         with capture_logs() as logs:
             found = await host.take(manifest, "rollouter/1", "rollouter/0")
@@ -227,7 +227,7 @@ async def test_a_call_cancelled_before_a_thread_has_read_leaves_nothing_open():
     relay.close()
 
 
-def test_the_event_loop_does_not_wait_for_the_memory_of_a_version_that_is_dropped(monkeypatch):
+def test_the_event_loop_does_not_wait_for_the_memory_of_a_dropped_version(monkeypatch):
     relay, segment, closed, close = Relay(), Segment("test", 4096), [], os.close
     relay.begin(1)
     relay.arrived(asked(1, 0, 0, 4096), segment.fd, 0)
@@ -238,7 +238,7 @@ def test_the_event_loop_does_not_wait_for_the_memory_of_a_version_that_is_droppe
     assert len(closed) == 1 and threading.current_thread() not in closed
 
 
-def test_one_whole_version_is_held_beside_the_one_on_its_way():
+def test_one_whole_version_is_held_together_with_the_one_on_its_way():
     relay, staged = Relay(), {}
     for version in (1, 2, 3):
         snapshot = held(version, [random_bytes(100, version)])
@@ -281,7 +281,7 @@ def test_one_whole_version_is_held_beside_the_one_on_its_way():
     relay.give_up(2)
     assert versions() == {2}
     relay.begin(3)
-    # The same begins again, or a newer one does.
+    # The same fetch starts again, or a newer one does.
     relay.begin(3)
     relay.begin(4)
     assert versions() == {2, 4}

@@ -97,7 +97,7 @@ class StubEngine:
 
 
 class Server:
-    """A parameter server that makes these offers, and then none."""
+    """A parameter server that makes these offers, and then no more."""
 
     def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
         self.offers, self.begins, self.away = list(offers), begins, away
@@ -176,7 +176,7 @@ def broadcast(version: int) -> Offer:
 
 
 def follow(server: Server, *, loads=(), offs=(), **tables):
-    """Follow until the server has nothing more; returns the engine's events, the server and the host."""
+    """Follow until the server has nothing more. Returns the engine's events, the server and the host."""
     config = sim_config(**tables)
     events: list = []
 
@@ -249,7 +249,7 @@ def test_each_mode_pauses_in_its_own_way(publish, mode, pause):
         (["hang"], False, {}, [*TRY, "close", "start", *TRY, "resume"]),
     ],
 )
-def test_a_failed_update_is_reported_and_tried_again(publish, loads, first_off, tables, expected):
+def test_a_failed_update_is_reported_and_repeated(publish, loads, first_off, tables, expected):
     offers = [by_shm(publish(1, checksum_off=1 if first_off else 0)), *[by_shm(publish(1))] * 2]
     failures = len(loads) or 1
     events, server, host = follow(Server(offers[: failures + 1]), loads=loads, weights=tables)
@@ -260,7 +260,7 @@ def test_a_failed_update_is_reported_and_tried_again(publish, loads, first_off, 
     assert not first_off or "checksum" in server.reports[0].error
 
 
-def test_engines_that_die_again_and_again_end_the_actor(publish):
+def test_engines_that_die_repeatedly_end_the_actor(publish):
     with pytest.raises(ActorFailed, match="died again after 2 restarts"):
         follow(Server([by_shm(publish(1))] * 5), loads=[DIES] * 5, supervision={"max_restarts": 2})
 

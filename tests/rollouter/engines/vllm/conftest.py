@@ -1,5 +1,6 @@
 """vLLM in pytest's process leaves its ZeroMQ contexts to the garbage collector, and errors may keep them for longer
-than their module: what is left is closed here, or the collector warns of it in another module's test."""
+than their module. They are closed here; otherwise the collector would warn of them in another module's test.
+"""
 
 from __future__ import annotations
 

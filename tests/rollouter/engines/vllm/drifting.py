@@ -1,4 +1,4 @@
-"""A learner whose weights move a little with each version, and an engine that is held against its probes."""
+"""A learner whose weights move a little with each version, and an engine that is compared with its probes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncrl.rollouter.serving.drift import DriftLimits, explain, judge, probe_e
 
 
 class Learner:
-    """Weights in the config's dtype, and what they make of a probe."""
+    """Weights in the config's dtype, and their answers to a probe."""
 
     def __init__(self, config: Config) -> None:
         assert config.model.path is not None
@@ -59,8 +59,9 @@ class Learner:
 async def check_alarm(
     engine: Engine, learner: Learner, versions: Iterator[int], limits: DriftLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine agrees with the learner from version to version; with a hundredth of noise on its weights it does not,
-    nor at another temperature."""
+    """The engine agrees with the learner from version to version. With 1 % noise on its weights, or at another
+    temperature, it does not.
+    """
     # vLLM is imported by those who run these tests alone: every worker collects them.
     from asyncrl.rollouter.engines.vllm import adapter
 

@@ -1,4 +1,4 @@
-"""The worker's loading of an adapter, over a manager of adapters that forgets things as vLLM's would."""
+"""The worker's loading of an adapter, over a manager that forgets adapters as vLLM's would."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Module:
 
 
 class Manager:
-    """The part of vLLM's that the loader uses; it passes over the adapter of ``forgotten``."""
+    """The part of vLLM's manager that the loader uses; it skips the adapter of ``forgotten``."""
 
     def __init__(self, tp_size: int = 1) -> None:
         self.modules = {
@@ -96,7 +96,7 @@ def forget(manager: Manager) -> None:
 
 
 def leave(manager: Manager) -> None:
-    """A slice holds what was there before."""
+    """A slice still has its earlier content."""
     manager.modules["o_proj"].takes_over = False
     manager.modules["o_proj"].lora_b_stacked[0][:] = 1.0
 
@@ -134,7 +134,7 @@ def test_half_an_adapter_and_one_of_two_ranks_are_refused():
         _replace(Manager(), layers(rank_of_o=4))
 
 
-def test_models_whose_class_takes_no_adapters_are_refused_by_name_before_the_start_too():
+def test_models_whose_class_takes_no_adapters_are_refused_by_name_even_before_the_start():
     from vllm.model_executor.models import ModelRegistry, supports_lora
     from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
 

@@ -22,7 +22,7 @@ THREADS = (
 
 @contextmanager
 def running(code):
-    """A process that has said something, until it is killed."""
+    """A process that has printed something, until it is killed."""
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout.readline()
         yield child
@@ -31,12 +31,12 @@ def running(code):
 
 @pytest.fixture
 def four(monkeypatch):
-    """Cores 3 to 6 are this process's, and no other's claims are met."""
+    """Cores 3 to 6 belong to this process, and no other process has a claim."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {3, 4, 5, 6})
     monkeypatch.setattr(processes, "NAME", f"asyncrl-test-{os.getpid()}")
 
 
-def test_no_two_engines_have_a_core_the_first_is_left_to_all_and_a_claim_ends_with_its_process(four):
+def test_no_two_engines_share_a_core_the_first_is_left_to_all_and_a_claim_ends_with_its_process(four):
     with running(CLAIMS.format(name=processes.NAME) + WAITS):
         first = ClaimedCores.claim(1)
         assert first is not None and first.cores == {5}
@@ -52,7 +52,7 @@ def test_no_two_engines_have_a_core_the_first_is_left_to_all_and_a_claim_ends_wi
         claimed.release()
 
 
-def test_all_threads_of_a_process_are_bound_and_one_that_is_gone_is_no_fault():
+def test_all_threads_of_a_process_are_bound_and_a_thread_that_has_ended_is_no_error():
     own = max(os.sched_getaffinity(0))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -27,7 +27,7 @@ LIMITS = DriftLimits(warn=0.03, stop=0.05)
 """The default ones are those of models that are deeper."""
 
 
-async def test_in_bfloat16_rounding_is_silent_and_an_engine_that_is_off_is_not(tmp_path, monkeypatch):
+async def test_in_bfloat16_the_alarm_ignores_rounding_and_reports_wrong_weights(tmp_path, monkeypatch):
     config = config_for(save_model(tmp_path, sharp_model(0)), learner={"dtype": "bfloat16", "device": "cpu"})
     engine, versions = VllmEngine(config, "rollouter/0"), count()
     with closing(Learner(config)) as learner:

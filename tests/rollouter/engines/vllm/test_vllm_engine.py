@@ -52,9 +52,9 @@ TENSORS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_pr
 
 
 def children() -> set[int]:
-    """Living processes below this one, but for Python's own resource tracker.
+    """Live processes below this one, except Python's own resource tracker.
 
-    Those that other tests have left, as torch's compiler does its workers, are only told apart by being there before.
+    Processes that other tests have left, such as the workers of torch's compiler, differ only in being there before.
     """
     return {
         process.pid
@@ -144,7 +144,7 @@ def test_the_load_is_the_schedulers_and_counts_requests_that_were_put_back():
 
 
 @pytest.mark.parametrize("mode", ["abort", "keep"])
-async def test_a_pause_brings_what_the_scheduler_holds(served, models, mode, monkeypatch):
+async def test_a_pause_returns_the_tokens_that_the_scheduler_holds(served, models, mode, monkeypatch):
     monkeypatch.setattr(served.engine, "_stream_interval", 512)
     old = await served.load(0)
     answer = Answer()
@@ -233,7 +233,7 @@ async def test_no_token_is_sampled_over_keys_and_values_of_older_weights(
     assert changing.check(found, stale=keep_kv == "stale") > 0, "updates meet episodes that run"
 
 
-async def test_the_drift_alarm_is_silent_under_rounding_and_not_where_it_is_none(served, tmp_path, monkeypatch):
+async def test_the_drift_alarm_ignores_rounding_and_reports_drift(served, tmp_path, monkeypatch):
     folder = save_model(tmp_path, sharp_model(0, tied=True))
     with closing(Learner(config_for(folder, learner={"dtype": "float32", "device": "cpu"}))) as learner:
         await check_alarm(served.engine, learner, served.versions, ROUNDING[True], monkeypatch)
@@ -242,7 +242,7 @@ async def test_the_drift_alarm_is_silent_under_rounding_and_not_where_it_is_none
 # --- starts, and the end ------------------------------------------------------------------------------------
 
 
-async def test_a_start_says_what_is_wrong_and_one_that_is_given_up_leaves_nothing(served, tmp_path):
+async def test_a_failed_start_gives_the_reason_and_a_cancelled_one_leaves_nothing(served, tmp_path):
     folder = save_model(tmp_path, make_model(1))
     for config, words in (
         (config_for(str(tmp_path / "absent")), "model.path: .* is no folder"),
@@ -268,7 +268,7 @@ async def test_a_start_says_what_is_wrong_and_one_that_is_given_up_leaves_nothin
 
 
 async def test_i5_a_killed_core_is_noticed_everywhere(served, models):
-    """The last of the engine."""
+    """The last test of the engine."""
     engine, answers = served.engine, [Answer() for _ in range(3)]
     await served.load(0)
     streams = [
@@ -276,7 +276,7 @@ async def test_i5_a_killed_core_is_noticed_everywhere(served, models):
     ]
     await until(lambda: all(answer.tokens for answer in answers))
     [core] = engine_cores(os.getpid())
-    # A call that is under way when the core dies: it cannot answer any more.
+    # A call in flight when the core dies: it cannot be answered.
     os.kill(core, signal.SIGSTOP)
     call = asyncio.ensure_future(engine.pause("wait"))
     await asyncio.sleep(0)

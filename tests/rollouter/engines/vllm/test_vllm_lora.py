@@ -123,7 +123,7 @@ async def test_i3_requests_in_flight_continue_with_the_new_adapter(served, on_up
 
 
 async def test_i5_a_core_that_hangs_counts_as_dead(served, monkeypatch):
-    """The last of the engine."""
+    """The last test of the engine."""
     monkeypatch.setattr(served.engine, "_timeout_s", 3.0)
     answer = Answer()
     stream = asyncio.ensure_future(collect(served.engine, ask(max_tokens=512, temperature=0.0), answer))

@@ -70,7 +70,7 @@ def test_an_engine_has_the_parsers_of_its_model_and_a_simulated_one_none(folder)
     assert engine_parsers(validate_config(simulated)) is None
 
 
-def test_names_that_vllm_has_not_and_tokens_that_the_model_has_not(folder):
+def test_unknown_parser_names_and_missing_tokens_are_refused(folder):
     with pytest.raises(ConfigError) as caught:
         make_parser(folder, "herme", "deepseek_r9")
     assert "chat.tool_parser: vLLM has no parser 'herme'; it has " in caught.value.problems[0]

@@ -96,7 +96,7 @@ def _core(ready: Any, stubborn: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["ends", "killed before", "stopped"])
-def test_nothing_of_an_engine_survives(how):
+def test_no_process_of_an_engine_survives(how):
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     core = context.Process(target=_core, args=(theirs, how != "ends"), name="EngineCore")
