@@ -45,7 +45,7 @@ TOOLS_LAST = CHATML.replace(
     """{%- if tools %}{{ '<|im_start|>system\\nTools: ' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
 {%- if add_generation_prompt %}""",
 )
-"""Tools stand behind all messages, so each new one moves them."""
+"""Tools come after all messages, so each new message moves them."""
 
 PLAIN_CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}\
 {{ '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

@@ -9,7 +9,7 @@ import os
 from hypothesis import HealthCheck, settings
 
 DEFAULT = 100
-"""Examples of a test that names no number."""
+"""Examples of a test without a number of its own."""
 TIMES = int(os.environ.get("ASYNCRL_TEST_DRAWS", "0"))
 """0: the same examples each time."""
 

@@ -62,7 +62,7 @@ def sim_config(**tables: dict[str, Any]) -> Config:
 
 
 until = partial(harness.until, within_s=100.0)
-"""Wait for a condition of actors that live on this loop, as long as a run may live."""
+"""Wait for a condition of actors on this loop, at most as long as a run may take."""
 
 
 class System:

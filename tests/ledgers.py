@@ -9,12 +9,12 @@ KINDS = {"engine": "engine", "rank": "rank", "worker": "worker"}
 WHOLE = 0.005
 """Share of a life that may be missing or too much."""
 SHORT_S = 0.1
-"""Costs of two processes' clocks, and of a look at the state of one."""
+"""The difference of two processes' clocks, and the time to read the state of one."""
 SAME_S = 0.01
-"""Between two looks at one heartbeat, at the most."""
+"""The longest time between two looks at one heartbeat."""
 BEATS = 5
-"""The first of a life, which is busy with its start; of them the one that was heard with the least delay counts. Of few
-beats they are the first half and the one in the middle."""
+"""The first beats of an incarnation, which is busy with its start. The one that was heard with the least delay counts.
+With few beats they are the first half and the middle one."""
 
 
 def assert_ledgers_add_up(snapshots, run_dir):

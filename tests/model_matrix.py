@@ -16,7 +16,7 @@ FAMILIES = ("Qwen2", "Qwen3", "Llama", "Gemma2", "Gemma3", "Phi3", "Mistral", "O
 EXPERTS = ("Qwen3Moe", "Mixtral")
 """Families whose layers send each token to 2 of 4 experts."""
 HALF = [(family, bool(at % 2)) for at, family in enumerate(FAMILIES + EXPERTS)]
-"""Every second one tied: whether it is goes through the same code in all families."""
+"""Every second one is tied: the code for it is the same in all families."""
 MIXED_LAYERS = ["sliding_attention", "full_attention"]
 _OWN: dict[str, dict[str, Any]] = {
     "Gemma2": {

@@ -9,7 +9,7 @@ from asyncrl.wire.envelope import Header, Kind, decode_header
 from asyncrl.wire.transport import ClientConnection, ClientReceive, Frames, Server, ServerReceive, Transport
 
 Hook = Callable[[Header, Callable[[], object]], object]
-"""Called with the header of a message and with what hands it on."""
+"""Called with the header of a message and a function that passes it on."""
 
 
 def pass_on(_header: Header, go_on: Callable[[], object]) -> None:
@@ -28,7 +28,7 @@ class Tap:
         self.hears: Hook = pass_on
         """Messages that its connections send and receive."""
         self.taken: Counter[str] = Counter()
-        """Messages that came to its servers, by kind, those that were lost included."""
+        """Messages that arrived at its servers, by kind, including dropped ones."""
         self.server: TappedServer
         """The server that was bound last."""
 

@@ -15,9 +15,9 @@ from tools.cluster.netns import REPOSITORY, Cluster, Host, wait_until
 
 WAIT_S = 120.0
 RUN_S = 400.0
-"""Longest of a run over lost hosts."""
+"""The longest a run over lost hosts may take."""
 GROUPS = 4
-"""Prompt groups of a step."""
+"""Prompt groups per step."""
 SECRET = "whisper these very words to nobody"
 """In each prompt."""
 CONFIG = """

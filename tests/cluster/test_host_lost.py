@@ -11,7 +11,7 @@ from asyncrl.telemetry.metrics_line import read_metrics
 from tools.cluster.netns import wait_until
 
 CUT_S = 30.0
-"""For which a host is away; ssh and TCP have given up on some of what was said by then."""
+"""Time for which a host is away; ssh and TCP have given up on some messages by then."""
 
 
 def versions_served(run) -> dict[str, int]:

@@ -312,7 +312,7 @@ def unreachable(host):
 
 
 @contextlib.contextmanager
-def as_it_is(host):
+def unchanged(host):
     yield
 
 
@@ -346,7 +346,7 @@ def another_folder(host):
 @pytest.mark.parametrize(
     ("hosts", "flags", "state", "code", "message"),
     [
-        ("head\nnowhere\n", (), as_it_is, 1, "nowhere: ssh: Could not resolve hostname nowhere"),
+        ("head\nnowhere\n", (), unchanged, 1, "nowhere: ssh: Could not resolve hostname nowhere"),
         ("head\nb\n", (), without_python, 1, f"b: no Python can run there at {sys.executable}"),
         ("head\nb\n", (), without_asyncrl, 1, "b: no asyncrl of this version is installed for "),
         ("head\nb\n", (), other_version, 1, "b: asyncrl 9.9 is installed there, "),
@@ -354,8 +354,8 @@ def another_folder(host):
         ("head\nb\n", ("--supervision.start_timeout_s", "12"), silent, 1, "b: not reached within 12 s"),
         ("head\nb\n", (), refusing, 1, "b: ssh: root@10.77.0.3: Permission denied (publickey)"),
         ("head\nb\n", (), another_folder, 2, "b: {run} is there already and is not part of this run"),
-        ("head\nb slots=4\n", (), as_it_is, 2, "b: slots=4 in the hostfile, but 0 GPUs are there"),
-        ("head\nb\n", ("--network.host", "10.77.0.1"), as_it_is, 78, "network.host: is for a run on one host"),
+        ("head\nb slots=4\n", (), unchanged, 2, "b: slots=4 in the hostfile, but 0 GPUs are there"),
+        ("head\nb\n", ("--network.host", "10.77.0.1"), unchanged, 78, "network.host: is for a run on one host"),
         (
             "b\na\n",
             ("--sinks.wandb.mode", "offline"),

@@ -32,7 +32,7 @@ REWARD = """
 def digits(*, completion, **_):
     return sum(c.isdigit() for c in completion) / max(1, len(completion))
 """
-"""A pattern that a model that was never trained meets now and then."""
+"""A pattern that an untrained model meets now and then."""
 
 
 @pytest.fixture(scope="module")

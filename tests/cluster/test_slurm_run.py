@@ -88,7 +88,7 @@ def test_i1_a_preempted_job_resumes_where_it_was(slurm: Slurm) -> None:
     ended = job.end()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.shown
     assert f"job {job.number}, start 2" in job.shown
-    assert f", step {done}: " in job.shown, "not resumed from the checkpoint that it made way with"
+    assert f", step {done}: " in job.shown, "not resumed from the checkpoint of its preemption"
     assert sorted(places(job, attempt=2).values()) == sorted(NODES)
     assert json.loads((job.run_dir / "config.json").read_text())["security"]["curve"] == "required"
     job.check(LONG)

@@ -20,7 +20,7 @@ from tools.live_run import LiveRun, LogTail
 BATCH = 100
 MAX_MESSAGE_BYTES = 8 << 20
 MORE_BYTES = 64 << 20
-"""By how much an actor may grow after the first part of the frames: its own work, and queues that are full."""
+"""Growth that an actor may show after the first part of the frames: its own work, and full queues."""
 CONNECTIONS = 200
 PATIENCE_S = 120.0
 

@@ -28,11 +28,11 @@ ROOT = Path(__file__).parent.parent.parent
 PLAYS = Path(__file__).with_name("plays_look_up.py")
 AGENTS_PYTHON = os.environ.get("ASYNCRL_AGENTS_PYTHON", "")
 POSITIONS = 16_384
-"""smolagents begin with 10,000 characters, each a token of this model."""
+"""smolagents starts with 10,000 characters, each a token of this model."""
 TOLERANCE = 1e-4
 STEPS = 4
 RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=160, batch=4, lr=2e-3))
-"""Warmed up until calls of tools come, and no further."""
+"""Warmed up until it calls tools, and no further."""
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ECHO = ["openai-agents", "openai-agents-streamed", "openai-agents-responses", "langgraph"]
 REWRITE = ["smolagents-tools", "smolagents-code"]

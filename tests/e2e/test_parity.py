@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parent.parent.parent
 RUN_S = 400
-"""Longest of a run; on idle cores the longest takes a minute."""
+"""The longest a run may take; on idle cores the longest takes a minute."""
 REWARD = '''
 import random
 import time

@@ -23,7 +23,7 @@ from tools.bench.tiny_model import CHARACTERS, make_model
 
 STEPS = 8
 END = len(CHARACTERS)
-"""The token that ends a response; a random model takes it once in about a hundred tokens."""
+"""The token that ends a response; a random model samples it once in about a hundred tokens."""
 REQUIRED = """
     reward/mean reward/std reward/trained_mean reward/all_zero_fraction reward/all_max_fraction loss/policy
     policy/grad_norm policy/entropy policy/ess policy/behaviour_kl policy/tis_clipped_fraction policy/ratio_max

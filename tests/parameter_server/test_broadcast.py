@@ -98,7 +98,7 @@ def test_a_silent_replica_is_left_out_and_one_between_two_questions_is_not():
 
 
 @pytest.mark.parametrize("why", ["none serves", "published", "one is under way", "called off"])
-def test_there_is_no_broadcast(why):
+def test_no_broadcast_is_offered(why):
     play = serving() if why != "none serves" else Play()
     if why == "none serves":
         play.publish(0)

@@ -166,7 +166,7 @@ def test_a_relay_that_is_lost_or_drops_the_version_is_not_named():
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["joins", "fails", "dies", "serves"]), st.sampled_from(R)), max_size=60))
-def test_whatever_comes_and_goes_no_host_is_its_own_source(steps):
+def test_no_host_is_its_own_source_in_any_order_of_events(steps):
     play, place = on_hosts(), {}
     for number, (what, name) in enumerate(steps):
         phase = play.phases().get(name)

@@ -19,7 +19,7 @@ class Caller:
     name: str
     incarnation: int = 1
     woken: bool = False
-    """Whether its parked question is to be looked at again."""
+    """Whether its parked question has to be looked at again."""
     state: tuple = ("idle",)
 
 
@@ -178,7 +178,7 @@ class World(Play):
             assert found.version in self.conductor.needed()
             assert not (paths and found.share)
         elif kind == "join" and found:
-            assert of[0] not in self.declined, "begun, and the learner got the answer that it does not"
+            assert of[0] not in self.declined, "begun, although the learner got the opposite answer"
         elif kind == "announce" and found.group is None:
             self.declined.add(of[0])
         elif kind == "announce":

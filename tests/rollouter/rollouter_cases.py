@@ -29,7 +29,7 @@ class Learner:
     def __init__(self, *, open=True, refusals=0):
         self.uids, self.refusals = [], refusals
         self.failures = []
-        """The failure of each group, None where it has none."""
+        """The failure of each group, or None."""
         self.open = asyncio.Event()
         self.came = asyncio.Event()
         self.answered = False
@@ -63,7 +63,7 @@ class Dataloader:
         self.leases, self.asked, self.returned = [], [], []
         self.unseen = []
         self.partings = []
-        """Uids held by one that leaves, each time it said so."""
+        """Uids held by a leaving rollouter, for each report."""
         self.more = asyncio.Event()
         self.callers = []
 
@@ -106,7 +106,7 @@ class Ears:
         self.bind, self.admit, self.close = transport.bind, transport.admit, transport.close
         self.deaf_to = set()
         self.after_reply = {}
-        """For each actor the thing to do when its next reply has been taken in."""
+        """For each actor, a function to call when its next reply has been received."""
 
     def connect(self, address, routing_id, receive, lost, peer):
         def hear(frames):

@@ -129,7 +129,7 @@ def test_a_permanent_failure_may_quarantine_the_group_with_its_reason(script, re
     assert group.trajectories == []
     assert reason in group.failure
     assert script.reported == SAMPLES
-    assert script.tries <= 1, "what failed for good is not tried again"
+    assert script.tries <= 1, "a permanent failure is not tried again"
 
 
 @pytest.mark.parametrize("fails", ["losses", "refusals"])

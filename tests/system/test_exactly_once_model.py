@@ -41,7 +41,7 @@ KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")
 MAX_ATTEMPTS = 2
 EPOCHS = 2
-"""That must come to their end in an endless run."""
+"""Epochs that must end in an endless run."""
 
 
 class RememberedOrder(EpochOrder):
@@ -67,13 +67,13 @@ class Rollouter:
     seen: int = 0
     served: int = -1
     learner: int = 0
-    """Taken for the living one."""
+    """The incarnation that counts as alive."""
     dataloader: int = 0
-    """The last one that was spoken to."""
+    """The last one that got a message."""
     asks: list[Ask] = field(default_factory=list)
-    """Every request that was sent: any may arrive again."""
+    """Every request sent; any may arrive again."""
     waits_for: Ask | None = None
-    """The call whose answer it still takes."""
+    """The call whose answer it still accepts."""
     held: dict[str, Held] = field(default_factory=dict)
 
 
@@ -156,7 +156,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.late_acks: list[tuple[Rollouter, int, int, str, Held]] = []
         """Rollouter, its incarnation, the learner's, the group, and the lease under which it was delivered."""
         self.late_leases: list[tuple[Rollouter, int, int, list[PromptLease]]] = []
-        """Rollouter, its incarnation, the dataloader's; of its last call, else it would not listen."""
+        """Rollouter, its incarnation, the dataloader's; of its last call, because it accepts no other."""
         self.blind = False
         """Whether an actor did not answer, or did not name what the learner has: it may be generated twice."""
         self.lone_deaths: Counter[str] = Counter()
@@ -425,10 +425,10 @@ class ExactlyOnce(RuleBasedStateMachine):
                 assert self.leases.ledger.is_open(*position_of(uid))
             if uid not in before and not self.blind:
                 assert not self.has(uid), "the learner has it"
-                assert not any(uid in other.held for other in self.rollouters), "somebody does"
+                assert not any(uid in other.held for other in self.rollouters), "another rollouter does"
             if lease.alone:
                 assert leases == [lease]
-                assert rollouter.held.keys() <= {uid}, "leased alone to a rollouter that holds something"
+                assert rollouter.held.keys() <= {uid}, "leased to run alone, to a rollouter that holds another lease"
         if received == "now":
             self.receive(rollouter, leases)
         elif received == "late":
@@ -444,7 +444,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases is not None and any(r.asks for r in self.rollouters))
     @rule(data=st.data())
-    def a_lease_of_long_ago_comes_again(self, data: st.DataObject) -> None:
+    def an_old_lease_call_arrives_again(self, data: st.DataObject) -> None:
         """A copy of a lease call arrives. Its answer is received only if the rollouter still waits for that call."""
         assert self.leases is not None
         rollouter = data.draw(st.sampled_from([r for r in self.rollouters if r.asks]))

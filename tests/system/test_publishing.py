@@ -20,7 +20,7 @@ from asyncrl.weights.segments import Segment
 STEPS, GROUPS = 16, 4
 WAIT_S = 50.0
 CAPACITY = 3
-"""VersionMaker' worth of groups that the gate admits: staleness.max + 1."""
+"""Versions' worth of groups that the gate admits: staleness.max + 1."""
 LAST = {"held": {"data": {"source": "synthetic", "size": 6}, "at_start": False, "n": 2}}
 
 

@@ -60,7 +60,7 @@ def shows(run, text, after=0):
     run.until(lambda: text in run.output[after:], repr(text), WAIT_S)
 
 
-def goes_on(run):
+def continues(run):
     step = run.step
     run.until(lambda: run.step >= step + 3, "training to continue", WAIT_S)
 
@@ -95,12 +95,12 @@ def test_a_silent_actor_is_reported_before_it_is_killed_the_controller_too(launc
     told = run.output
     assert "watchdog: rollouter/1 has not been heard of for " in told
     assert f"stacks of rollouter/1: process {pid}: T (stopped)" in told
-    goes_on(run)
+    continues(run)
     pid = freeze(run, "controller/0")
     shows(run, "controller/0 died (killed by SIGKILL: it did not answer for ")
     assert "watchdog: controller/0 holds up the run: it did not answer for " in run.output
     assert f"stacks of controller/0: process {pid}: T (stopped)" in run.output
-    goes_on(run)
+    continues(run)
     assert run.stop() == 75
 
 
@@ -113,6 +113,6 @@ def test_a_report_restarts_no_actor_and_is_withdrawn_when_the_run_moves(launch):
     time.sleep(10.0)
     os.kill(pid, signal.SIGCONT)
     shows(run, "controller/0: the run moves again")
-    goes_on(run)
+    continues(run)
     assert run.pid("rollouter/0") == pid
     assert run.stop() == 75

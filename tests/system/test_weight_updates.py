@@ -44,7 +44,7 @@ def lived(system, scenario=None):
     assert versions == sorted(set(versions)), "a number is never used twice"
 
 
-def lived_till_all_serve_the_last(system, monkeypatch, scenario):
+def run_until_all_serve_the_last(system, monkeypatch, scenario):
     """Like ``lived``, for a run that ends only when every rollouter serves the last version."""
     finish = Training.finish
 
@@ -90,7 +90,7 @@ def test_every_replica_is_updated_by_the_chosen_transport_and_a_joining_one_dist
     assert {line["weights/version"] for line in system.lines("train")} == set(range(1, 31))
     for name in ("rollouter/0", "rollouter/1"):
         versions = [line["weights/version"] for line in updates if line["replica"] == name]
-        assert versions == sorted(set(versions)), "an update that was repeated would be a pause for nothing"
+        assert versions == sorted(set(versions)), "a repeated update would be a useless pause"
 
 
 @pytest.mark.parametrize("transport", ["stream", "gloo"])
@@ -104,7 +104,7 @@ def test_a_death_in_an_update_or_of_its_conductor_costs_the_others_nothing(tmp_p
             await system.replace(victim)
             await asyncio.sleep(0.12)
 
-    lived_till_all_serve_the_last(system, monkeypatch, kill)
+    run_until_all_serve_the_last(system, monkeypatch, kill)
 
 
 def test_survivors_of_a_death_in_a_broadcast_get_the_same_version_by_another_transport(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_survivors_of_a_death_in_a_broadcast_get_the_same_version_by_another_tra
         dead.set()
 
     monkeypatch.setattr(broadcast._Epoch, "broadcast", send_once_one_is_dead)
-    lived_till_all_serve_the_last(system, monkeypatch, kill)
+    run_until_all_serve_the_last(system, monkeypatch, kill)
     ways = {
         line["replica"]: line["weights/transport"]
         for line in system.lines("update")
@@ -159,7 +159,7 @@ def test_each_host_fetches_one_copy_and_relays_it_and_a_death_costs_no_version(t
             await system.replace(name)
 
     if die:
-        lived_till_all_serve_the_last(system, monkeypatch, kill)
+        run_until_all_serve_the_last(system, monkeypatch, kill)
         return
     lived(system)
     copies, shared = Counter(), 0

@@ -42,7 +42,7 @@ def test_a_plan_is_a_function_of_its_seed_and_in_order(seed, count, everything):
         assert (fault.lasts_s is None) == (fault.kind in ("kill", "freeze", "reset", "everything"))
         assert fault.in_checkpoint <= (fault.kind == "everything")
         if fault.kind == "delay":
-            assert fault.lasts_s < SILENCE_S, "a moment is nothing that supervision acts upon"
+            assert fault.lasts_s < SILENCE_S, "supervision does not act on a moment"
 
 
 @given(seeds)

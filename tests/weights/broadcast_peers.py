@@ -202,7 +202,7 @@ class _Served:
         """Never comes to the end of version 0."""
         assert self._sender is not None
         version = Version(0, large_tensors(0))
-        self._sender.send(group, 0, _again_and_again(version))
+        self._sender.send(group, 0, _repeatedly(version))
 
 
 def _frozen(version: Version, process: int) -> Iterator[tuple[Bucket, int]]:
@@ -211,7 +211,7 @@ def _frozen(version: Version, process: int) -> Iterator[tuple[Bucket, int]]:
     yield from version.buckets
 
 
-def _again_and_again(version: Version) -> Iterator[tuple[Bucket, int]]:
+def _repeatedly(version: Version) -> Iterator[tuple[Bucket, int]]:
     yield version.buckets[0]
     while True:
         time.sleep(1.0)

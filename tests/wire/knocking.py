@@ -203,7 +203,7 @@ SIM_RUN = {
     "weights": {"transport": "shm"},
     "supervision": {"heartbeat_s": 0.5},
 }
-"""Seconds of work, at a version a step."""
+"""Seconds of work, at a version per step."""
 KNOWN = {"controller": "learner/0"} | dict.fromkeys(
     ("dataloader", "parameter_server", "reward", "learner"), "rollouter/0"
 )

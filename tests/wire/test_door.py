@@ -79,7 +79,7 @@ async def test_a_flood_is_kept_out_while_friends_are_served_and_new_ones_are_adm
                 stranger.setblocking(False)
                 stranger.connect_ex((host, int(port)))
                 await asyncio.sleep(0.001)
-            assert await friend.call(Knock()) == Done(), "who stands inside is not touched"
+            assert await friend.call(Knock()) == Done(), "admitted clients are not affected"
             begun = sum(_is_connected(stranger) for stranger in flood)
             assert 10 <= begun < 300, "most are outside"
             assert net.counters("server/0")["wire/strangers"] >= 1

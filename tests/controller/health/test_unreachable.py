@@ -139,13 +139,13 @@ def is_not_heard_of(paths):
     paths.away.clear()
 
 
-def nobody_looks(paths):
+def time_without_a_look(paths):
     paths.now += 10 * UNREACHABLE_S
     assert paths.look() == []
 
 
 @pytest.mark.parametrize(
-    "event", [starts_again("learner/0"), starts_again("rollouter/2"), is_not_heard_of, nobody_looks]
+    "event", [starts_again("learner/0"), starts_again("rollouter/2"), is_not_heard_of, time_without_a_look]
 )
 def test_a_path_starts_from_zero_between_new_processes_and_after_silence_or_a_gap(event):
     paths = Paths()
@@ -193,5 +193,5 @@ def test_an_actor_is_condemned_only_for_paths_that_stayed_broken(history):
                             for pair, since in paths.broken.items()
                             if cut.name in pair and {*pair} <= ready.keys() and paths.now - since >= UNREACHABLE_S
                         ]
-                        assert mine, "it is one end of a path that was broken for long enough"
+                        assert mine, "it is one end of a path that was broken long enough"
                         paths.restarts(cut.name)

@@ -29,7 +29,7 @@ class World:
         self.hosts = Hosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
         self.quiet = set()
         self.idle = set()
-        """Actors that leave out IDLE of their beats in a row, and say so."""
+        """Actors that announce that they skip IDLE beats in a row."""
         self.beats = 0
         for agent, names in PLACED.items():
             told = ActorRecord(name=agent, incarnation=1, address="", host=agent[-1], facts={"actors": names})
@@ -195,7 +195,7 @@ def test_a_host_whose_agent_alone_is_silent_is_lost_later_and_is_back_with_its_a
     assert world.passes(FROZEN_S - 1) == ([], [])
     assert world.hosts.silent_agents(world.registry, world.now)["agent/1"] == FROZEN_S - 1
     assert world.passes(1) == (["agent/1"], [])
-    assert Dead("rollouter/1", 1) in world.registry.dead, "what it says from here on is refused"
+    assert Dead("rollouter/1", 1) in world.registry.dead, "its messages from here on are refused"
     world.quiet.clear()
     assert world.passes(2) == ([], ["agent/1"])
 

@@ -20,7 +20,7 @@ RANKS = [
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner"},
     {"rollouter", "reward", "parameter_server", "dataloader", "episodes", "learner", "sinks", "controller"},
 ]
-"""Roles that are to end, rank after rank."""
+"""Roles that have to end, rank after rank."""
 START_S, HOST_S, REST_S = 60.0, 20.0, 100.0
 WHY = "exit code 1, after 3 restarts within 600 s"
 

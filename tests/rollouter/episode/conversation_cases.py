@@ -8,7 +8,7 @@ from asyncrl.messages.groups import VersionSpan
 START, END, THINK, THOUGHT, CALL, CALLED = range(1, 7)
 NEWLINE = ord("\n")
 MERGES = {"ab": 300, "ba": 301}
-"""Encoding takes these where it can; the policy does not always."""
+"""Encoding uses these if it can; the policy does not always."""
 
 
 def encode(text):
@@ -117,7 +117,7 @@ class Call:
     extension: bool
     """Whether it was not rendered as a whole."""
     longest_path: int
-    """The longest of those that the submission began with, when it was made."""
+    """The longest of those that the submission started with, at that time."""
     node: object = None
 
 

@@ -161,7 +161,7 @@ def test_probe_tokens_are_sampled_as_in_the_run_and_all_at_once():
         assert (request.temperature, request.max_tokens, request.cache_salt) == (0.7, 1, "v4")
         assert request.priority < 0
     drift = probe(Asked("aborts"))
-    assert (drift.nats, drift.tokens) == (pytest.approx(0.0), 5 + 8), "what is aborted is left out"
+    assert (drift.nats, drift.tokens) == (pytest.approx(0.0), 5 + 8), "aborted tokens are left out"
 
 
 @pytest.mark.parametrize(("does", "error"), [("dies", EngineDied), ("hangs", TimeoutError)])

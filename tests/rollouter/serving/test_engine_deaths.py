@@ -170,7 +170,7 @@ async def test_the_prompt_that_kills_engines_is_found_and_no_other_pays_for_it(m
             assert "killed by 0-3" in str(task.result())
         alone = [inside for uid, _, inside in world.submitted if uid == "0-3"][4:]
         assert alone and all(inside == {"0-3"} for inside in alone)
-        assert world.excused == [False] * 2 + [True] * 3, "what one prompt does is not the engine's fault"
+        assert world.excused == [False] * 2 + [True] * 3, "the engine is not blamed for one prompt"
         assert (world.host.suspects.own_deaths, world.host.suspects.failed) == (3, 1)
 
 

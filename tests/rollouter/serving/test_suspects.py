@@ -89,12 +89,12 @@ async def test_a_lease_that_runs_alone_waits_for_those_inside_and_holds_back_lat
 async def test_after_a_death_waiting_leases_come_before_the_one_that_ran_alone():
     ground = Ground({"x"})
 
-    async def dies_again_and_again():
+    async def dies_repeatedly():
         for _ in range(3):
             await ground.pass_through("x", 2, dies=True)
 
     async with asyncio.TaskGroup() as tasks:
-        for work in (dies_again_and_again(), dies_again_and_again(), rounds(1)):
+        for work in (dies_repeatedly(), dies_repeatedly(), rounds(1)):
             tasks.create_task(work)
         await rounds(1)
         for uid in "ab":

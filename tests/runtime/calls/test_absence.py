@@ -128,7 +128,7 @@ async def test_a_path_that_passes_only_a_greeting_does_not_count_as_reached(monk
 
         watching = asyncio.create_task(watch())
         await until(lambda: peer.unreached_s > 1.0)
-        assert greeted > 1, "it was welcomed again and again meanwhile"
+        assert greeted > 1, "it was welcomed repeatedly meanwhile"
         assert told and min(told) > 0.0
         way.most = None
         await asyncio.gather(call, watching)

@@ -79,7 +79,7 @@ async def test_a_successor_on_the_same_port_calls_no_handler_before_it_is_set_up
         first.may_be_set_up.set()
         life = asyncio.create_task(first.main())
         await until(lambda: first.ready)
-        assert f":{port}#" in f"{first.address}#", "the lowest is the controller's, whether it lives or not"
+        assert f":{port}#" in f"{first.address}#", "the lowest is the controller's, alive or dead"
         net.register(ActorRecord(name="learner/0", incarnation=10, address=first.address))
         peer = net.client("learner/0")
         call = peer.call(Take(), timeout=60.0)

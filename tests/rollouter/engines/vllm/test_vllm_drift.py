@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 LIMITS = DriftLimits(warn=0.03, stop=0.05)
-"""The default ones are those of models that are deeper."""
+"""The defaults are those of deeper models."""
 
 
 async def test_in_bfloat16_the_alarm_ignores_rounding_and_reports_wrong_weights(tmp_path, monkeypatch):

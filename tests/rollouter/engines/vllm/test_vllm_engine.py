@@ -45,10 +45,10 @@ from tools.live_run import engine_cores, lives, title
 pytestmark = LEAVES_CONTEXTS
 
 RUNNER = asyncio.Runner()
-"""On whose loop the engine lives."""
+"""The event loop of the engine."""
 RUN = RUNNER.run
 TENSORS = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight")
-"""One that vLLM fuses with others, and one that it takes as it is."""
+"""One that vLLM fuses with others, and one that it loads unchanged."""
 
 
 def children() -> set[int]:
