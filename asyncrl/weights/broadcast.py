@@ -48,6 +48,8 @@ LATER_S = 5.0
 """Seconds by which the library's own timeout is longer than ours."""
 LOOK_S = 0.1
 """Seconds between a member's looks at the store."""
+MEET_S = 0.02
+"""Seconds between looks at the store while the members of a group meet."""
 ANY = "0"
 """Value of network.ports for any free port."""
 BACKLOG = 1024
@@ -72,16 +74,30 @@ class _Epoch:
 
     def form(self) -> None:
         """Form the group, if it is not formed yet."""
-        if self._formed is None:
-            try:
-                self._formed = self._run(self._form, f"the members of epoch {self.group.epoch}")
-            except TimeoutError as error:
-                ranks = range(self.group.world_size)
-                missing = [str(rank) for rank in ranks if self.rank == 0 and not self._store.check([f"rank {rank}"])]
-                raise TimeoutError(f"{error}; ranks {', '.join(missing) or 'unknown'} did not come") from None
+        if self._formed is not None:
+            return
+        try:
+            self._run(self._meet, f"the members of epoch {self.group.epoch}")
+        except TimeoutError as error:
+            if self.rank:
+                raise
+            ranks = range(1, self.group.world_size)
+            missing = [str(rank) for rank in ranks if not self._store.check([f"rank {rank}"])]
+            raise TimeoutError(f"{error}; ranks {', '.join(missing)} did not come") from None
+        self._formed = self._run(self._form, f"the group of epoch {self.group.epoch} to be formed")
+
+    def _meet(self) -> None:
+        """Wait until all members are there: a group that is being formed cannot be stopped."""
+        self._store.set(f"rank {self.rank}", "here")
+        wanted = ["begin"] if self.rank else [f"rank {rank}" for rank in range(self.group.world_size)]
+        while not self._store.check(wanted):
+            if self._stopped.done():
+                return
+            time.sleep(MEET_S)
+        if self.rank == 0:
+            self._store.set("begin", "")
 
     def _form(self) -> Any:
-        self._store.set(f"rank {self.rank}", "here")
         timeout = timedelta(seconds=self.timeout_s + LATER_S)
         if self.group.backend == "gloo":
             options = c10d.ProcessGroupGloo._Options()
@@ -100,12 +116,15 @@ class _Epoch:
     def _broadcast(self, memory: Tensor) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
+        # This thread keeps the group until the operation has ended: its destructor would wait for that with the
+        # interpreter's lock.
+        formed = self._formed
         if not memory.is_cuda:
-            self._formed.broadcast([memory], options).wait()
+            formed.broadcast([memory], options).wait()
             return
         # The current device belongs to each thread.
         with torch.cuda.device(memory.device):
-            self._formed.broadcast([memory], options).wait()
+            formed.broadcast([memory], options).wait()
             torch.cuda.current_stream().synchronize()
 
     def _run(self, work: Callable[[], T], what: str) -> T:

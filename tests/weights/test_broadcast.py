@@ -167,7 +167,7 @@ def test_versions_arrive_whole_over_one_group_and_members_come_and_go_with_the_e
         assert broadcast(sender, present, epoch, made) == [Answer(checksums=made.checksums)] * len(present)
 
 
-def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, version) -> None:
+def test_a_member_killed_in_the_middle_of_a_bucket_ends_the_broadcast_for_all(peers, sender, version) -> None:
     members, made = peers.take(3), version(0, large_tensors(0, megabytes=256))
     group = group_at(sender.port, 1, 4)
     begin(members, group, made)
@@ -176,6 +176,8 @@ def test_killed_member_is_noticed_in_the_middle_of_a_bucket(peers, sender, versi
     def gathered() -> Iterator[tuple[Bucket, int]]:
         victim.stop()
         threading.Timer(0.5, victim.process.kill).start()
+        # gloo may not notice, if the victim is not next to rank 0. The parameter server tells the learner.
+        threading.Timer(1.0, sender.abort, ["rank 3 is gone"]).start()
         yield from made.buckets
 
     # Not by the timeout: nothing here takes nearly so long.
@@ -288,15 +290,14 @@ def test_abort_from_another_thread(peers, sender, version, where: str) -> None:
         if where == "sending":
             members[1].stop()
             yield made.buckets[1]
-        # Members learn of it although the sender itself is kept.
-        assert "the learner: enough" in members[0].answer().error
+        aborting.join()
         yield made.buckets[1]
 
     began = time.monotonic()
     assert "enough" in failing(sender, group, made, gathered())
     assert time.monotonic() - began < PATIENCE_S / 2
     members[1].go_on()
-    for peer in members[where == "gathering" :]:
+    for peer in members:
         assert "the learner: enough" in peer.answer().error
     assert broadcast(sender, members, 2, made) == [Answer(checksums=made.checksums)] * 2
 
