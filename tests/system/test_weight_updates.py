@@ -131,7 +131,7 @@ def test_survivors_of_a_death_in_a_broadcast_get_the_weights_by_another_transpor
         dead.set()
 
     monkeypatch.setattr(broadcast._Epoch, "broadcast", send_once_one_is_dead)
-    lived_till_all_serve_the_last(system, monkeypatch, kill)
+    run_until_all_serve_the_last(system, monkeypatch, kill)
     ways = {}
     for line in system.lines("update"):
         if line["replica"] in survivors and line["weights/version"] >= versions[0]:
