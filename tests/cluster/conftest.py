@@ -12,7 +12,7 @@ from tools.cluster.netns import Cluster, why_not
 
 LONGEST = (
     "test_strangers_long",
-    "test_hosts",
+    "test_launched_hosts",
     "test_join_leave",
     "test_host_lost",
     "test_slurm_run",

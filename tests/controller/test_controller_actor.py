@@ -498,6 +498,6 @@ async def test_a_start_names_the_stage_of_each_actor(cluster):
     assert name in told.waiting_for
     peer = cluster.caller(name)
     await peer.call(WatchRun())
-    peer.cast(Heartbeat(beat=1, progress=0, state="starting", awaiting="model"))
+    peer.cast(Heartbeat(beat=1, state="starting", awaiting="model"))
     while f"{name} (model)" not in told.waiting_for:
         told = await follower.call(WatchRun(seen=told.number, seen_line=0))

@@ -113,7 +113,7 @@ def test_threads_and_tasks_are_written_even_while_the_loop_is_blocked(process, t
     # A process that does not answer is reported within the deadline.
     empty = tmp_path / "other.log"
     empty.write_text("")
-    assert "not told: not within 0.3 s" in one.take(0.6, empty)
+    assert "unknown: not within 0.3 s" in one.take(0.6, empty)
     # A stopped process gets no signal.
     before = one.stop().log.read_text()
     taken = one.take()

@@ -256,7 +256,7 @@ def test_each_epoch_has_every_conversation_once_in_an_order_of_its_own_and_steps
         ),
         (
             {"sft": {"data": "x", "warm_steps": 1}, "learner": {"kl": {"coefficient": 0.1}}},
-            "learner.kl.path: is model.path by default, which sft.warm_steps lead away from",
+            "learner.kl.path: is model.path by default, and the policy moves away from it in sft.warm_steps",
         ),
     ],
 )

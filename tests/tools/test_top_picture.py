@@ -37,7 +37,7 @@ def drawn(run_dir, monkeypatch):
 
 def test_a_recording_gives_one_picture_without_a_host_name_that_loads_nothing(tmp_path, monkeypatch, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "nothing is recorded" in capsys.readouterr().err
+    assert "nothing readable is recorded" in capsys.readouterr().err
     record(tmp_path, *(snapshot(float(second)) for second in range(1, 11)))
     svg = drawn(tmp_path, monkeypatch)
     assert "trial" in svg and "node0" in svg and "node1" in svg

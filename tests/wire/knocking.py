@@ -408,7 +408,7 @@ class Mutator:
         return [frames[0], msgpack.packb(self._bent(msgpack.unpackb(frames[1]))), *frames[2:]]
 
     def _bad_array(self, frames: list[bytes]) -> list[bytes]:
-        name = self._random.choice(("Deliver", "Publish", "Announce"))
+        name = self._random.choice(("Deliver", "Publish", "AnnounceBroadcast"))
         dtype = self._random.choice(("int32", "float64", "bool", "object", "bfloat16", "O", "", 7, None))
         shape = self._random.choice(([6], [1 << 47] * 8, [-1], [0, 1 << 47, 1 << 47], [3, 2], 6, [[6]], [1.0], []))
         index = self._random.choice((0, 1, -1, 1 << 40, True, "0", 99))
