@@ -137,15 +137,23 @@ def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Grou
         raise CheckpointError(str(path), str(error)) from error
 
 
+class _Formatted(msgspec.Struct):
+    """The format of a state file of any version."""
+
+    format: int
+
+
 def read_state(folder: Path) -> CheckpointState:
     """State of the run in a checkpoint. Raises CheckpointError."""
     path = folder / STATE
     with reading(path):
-        state = msgspec.json.decode(path.read_bytes(), type=CheckpointState)
-    if state.format != FORMAT:
-        reason = f"has format {state.format}, and this asyncrl reads format {FORMAT} only; "
+        data = path.read_bytes()
+        found = msgspec.json.decode(data, type=_Formatted).format
+    if found != FORMAT:
+        reason = f"has format {found}, and this asyncrl reads format {FORMAT} only; "
         raise CheckpointError(str(path), f"{reason}resume the run with the asyncrl that wrote it")
-    return state
+    with reading(path):
+        return msgspec.json.decode(data, type=CheckpointState)
 
 
 def read_contents(folder: Path) -> Contents:
