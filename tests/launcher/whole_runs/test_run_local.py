@@ -106,7 +106,7 @@ def test_a_signal_to_every_process_of_a_run_preempts_it_once(stub):
     code, shown = run.end()
     assert code == 75, shown
     how = "preempted by SIGUSR2 with a checkpoint of version 7"
-    assert shown[-1] == f"{how}; to resume: the command that began it, with --resume {run.run_dir}"
+    assert shown[-1] == f"{how}; to resume: the command that started it, with --resume {run.run_dir}"
     assert read_ended(next_attempt(run.run_dir)) is None
     folder = RunFolder(path=run.run_dir, run_id="")
     assert read_ended(folder) == EndedEvent(result="preempted", reason=how, exit_code=75)
