@@ -86,9 +86,9 @@ def _families() -> tuple[Metric, ...]:
 
 
 def every() -> list[Metric]:
-    """All metrics, by actor in the order of roles."""
+    """All metrics by name."""
     _import_declarations()
-    return list(_metrics.values())
+    return sorted(_metrics.values(), key=lambda metric: metric.name)
 
 
 def find(name: str) -> Metric | None:
