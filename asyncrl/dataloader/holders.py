@@ -147,7 +147,11 @@ class Holders:
         self._calls[ask.rollouter] = replace(self._calls_of(ask), answered=ask.number)
 
     def recall_calls(self, before: Holders) -> None:
-        """Take over the numbers of the calls that ``before`` knows: some of these may be parked, or arrive again."""
+        """Take over the numbers of the calls that ``before`` knows: some of these may be parked, or arrive again.
+
+        If a rollouter does not answer the restore, its lease numbers are unknown. A copy of an answered call would get
+        a number that the rollouter has seen, and the prompt would be lost.
+        """
         self._calls = dict(before._calls)
 
     def _calls_of(self, ask: Ask) -> Calls:

@@ -20,6 +20,8 @@ from asyncrl.telemetry.snapshots.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
 """Most by which the clocks of two hosts are taken to differ."""
+_EARLIER = ((b'"event":"granted"', b'"event":"leased"'), (b'"grants":', b'"leases":'), (b'"grant":', b'"lease":'))
+"""Names in logs of earlier versions, with the present ones."""
 _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
@@ -88,6 +90,8 @@ def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
     quoted = [f'"{word}"'.encode() for word in words]
     with path.open("rb") as file:
         for data in file:
+            for old, new in _EARLIER:
+                data = data.replace(old, new)
             if any(word in data for word in quoted):
                 try:
                     line = _decode(data)

@@ -12,9 +12,10 @@ from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.prompt_queue import PromptQueue
+from asyncrl.dataloader.restoring import RestoreInputs, rebuild
 from asyncrl.errors import ProtocolError
 from asyncrl.ledger import Ledger
-from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
+from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Restored
 from asyncrl.messages.rollouter import LeasesHeld
 
 A, B = "rollouter/0", "rollouter/1"
@@ -92,6 +93,68 @@ def test_the_share_counts_what_a_rollouter_really_holds() -> None:
     assert book.lease(seen=2, holding="0-0 0-1") == []
     # One of them was delivered: it is outstanding still, but no longer being generated.
     assert book.uids(seen=2, holding="0-1") == ["0-2"]
+
+
+# --- numbers of requests ---
+
+
+def request(book: LeaseBook, number: int, *, free: int = 1, seen: int = 0, life: int = 1, holding: str = "") -> Any:
+    """Uids and lease numbers of the answer to a request of A."""
+    ask = Ask(A, life, seen, free, 0, frozenset(holding.split()), number)
+    book.meet(ask)
+    return [(lease.prompt.uid, lease.number) for lease in book.take(ask)]
+
+
+def restored_without_answer(book: Book, *claims: str) -> LeaseBook:
+    """The book after a restore that reached no rollouter, with a learner that has these groups."""
+    word = Restored(
+        version=0,
+        trained_at_version=0,
+        groups_left=400,
+        outcomes_number=book.number,
+        ledger=Ledger().state,
+        claims=list(claims),
+    )
+    source = RestoreInputs(
+        EpochOrder("f", 0, 100, shuffle=False), frozenset(), (), groups_per_version=4, max_attempts=3
+    )
+    return rebuild(source, book.gate.limit, word, {}, book, book.supply_number + 1)
+
+
+def test_an_overtaken_request_gets_no_lease_and_the_later_one_still_counts_as_answered() -> None:
+    book = Book()
+    assert book.lease(A, 1, served=-1, number=1) == []
+    assert request(book, 2) == [("0-0", 1)]
+    # A late copy of the first request. The rollouter ignores its answer.
+    assert request(book, 1) == []
+    # The rollouter has lease 1. If a copy got another prompt as lease 1, the prompt would be lost.
+    after = restored_without_answer(book, "0-0")
+    assert [request(after, number) for number in (1, 2)] == [[], []]
+    # The next incarnation counts from 1 again.
+    assert request(after, 1, life=2) == [("0-1", 1)]
+
+
+def test_a_repeated_request_gets_the_same_leases_and_no_new_ones() -> None:
+    book = Book()
+    assert request(book, 1) == [("0-0", 1)]
+    assert request(book, 1, free=2) == [("0-0", 1)]
+    # The rollouter may hold the prompt that it returns until the return is acknowledged.
+    book.give_back(A, 1, ["0-0"])
+    assert request(book, 1, free=2) == []
+    # The answer was lost. Only the next request gets new leases.
+    assert request(book, 2, free=2) == [("0-0", 2), ("0-1", 3)]
+
+
+def test_a_request_answered_before_a_restore_gets_no_new_leases_after_it() -> None:
+    """I1: the rollouter did not answer the restore, so its lease numbers are not known."""
+    book = Book()
+    assert request(book, 1) == [("0-0", 1)]
+    # The learner has the group, and the rollouter still holds it.
+    after = restored_without_answer(book, "0-0")
+    assert request(after, 1) == []
+    # The rollouter would ignore a prompt with number 1, because it has seen that number.
+    assert request(after, 2, seen=1, holding="0-0") == [("0-1", 2)]
+    assert after.outstanding == 2
 
 
 # --- returns and deaths ---
