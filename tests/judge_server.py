@@ -8,6 +8,7 @@ from aiohttp import web
 from scripted_server import ScriptedServer
 
 TRAJECTORY = re.compile(r"=== trajectory (\w+) begins ===\n(.*?)\n=== trajectory \1 ends ===", re.DOTALL)
+LONG_MIB = 24
 CRITERION = re.compile(r"^\* ([\w.-]+): ", re.MULTILINE)
 
 
@@ -61,6 +62,24 @@ def judge_server(*script):
 def status(code, text="busy", **headers):
     async def answer(request, body):
         return web.Response(status=code, text=text, headers={key.replace("_", "-"): v for key, v in headers.items()})
+
+    return answer
+
+
+def long(code, written, compressed=False):
+    """An answer of LONG_MIB. ``written`` gets an entry for each MiB that was sent."""
+
+    async def answer(request, body):
+        response = web.StreamResponse(status=code)
+        if compressed:
+            response.enable_compression(force=web.ContentCoding.gzip)
+        await response.prepare(request)
+        await response.write(b'{"choices": [{"message": {"content": "')
+        for _ in range(LONG_MIB):
+            await response.write(b"a" * (1 << 20))
+            written.append(1)
+        await response.write(b'"}}]}')
+        return response
 
     return answer
 

@@ -25,6 +25,7 @@ from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.suspects import runs_alone
 from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
+from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool
 
 BEATS = 8
@@ -256,6 +257,10 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             self.counters.played += 1
             self.counters.failed += bool(done.error)
         opened.playing.end(done)
+
+    def _hand_out(self, place: EpisodePlace, process: WorkerProcess, *, end_of_call: bool = False) -> None:
+        # Without an open episode no end of a call would come and allow output again.
+        super()._hand_out(place, process, end_of_call=end_of_call or not place.open)
 
     # --- messages of workers ---
 

@@ -70,6 +70,9 @@ async def play(task: Task, client: Client, **options):
     if how == "write":
         os.write(1, b"x" * int(words[0]))
         return 0
+    if how == "write-later":
+        threading.Timer(0.5, lambda: [(os.write(1, b"x" * 60000), time.sleep(0.5)) for _ in range(3)]).start()
+        return 0
     if how == "spin":
         while True:
             pass

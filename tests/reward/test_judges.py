@@ -14,7 +14,22 @@ import pytest
 import uvloop
 from aiohttp import web
 from harness import until
-from judge_server import CRITERION, chat, cut, cut_at_once, hang, judge_server, late, right, scores, shown, status, told
+from judge_server import (
+    CRITERION,
+    LONG_MIB,
+    chat,
+    cut,
+    cut_at_once,
+    hang,
+    judge_server,
+    late,
+    long,
+    right,
+    scores,
+    shown,
+    status,
+    told,
+)
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.errors import ConfigError, RewardFailed, RewardPoolEnded
@@ -163,6 +178,45 @@ async def test_a_pause_that_the_server_asks_for_is_kept():
         assert time.monotonic() - began >= 0.6
         server.script = [status(429, Retry_After="3600")]
         await fails(pool, group(), r"status 429: busy \(Retry-After: 3600\)")
+        assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize(
+    ("code", "reason"), [(200, "gave an? (compressed )?answer( of more than 4194304 bytes)?"), (404, "status 404: ")]
+)
+async def test_a_long_answer_is_not_read_to_its_end(code, reason, compressed):
+    written = []
+    async with judging(long(code, written, compressed=compressed)) as (server, pool):
+        await fails(pool, group(), f"unjudged: http://127.* {reason}", retryable=False)
+        assert len(server.bodies) == 1
+    assert len(written) < LONG_MIB or compressed
+
+
+async def slow_body(request, body):
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await asyncio.sleep(0.2)
+    await response.write(chat(right(body)).body)
+    return response
+
+
+@pytest.mark.parametrize(
+    ("answer", "least_s"),
+    [(slow_body, 0.2), (hang, 0.5), (cut, 0.0), (cut_at_once, 0.0)],
+    ids=["slow body", "hang", "cut", "cut at once"],
+)
+async def test_the_time_of_a_request_is_measured_to_its_end(answer, least_s):
+    measured = []
+    config = config_of(timeout_s=0.5, tries=1)
+    async with judge_server(answer) as server:
+        config.options["url"] = server.url
+        pool = JudgePool(config, max_tokens=1000, on_request=measured.append)
+        await pool.start()
+        [outcome] = await asyncio.gather(pool.score(group()), return_exceptions=True)
+        await pool.close()
+    assert isinstance(outcome, RewardFailed) == (answer is not slow_body)
+    assert len(measured) == 1 and measured[0] >= least_s - 0.01
 
 
 @pytest.mark.parametrize("answer", [hang, status(500)], ids=["hang", "refused again and again"])
@@ -213,11 +267,19 @@ async def test_the_request_is_as_the_options_say(monkeypatch):
         await fails(pool, group(), "unjudged: the row has no column 'answer'", retryable=False)
 
 
-async def test_no_key_is_sent_without_api_key_env(monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "k-123")
-    async with judging(right) as (server, pool):
+@pytest.mark.parametrize("key", [None, "k-123"])
+async def test_only_the_configured_key_is_sent(monkeypatch, key):
+    for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "WEBHOOK_SECRET"):
+        monkeypatch.setenv(f"OPENAI_{name}", f"secret-{name}")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: secret-a\nX-Token: secret-b\nUser-Agent: secret-c")
+    monkeypatch.setenv("JUDGE_KEY", key or "")
+    async with judging(right, **({"api_key_env": "JUDGE_KEY"} if key else {})) as (server, pool):
         await pool.score(group())
-        assert "Authorization" not in server.headers[0]
+        [headers] = server.headers
+    assert headers.get("Authorization") == (key and f"Bearer {key}")
+    expected = {"Host", "Accept", "Accept-Encoding", "Connection", "User-Agent", "Content-Length", "Content-Type"}
+    assert set(headers) - {"Authorization"} == expected
+    assert "secret" not in str(headers)
 
 
 async def test_a_missing_package_is_named(monkeypatch):

@@ -2,8 +2,8 @@
 
 The ``openai`` package sends the requests, repeats those that fail for the moment, and waits as ``Retry-After`` says. An
 answer that cannot be used is sent back once, with the problems. Invariant: a vote ends within its time with the judge's
-answer or with VoteFailed. Only the wait for a turn under the limits does not count as time. No redirect is followed, so
-the key reaches no other host. A server that takes no JSON schema is asked without one from then on.
+answer or with VoteFailed. Only the wait for a turn under the limits does not count as time. A server that takes no JSON
+schema is asked without one from then on.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class JudgeCounters:
 class Asker:
     """Asks one judge. Made and used in one event loop. Raises ImportError without the package ``openai``.
 
-    ``on_request`` receives the seconds of each request that was answered.
+    ``on_request`` receives the seconds of each request, answered or not.
     """
 
     def __init__(
@@ -119,9 +119,11 @@ class Asker:
     ) -> None:
         import openai
 
-        self._openai = openai
+        from asyncrl.reward.judges.judge_client import AnswerRefused, JudgeClient
+
+        self._openai, self._answer_refused = openai, AnswerRefused
         self._options, self._timeout_s, self._counters = options, timeout_s, counters
-        self._cache, self._on_request = cache, on_request
+        self._cache = cache
         self._takes_schema = "response_format" not in options.extra
         self._decoder = msgspec.json.Decoder(_Completion)
         self.limits = JudgeLimits(
@@ -131,16 +133,12 @@ class Asker:
         )
         # A key that was read from a file may end with a newline.
         key = os.environ.get(options.api_key_env, "").strip() if options.api_key_env else ""
-        self._headers = {} if key else {"Authorization": openai.Omit()}
         self._client = openai.AsyncOpenAI(
             base_url=options.url.rstrip("/").removesuffix("/chat/completions"),
             api_key=key or "none",
             max_retries=options.tries - 1,
             timeout=openai.Timeout(None, connect=CONNECT_S),
-            http_client=openai.DefaultAsyncHttpxClient(
-                follow_redirects=False,
-                event_hooks={"request": [self._note_request], "response": [self._note_response]},
-            ),
+            http_client=JudgeClient(key, on_request=self._note_request, on_end=on_request),
         )
 
     async def close(self) -> None:
@@ -214,8 +212,10 @@ class Asker:
         try:
             async with self.limits.turn(tokens) as spent, time_left.counted():
                 response = await self._client.chat.completions.with_raw_response.create(
-                    model=options.model, messages=list(messages), extra_body=body, extra_headers=self._headers
+                    model=options.model, messages=list(messages), extra_body=body
                 )
+        except self._answer_refused as error:
+            raise VoteFailed("refused answer", f"{options.url} gave {error}", passing=False) from None
         except self._openai.APIStatusError as error:
             if takes_schema and self._refuses_schema(error):
                 self._takes_schema = False
@@ -259,15 +259,11 @@ class Asker:
             told += f" (Retry-After: {pause})"
         return VoteFailed(f"status {status}", told, passing=status in PASSING or status >= 500)
 
-    async def _note_request(self, request: Any) -> None:
+    def _note_request(self, size: int, again: bool) -> None:
         self._counters.requests += 1
-        request.extensions["asyncrl_began"] = time.monotonic()
-        if request.headers.get("x-stainless-retry-count", "0") != "0":
+        if again:
             self._counters.retries += 1
-            self.limits.retried(int(request.headers.get("Content-Length", 0)) / CHARS_PER_TOKEN + ANSWER_TOKENS)
-
-    async def _note_response(self, response: Any) -> None:
-        self._on_request(time.monotonic() - response.request.extensions["asyncrl_began"])
+            self.limits.retried(size / CHARS_PER_TOKEN + ANSWER_TOKENS)
 
 
 def _cut(reply: JudgeReply, error: BadAnswer) -> VoteFailed:

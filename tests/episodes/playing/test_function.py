@@ -366,6 +366,14 @@ async def test_output_is_separated_by_episode_and_bounded(tmp_path):
         beside.cancel()
 
 
+async def test_output_after_the_last_episode_is_kept(tmp_path):
+    async with hosting(play(max_output_bytes=100_000, workers=1), tmp_path) as host:
+        printed = host.watch_output()
+        await host.play("write-later")
+        await until(lambda: sum(len(text) + dropped for _, text, dropped in printed) == 180_000)
+        assert sum(dropped for *_, dropped in printed) == 0
+
+
 def test_a_long_print_is_cut_to_what_is_left_of_the_limit():
     sent = []
     printer = Printer(10, lambda text, dropped: sent.append((text, dropped)))
