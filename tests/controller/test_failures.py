@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import pytest
 from controller.test_controller_actor import on_cluster
 from harness import until
 
@@ -30,9 +31,9 @@ def config(policy="report", stall_s=0.5, replicas=1, **supervision):
     )
 
 
-def cut(replicas):
+def cut(replicas, **supervision):
     # Ten times the interval at which the actors of the test beat: a busy machine does not look silent.
-    return config(stall_s=60.0, replicas=replicas, unreachable_s=1.0, heartbeat_s=10 * BEAT_S)
+    return config(stall_s=60.0, replicas=replicas, unreachable_s=1.0, heartbeat_s=10 * BEAT_S, **supervision)
 
 
 class Beating:
@@ -142,11 +143,27 @@ async def test_a_silent_actor_is_reported_before_it_is_killed(cluster):
 
 
 @on_cluster(cut(replicas=3))
-async def test_an_actor_that_cannot_reach_the_others_is_restarted(cluster):
+async def test_a_replica_that_cannot_reach_another_actor_is_restarted_once_and_then_set_aside(cluster):
     async with beating(cluster, "rollouter/1") as actors:
         for incarnation in (1, 2):
             state = await is_killed(cluster, "rollouter/1", incarnation)
             assert state.condemned[0].reason.startswith("it could not reach learner/0 for ")
-            await actors.comes_up("rollouter/1", incarnation + 1)
+            if incarnation == 1:
+                assert state.aside == []
+                await actors.comes_up("rollouter/1", 2)
         state = await state_until(cluster, lambda state: not state.condemned)
         assert state.phase == "running"
+        assert [actor.name for actor in state.aside] == ["rollouter/1"]
+        assert state.aside[0].reason.startswith("it could not reach learner/0 for ")
+
+
+@pytest.mark.parametrize("name", ["dataloader/0", "rollouter/0"])
+@on_cluster(cut(replicas=1, max_restarts=1))
+async def test_the_run_fails_if_restarts_of_an_actor_that_it_needs_do_not_help(cluster, name):
+    async with beating(cluster, name) as actors:
+        await is_killed(cluster, name, 1)
+        await actors.comes_up(name, 2)
+        state = await state_until(cluster, lambda state: state.phase == "draining")
+        assert (state.failed_actor, state.exit_code) == (name, 1)
+        assert state.reason.startswith("it could not reach learner/0 for ")
+        assert state.reason.endswith(", after 1 restarts for this (supervision.max_restarts)")

@@ -20,7 +20,7 @@ from asyncrl.controller.health.stalls import (
     deadlines_of,
     describe_silence,
 )
-from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
+from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors, action_after
 from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import BEATS, Hosts
 from asyncrl.controller.observation.observation import Observation
@@ -74,7 +74,8 @@ def _view(registry: Registry, entry: Entry, now: float) -> ActorStatus:
         waits=_aged(beat.awaits, age),
         silent_s=registry.silence_of(entry, now),
         ended=not entry.heard_of,
-        progress=(float(entry.version), *(entry.figures.get(name, 0.0) for name in PROGRESS)),
+        version=entry.version,
+        progress=tuple(entry.figures.get(name, 0.0) for name in PROGRESS),
     )
 
 
@@ -105,7 +106,9 @@ class FailureDetector:
         self._supervision = actor.config.supervision
         interval_s = self._supervision.heartbeat_s
         self._stalls = StallDetector(actor.config.watchdog, interval_s, deadlines_of(actor.config))
-        self._unreachable = UnreachableActors(self._supervision.unreachable_s, interval_s)
+        self._unreachable = UnreachableActors(
+            self._supervision.unreachable_s, interval_s, self._supervision.restart_window_s
+        )
         self._first_number = numbers_begin_above(actor.context.incarnation)
         self._silent: list[Stuck] = []
         """Actors that are condemned for their silence."""
@@ -136,8 +139,7 @@ class FailureDetector:
             self._report_silent(silent, seen)
             self._condemn(silent)
             if self._run.phase == "running":
-                ready = ready_actors(self._registry, judged, now, self._supervision.heartbeat_s)
-                self._condemn(self._unreachable.look(ready, now))
+                self._check_paths(judged, now)
             if self._stalls.look(seen, self._run.phase, now):
                 self._on_stall(self._stalls.report, now)
 
@@ -185,6 +187,22 @@ class FailureDetector:
             report = describe_silence(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
             self._silent.append(Stuck(actor.name, actor.incarnation, report, self._first_number))
         self._publish_stuck()
+
+    def _check_paths(self, names: Collection[str], now: float) -> None:
+        """Condemn the unreachable ones of ``names``. Sets one aside, or fails the run, if restarts did not help."""
+        most = self._supervision.max_restarts
+        found = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
+        self._condemn(found)
+        for actor in found:
+            number = self._unreachable.condemnations(actor.name)
+            match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=most):
+                case "set aside":
+                    self._run.set_aside(actor.name, actor.incarnation, actor.reason, "", now)
+                case "fail the run":
+                    reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
+                    self._run.fail(actor.name, reason, "", 1, now)
+        if found:
+            self._tell()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
         """Have these incarnations killed and restarted, each with its gang."""

@@ -3,7 +3,8 @@
 A run moves when a group is trained, a warm step is taken, a version is published or loaded, or a token is sampled. If
 none of this happens for ``watchdog.stall_s``, there is a report. An actor in a state with a budget of its own
 (``watchdog.budgets_s``) delays the report while it is within the budget. The clock starts again when such a state ends
-in time, and when an actor is restarted.
+in time. A restart is no movement: it does not start the clock again. Only the first restart of an actor since the run
+last moved has budgets, since an actor that is restarted again and again would hide the stall.
 
 A report names the waits of all actors and chooses no culprit: a stall restarts no actor. With ``watchdog.policy =
 "stop"`` the first report ends the run, with ``"report"`` none does. By default the run ends when the stall has
@@ -17,6 +18,7 @@ Pure: the caller passes the time (monotonic, s).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -59,6 +61,8 @@ class ActorStatus:
     """Seconds since its last heartbeat."""
     ended: bool = False
     """Its process has ended or is to be killed, and no successor is known."""
+    version: int = -1
+    """Newest version that it knows. A restarted actor loads a version again, which is no movement."""
     progress: tuple[float, ...] = ()
     """Counters that only grow within an incarnation. All incarnations have the same number of them."""
 
@@ -114,8 +118,10 @@ class StallDetector:
     _next_report: float = 0.0
     _pause: float = 0.0
     """Time between the last report and the next."""
-    _best: dict[str, tuple[int, tuple[float, ...]]] = field(default_factory=dict)
-    """Incarnation of each actor and the largest values of its counters."""
+    _best: dict[str, tuple[int, int, tuple[float, ...]]] = field(default_factory=dict)
+    """Incarnation of each actor, its largest version, and the largest values of the incarnation's counters."""
+    _restarts: Counter[str] = field(default_factory=Counter)
+    """Restarts of each actor since the run last moved."""
     _within_budget: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Incarnation and state of each actor that was within a budget at the last look."""
 
@@ -124,12 +130,16 @@ class StallDetector:
         before = self.report
         gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
         self._looked = now
-        moved = self._update(actors)
-        if phase != "running" or LEARNER not in actors:
+        moved, in_time = self._update(actors), self._update_budgets(actors)
+        if phase != "running" or (self._moved is None and LEARNER not in actors):
             self._moved, self.report = None, None
         elif self._moved is None or gap or moved or _is_idle(actors):
             self._moved, self.report = now, None
-        else:
+            self._restarts.clear()
+        elif in_time:
+            self._moved, self.report = now, None
+        elif LEARNER in actors:
+            # Without its heartbeats the learner starts, or counts as silent.
             self._judge(actors, now - self._moved, now)
         return self.report is not before
 
@@ -162,27 +172,39 @@ class StallDetector:
         return self.config.stall_s + (0.0 if self.config.policy == "stop" else self.deadlines_s)
 
     def _update(self, actors: Mapping[str, ActorStatus]) -> bool:
-        """Take in the counters and states. Returns whether the run has moved."""
+        """Take in the versions and counters. Returns whether the run has moved."""
         moved = False
-        within_budget = {}
         for name, actor in actors.items():
-            known = self._best.get(name)
-            if known is None or known[0] != actor.incarnation:
+            version, best = actor.version, actor.progress
+            if (known := self._best.get(name)) is None:
                 moved = True
-                self._best[name] = (actor.incarnation, actor.progress)
-            elif any(new > old for new, old in zip(actor.progress, known[1], strict=True)):
-                moved = True
-                best = tuple(max(pair) for pair in zip(actor.progress, known[1], strict=True))
-                self._best[name] = (actor.incarnation, best)
-            if self._budget_left_s(actor) > 0.0 and not actor.ended:
-                within_budget[name] = (actor.incarnation, actor.state)
-        for name, before in self._within_budget.items():
-            left = actors.get(name)
-            moved |= left is not None and not left.ended and (left.incarnation, left.state) != before
-        self._within_budget = within_budget
+            else:
+                moved |= version > known[1]
+                version = max(version, known[1])
+                if known[0] != actor.incarnation:
+                    self._restarts[name] += 1
+                else:
+                    moved |= any(new > old for new, old in zip(best, known[2], strict=True))
+                    best = tuple(max(pair) for pair in zip(best, known[2], strict=True))
+            self._best[name] = (actor.incarnation, version, best)
         return moved
 
+    def _update_budgets(self, actors: Mapping[str, ActorStatus]) -> bool:
+        """Take in the states. Returns whether one with a budget has ended in time."""
+        within_budget = {}
+        for name, actor in actors.items():
+            if self._budget_left_s(actor) > 0.0 and not actor.ended:
+                within_budget[name] = (actor.incarnation, actor.state)
+        in_time = False
+        for name, (incarnation, state) in self._within_budget.items():
+            left = actors.get(name)
+            in_time |= left is not None and not left.ended and left.incarnation == incarnation and left.state != state
+        self._within_budget = within_budget
+        return in_time
+
     def _budget_left_s(self, actor: ActorStatus) -> float:
+        if self._restarts[actor.name] > 1:
+            return 0.0
         return self.config.budgets_s.get(cast(ActorState, actor.state), 0.0) - actor.state_s
 
     def _has_budget(self, actors: Mapping[str, ActorStatus]) -> bool:
@@ -265,6 +287,8 @@ def _waits_for_others(actor: ActorStatus, actors: Mapping[str, ActorStatus]) -> 
 
 def _is_idle(actors: Mapping[str, ActorStatus]) -> bool:
     """Whether the learner has nothing to train, and no actor works or has a wait that is not idleness."""
-    return actors[LEARNER].state in FINISHED_STATES and all(
-        actor.state in IDLE_STATES and all(wait.idle for wait in actor.waits) for actor in actors.values()
+    return (
+        LEARNER in actors
+        and actors[LEARNER].state in FINISHED_STATES
+        and all(actor.state in IDLE_STATES and all(wait.idle for wait in actor.waits) for actor in actors.values())
     )

@@ -5,7 +5,11 @@ alive and ready and this was reported without a break for ``unreachable_s``. The
 share of the other's role is restarted. If the shares are equal, it is the end with more broken paths, then the one
 whose restart costs less.
 
-Invariant: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
+Restarts that do not help are counted for each actor, since their own time may be longer than the window in which its
+agent counts. ``action_after`` decides from the count when the actor is set aside and when the run fails.
+
+Invariants: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
+An actor that stays unreachable is restarted ``max_restarts`` times at most, then set aside or the reason of a failure.
 Times of different hosts are not compared, and time in which this process did not look does not count. Pure: the caller
 passes the time (monotonic, s).
 """
@@ -15,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from asyncrl.messages.actors import Condemned
 from asyncrl.messages.monitor import MOST_UNREACHED
@@ -29,6 +34,8 @@ LONGEST_GAP = 0.25
 COUNTED_SHARE = 0.5
 """Share of ``unreachable_s`` after which a path counts in the share of broken ones: others find out a little later."""
 NAMES_SHOWN = 4
+REPLICA_CONDEMNATIONS = 2
+"""Condemnations after which a replica that the run can spare is set aside."""
 
 Path = tuple[str, str]
 """The actor that reports and the actor that it cannot reach."""
@@ -44,6 +51,27 @@ class ReadyActor:
     """Seconds for which it has not reached each actor that it names."""
 
 
+def action_after(
+    condemnations: int, *, can_spare: bool, max_restarts: int
+) -> Literal["restart", "set aside", "fail the run"]:
+    """The action after so many condemnations of one actor, this one included.
+
+    ``can_spare``: the actor is a replica, and enough others of its role are left.
+    """
+    if can_spare and condemnations >= REPLICA_CONDEMNATIONS:
+        return "set aside"
+    return "fail the run" if condemnations > max_restarts and not can_spare else "restart"
+
+
+@dataclass(slots=True)
+class _Condemnations:
+    """Condemnations of one actor."""
+
+    number: int
+    unreachable: float
+    """Time at which the actor was last unreachable, not ready, or not looked at."""
+
+
 @dataclass(slots=True)
 class UnreachableActors:
     """Watches the paths of one run."""
@@ -51,17 +79,28 @@ class UnreachableActors:
     unreachable_s: float
     interval_s: float
     """Time between two looks, about."""
+    window_s: float
+    """Time after which an actor's condemnations are forgotten, if it was reachable throughout."""
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
     """Time at which each path was first reported, by names and incarnations."""
+    _condemnations: dict[str, _Condemnations] = field(default_factory=dict)
     _looked: float = 0.0
+
+    def condemnations(self, name: str) -> int:
+        """Number of condemnations of an actor that are not forgotten."""
+        found = self._condemnations.get(name)
+        return found.number if found is not None else 0
 
     def look(self, ready: Iterable[ReadyActor], now: float) -> list[Condemned]:
         """Look at all ready actors, every few seconds. Returns the actors to restart."""
         actors = {actor.name: actor for actor in ready if role_of(actor.name) in RESTART_COST}
         if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
             self._since.clear()
+            for each in self._condemnations.values():
+                each.unreachable = now
         self._looked = now
         paths = self._update(actors, now)
+        self._forget(actors, paths, now)
         cut_off = _CutOff(actors, [path for path, s in paths.items() if s >= COUNTED_SHARE * self.unreachable_s])
         found: dict[str, Condemned] = {}
         for path, seconds in sorted(paths.items(), key=lambda item: (-item[1], item[0])):
@@ -69,6 +108,7 @@ class UnreachableActors:
                 name, why = cut_off.end_of(path)
                 reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
                 found[name] = Condemned(name, actors[name].incarnation, reason)
+                self._condemnations[name] = _Condemnations(self.condemnations(name) + 1, now)
         return list(found.values())
 
     def _update(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
@@ -84,6 +124,15 @@ class UnreachableActors:
                 found[actor.name, name] = min(seconds, now - since[key])
         self._since = since
         return found
+
+    def _forget(self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float) -> None:
+        """Forget the condemnations of actors that have been ready and without a broken path for ``window_s``."""
+        broken = {name for path in paths for name in path}
+        for name, each in list(self._condemnations.items()):
+            if name not in actors or name in broken:
+                each.unreachable = now
+            elif now - each.unreachable >= self.window_s:
+                del self._condemnations[name]
 
 
 class _CutOff:

@@ -12,8 +12,9 @@
 * A preempted run has the exit code for that only if there is a complete checkpoint.
 * Actors of a lost host are not awaited. The run continues without replicas if ``min_replicas`` rollouters are left. It
   waits ``host_grace_s`` for any other actor, and then fails.
-* A replica is set aside if its agent has given it up or it is not ready in time, and is started again after a rest. The
-  run fails if fewer than ``min_replicas`` rollouters or no reward pool are left, and never for the sinks.
+* A replica is set aside if its agent has given it up, it stays unreachable or it is not ready in time. It is started
+  again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left, and never for
+  the sinks.
 
 Replicas may join and leave at any time.
 
@@ -372,6 +373,10 @@ class RunStateMachine:
     def _resting(self) -> set[str]:
         """Replicas that are set aside."""
         return set(self._reserve.resting)
+
+    def can_spare(self, name: str) -> bool:
+        """Whether the run can continue without this replica."""
+        return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
 
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
         """Set a replica aside, so that its agent ends it. The run fails if too few are left."""

@@ -83,11 +83,12 @@ def test_a_stall_ends_the_run_as_the_policy_says(policy, ends_after, consequence
 
 
 def test_a_version_a_group_or_a_token_is_progress_and_a_smaller_count_is_not():
-    for which in range(3):
+    for which in range(4):
         run = Watched()
         for step in range(1, 4):
             run.passes(0.9 * STALL_S)
-            run.has("learner/0", "waiting", progress=tuple(float(step) if i == which else 0.0 for i in range(3)))
+            progress = tuple(float(step) if i == which else 0.0 for i in range(3))
+            run.has("learner/0", "waiting", progress=progress, version=step if which == 3 else 0)
         assert run.reports == []
     run = Watched()
     for progress in ((1.0, 0.0, 10.0), (1.0, 0.0, 4.0), (1.0, 0.0, 9.0)):
@@ -163,6 +164,49 @@ def test_time_in_which_the_controller_did_not_look_does_not_count():
     assert run.reports == [woke + STALL_S]
 
 
+def restarts(run, name, incarnation, start_s):
+    """An actor restarts, starts for ``start_s``, loads the version that it had, and works for as long as it can."""
+    run.actors.pop(name)
+    run.passes(2 * LOOK_S)
+    if start_s:
+        run.has(name, "starting", incarnation=incarnation)
+        run.passes(start_s)
+    run.has(name, "waiting", incarnation=incarnation, version=3)
+    run.passes(0.6 * STALL_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "start_s", "reported_after"),
+    [
+        ("rollouter/0", 0.0, STALL_S),
+        ("learner/0", 0.0, STALL_S),
+        # The clock starts again after the first start, and not after others.
+        ("rollouter/0", 150.0, 2 * LOOK_S + 150.0 + LOOK_S + STALL_S),
+        ("learner/0", 150.0, 2 * LOOK_S + 150.0 + LOOK_S + STALL_S),
+        # No start ends within its budget.
+        ("rollouter/0", 310.0, 2 * LOOK_S + 300.0),
+    ],
+)
+def test_an_actor_that_restarts_again_and_again_hides_no_stall(name, start_s, reported_after):
+    run = Watched()
+    run.has("rollouter/0", "generating", version=3)
+    run.has("learner/0", "waiting", version=3)
+    run.passes(LOOK_S)
+    began = run.now
+    for incarnation in range(2, 8):
+        restarts(run, name, incarnation, start_s)
+    assert run.reports[0] - began == reported_after
+    # A token is movement, and the next restart has a budget again.
+    run.has("rollouter/0", "generating", incarnation=9, version=3)
+    run.passes(LOOK_S)
+    run.has("rollouter/0", "generating", incarnation=9, version=3, progress=(0.0, 0.0, 1.0))
+    run.passes(LOOK_S)
+    assert run.detector.report is None
+    run.has("rollouter/0", "starting", incarnation=10)
+    run.passes(2 * STALL_S)
+    assert run.detector.report is None
+
+
 @given(st.lists(st.tuples(st.sampled_from(["token", "restart", "state", "nothing"]), st.integers(1, 60)), max_size=30))
 def test_a_stall_is_reported_neither_early_nor_late(history):
     run = Watched()
@@ -170,7 +214,7 @@ def test_a_stall_is_reported_neither_early_nor_late(history):
     for event, looks in history:
         tokens += event == "token"
         incarnation += event == "restart"
-        if event in ("token", "restart"):
+        if event == "token":
             moved = run.now + LOOK_S
         state = "waiting" if event == "state" else "generating"
         run.has("rollouter/0", state, incarnation=incarnation, progress=(0.0, 0.0, tokens))

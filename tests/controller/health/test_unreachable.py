@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.health.unreachable import RESTART_COST, ReadyActor, UnreachableActors
+from asyncrl.controller.health.unreachable import RESTART_COST, ReadyActor, UnreachableActors, action_after
 from asyncrl.messages.monitor import MOST_UNREACHED
 
-UNREACHABLE_S, LOOK_S = 60.0, 1.0
+UNREACHABLE_S, LOOK_S, WINDOW_S = 60.0, 1.0, 600.0
 SINGLE = ("dataloader/0", "learner/0", "learner/1", "parameter_server/0", "reward/0")
 
 
@@ -15,7 +15,7 @@ class Paths:
     """A run with broken paths, looked at every second. ``broken`` has (reporting actor, unreachable actor)."""
 
     def __init__(self, rollouters=4, alone=SINGLE):
-        self.unreachable = UnreachableActors(UNREACHABLE_S, interval_s=LOOK_S)
+        self.unreachable = UnreachableActors(UNREACHABLE_S, interval_s=LOOK_S, window_s=WINDOW_S)
         self.now = 1000.0
         self.lives = dict.fromkeys((*alone, *(f"rollouter/{i}" for i in range(rollouters))), 1)
         self.away = set()
@@ -126,6 +126,79 @@ def test_a_path_to_an_actor_that_is_not_ready_does_not_count():
     assert paths.passes(UNREACHABLE_S) == []
     paths.heals(*((f"rollouter/{i}", "learner/0") for i in range(4)))
     assert paths.passes(5 * UNREACHABLE_S) == []
+
+
+@pytest.mark.parametrize(
+    ("condemnations", "can_spare", "max_restarts", "action"),
+    [
+        (1, True, 3, "restart"),
+        (2, True, 3, "set aside"),
+        (5, True, 3, "set aside"),
+        (1, False, 3, "restart"),
+        (3, False, 3, "restart"),
+        (4, False, 3, "fail the run"),
+        (1, False, 0, "fail the run"),
+        # Its agent gives it up.
+        (1, True, 0, "restart"),
+    ],
+)
+def test_a_replica_is_set_aside_on_the_second_condemnation_and_for_another_actor_the_run_fails(
+    condemnations, can_spare, max_restarts, action
+):
+    assert action_after(condemnations, can_spare=can_spare, max_restarts=max_restarts) == action
+
+
+def is_condemned_again(paths, name, start_s):
+    """Let ``name`` be condemned and start again. Returns the number of its condemnations."""
+    found = paths.passes(UNREACHABLE_S + 2 * LOOK_S)
+    assert names(found) == [name]
+    paths.away.add(name)
+    paths.passes(start_s)
+    paths.away.clear()
+    return paths.unreachable.condemnations(name)
+
+
+@pytest.mark.parametrize("start_s", [0.0, 150.0, 2 * WINDOW_S])
+@pytest.mark.parametrize(
+    ("pair", "name"), [(("rollouter/2", "learner/0"), "rollouter/2"), (("learner/0", "dataloader/0"), "dataloader/0")]
+)
+def test_condemnations_are_counted_however_long_a_start_takes(pair, name, start_s):
+    paths = Paths()
+    paths.breaks(pair)
+    assert [is_condemned_again(paths, name, start_s) for _ in range(4)] == [1, 2, 3, 4]
+
+
+def is_away(paths, pair):
+    paths.away.add(pair[0])
+    paths.passes(LOOK_S)
+    paths.away.clear()
+
+
+def is_cut_off(paths, pair):
+    paths.breaks(pair)
+    paths.passes(LOOK_S)
+    paths.heals(pair)
+
+
+def has_no_look(paths, pair):
+    paths.now += UNREACHABLE_S
+    paths.look()
+
+
+@pytest.mark.parametrize("between", [is_away, is_cut_off, has_no_look])
+def test_condemnations_are_forgotten_after_an_unbroken_window_in_which_the_actor_is_reachable(between):
+    paths, pair = Paths(), ("rollouter/2", "learner/0")
+    paths.breaks(pair)
+    assert is_condemned_again(paths, "rollouter/2", 0.0) == 1
+    paths.heals(pair)
+    for event in (between, between):
+        paths.passes(WINDOW_S - 10 * LOOK_S)
+        event(paths, pair)
+        assert paths.unreachable.condemnations("rollouter/2") == 1
+    paths.passes(WINDOW_S + LOOK_S)
+    assert paths.unreachable.condemnations("rollouter/2") == 0
+    paths.breaks(pair)
+    assert is_condemned_again(paths, "rollouter/2", 0.0) == 1
 
 
 def starts_again(whom):
