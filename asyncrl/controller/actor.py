@@ -416,8 +416,8 @@ class Controller(Actor):
         leaving = (actor.name for actor in self._run.leaving)
         asked = role_of(request.name) in self._run.draining or request.name in leaving
         newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
-        # If the actor is on a host on trial, that host leaves instead, and the run continues.
-        if newest and not (request.fatal and self._members.given_up(request.name, request.reason)):
+        # An actor of a joined host that has never served does not end the run.
+        if newest and not (request.fatal and self._members.given_up(request)):
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
             self._run.ended(*end, now, incarnation=request.incarnation)
         self._registry_changed()

@@ -14,7 +14,9 @@ PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 
 
 HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
-"""A host is ``lost`` if it had to leave and its connection was lost before it could."""
+"""A host is ``serving`` once one of its rollouters has been ready.
+
+It is ``lost`` if it had to leave and its connection was lost before it could."""
 
 
 class NewHost(Struct, gc=False, frozen=True, kw_only=True):
@@ -104,7 +106,7 @@ class Members(Message, frozen=True, kw_only=True):
     keys: dict[str, list[PublicKey]] = {}
     """Public keys of each agent and actor that has joined, one for each attempt; none without CURVE."""
     serving: list[str] = []
-    """Joined actors that have been ready once, and so belong to the run."""
+    """Joined actors that have been ready once, on hosts that serve."""
     gone: list[Dead] = []
     """Agents and actors that have left for good; their keys are not admitted."""
     hosts: list[MemberHost] = []

@@ -15,14 +15,16 @@ import json
 from collections.abc import Callable, Iterable
 
 from asyncrl.controller.joining.hosts import Hosts, ReportedHost
-from asyncrl.controller.joining.membership import KnownHost, Member, Membership
+from asyncrl.controller.joining.membership import KnownHost, Member, Membership, can_serve
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.errors import InvalidRequest, NotKept
 from asyncrl.files import replace_file
+from asyncrl.messages.actors import ActorEnded
 from asyncrl.messages.hosts import Join, Joined, Leave, LeaveBegun, Members
 from asyncrl.roles import ROLES, role_of
 from asyncrl.runtime.actor import Actor
 from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.runtime.lifecycle.supervision import describe_exit
 from asyncrl.runtime.parking import ParkingLot
 
 MEMBERS_FILE = "members.json"
@@ -47,6 +49,8 @@ class HostChanges:
         """Number of the members on disk, as a successor would know them."""
         self._left_while_lost: list[str] = []
         """Hosts that the run counts as lost until it knows that they leave."""
+        self._given_up: dict[str, ActorEnded] = {}
+        """Ends of actors that are not started again, on hosts that do not serve yet."""
         self._taken_in: dict[str, tuple[int, int]] = {}
         """Incarnation of each actor, and the number of the members that it knows."""
         self._changed = asyncio.Event()
@@ -61,7 +65,7 @@ class HostChanges:
         except FileNotFoundError:
             return
         self._membership.recall(described, self._now())
-        for name in self._membership.serving:
+        for name in self._membership.belonging():
             self._run.joined(name)
         departed = [member for member in self._membership.hosts.values() if member.stage != "joined"]
         self._run.left([name for member in departed for name in member.actors], self._now())
@@ -130,19 +134,38 @@ class HostChanges:
 
     def ready(self, names: set[str]) -> None:
         """``names`` are all ready actors."""
-        for name in self._membership.ready(names):
-            self._log.info("joined actor serves", actor=name)
-            self._run.joined(name)
-            self._changed.set()
+        new = self._membership.ready(names)
+        if not new:
+            return
+        self._log.info("joined actors serve", actors=new)
+        belonging = self._membership.belonging()
+        for name in belonging:
+            if name not in self._run.expected:
+                self._run.joined(name)
+        for name in self._given_up.keys() & belonging:
+            self._set_aside(self._given_up.pop(name))
+        self._changed.set()
 
-    def given_up(self, name: str, reason: str) -> bool:
-        """An actor will not be started again. True if it has never served, so that the run continues without it."""
-        member = self._membership.on_trial(name)
+    def given_up(self, end: ActorEnded) -> bool:
+        """An actor is not started again. False if it has served, so that its end is one like any other in the run.
+
+        Otherwise it is set aside, or its host has to leave if no rollouter there can serve.
+        """
+        member = self._membership.on_trial(end.name)
         if member is None:
             return False
-        if member in self._membership.waiting():
-            self._dismiss(member, f"{name}: {reason}")
+        if member not in self._membership.waiting():
+            self._set_aside(end)
+            return True
+        self._given_up[end.name] = end
+        if not can_serve(member, self._given_up):
+            self._dismiss(member, f"{end.name}: {end.reason}")
         return True
+
+    def _set_aside(self, end: ActorEnded) -> None:
+        reason = end.reason or describe_exit(end.exit_code)
+        # As after any other failure: an exit that no restart mends fails the run only if the actor has served.
+        self._run.ended(end.name, 1, True, reason, end.log, self._now(), incarnation=end.incarnation)
 
     def host_lost(self, host: ReportedHost) -> bool:
         """True if this host had to leave, so that the run does not wait for it."""

@@ -4,9 +4,9 @@
                                                         └──its host is lost──► lost ────────┘
 
 Only hosts whose actors are all rollouters and episode hosts join or leave. Invariants: a name is given once in a run; a
-joined actor belongs to the run once it has been ready, so a host that cannot serve harms nothing; a host leaves only
-while another rollouter serves; what has left is dead for good. Each change increases ``number``, and ``recall``
-restores what ``describe`` returned.
+joined host serves, and its actors belong to the run, once one of its rollouters has been ready, so a host that cannot
+serve harms nothing; a host leaves only while another rollouter serves; what has left is dead for good. Each change
+increases ``number``, and ``recall`` restores what ``describe`` returned.
 
 Fails with InvalidRequest, which says what cannot be done and why.
 """
@@ -77,7 +77,7 @@ class Membership:
     hosts: dict[str, Member] = field(default_factory=dict)
     """By agent."""
     serving: list[str] = field(default_factory=list)
-    """Joined actors that have been ready once, without those that have left."""
+    """Actors of hosts that serve: those that have been ready once, without those that have left."""
     gone: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each name that has left; no message of it is accepted."""
 
@@ -116,21 +116,35 @@ class Membership:
         return found
 
     def ready(self, names: Collection[str]) -> list[str]:
-        """``names`` are ready now; returns the joined actors among them that are ready for the first time."""
-        new = [name for member in self._joined for name in member.actors if name in names and name not in self.serving]
+        """``names`` are ready now; returns the joined ones that serve for the first time.
+
+        An episode host does not serve before a rollouter of its host.
+        """
+        new = []
+        for member in self._joined:
+            found = [name for name in member.actors if name in names and name not in self.serving]
+            if self._serves(member) or any(role_of(name) == ROLLOUTER for name in found):
+                new += found
         if new:
             self.serving += new
             self.number += 1
         return new
 
     def on_trial(self, name: str) -> Member | None:
-        """The host of a joined actor that has not been ready so far; None for every other actor."""
+        """The host of a joined actor that has not served so far; None for every other actor."""
         hosts = (member for member in self._joined if name in member.actors)
         return None if name in self.serving else next(hosts, None)
 
     def waiting(self) -> list[Member]:
-        """Joined hosts without an actor that has been ready."""
-        return [member for member in self._joined if not set(member.actors) & set(self.serving)]
+        """Joined hosts without a rollouter that has been ready."""
+        return [member for member in self._joined if not self._serves(member)]
+
+    def belonging(self) -> list[str]:
+        """All actors of the joined hosts that serve."""
+        return [name for member in self._joined if self._serves(member) for name in member.actors]
+
+    def _serves(self, member: Member) -> bool:
+        return not set(member.actors).isdisjoint(self.serving)
 
     @property
     def _joined(self) -> list[Member]:
@@ -221,7 +235,7 @@ class Membership:
     def described(self, member: Member) -> MemberHost:
         """The host as others see it."""
         if member.stage == "joined":
-            stage: HostStage = "serving" if set(member.actors) <= set(self.serving) else "joining"
+            stage: HostStage = "serving" if self._serves(member) else "joining"
         else:
             stage = member.stage
         return MemberHost(
@@ -241,6 +255,12 @@ class Membership:
         keys = [key for host in hosts for each in host.keys for key in each]
         known = {key for member in self.hosts.values() for each in member.keys.values() for key in each}
         return ["a public key is there twice"] if len(set(keys)) < len(keys) or known.intersection(keys) else []
+
+
+def can_serve(member: Member, without: Collection[str]) -> bool:
+    """Whether a rollouter of this host is left ``without`` these actors. It needs the episode host of its number."""
+    missing = {_number(name) for name in without}
+    return any(_number(name) not in missing for name in member.actors)
 
 
 def _problems(hosts: Collection[NewHost], known: Collection[KnownHost], curve: bool) -> list[str]:
@@ -267,6 +287,10 @@ def _others(actors: Collection[str], names: Iterable[str]) -> list[str]:
 
 def _is_called(host: KnownHost, name: str) -> bool:
     return name.lower() in (host.agent, host.host.lower(), *(also.lower() for also in host.also))
+
+
+def _number(name: str) -> str:
+    return name.partition("/")[2]
 
 
 def _next_index(names: Iterable[str], *roles: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,8 @@ class JoinedHosts:
     interrupts: Interrupts = field(default_factory=Interrupts)
     _stages: dict[str, str] = field(default_factory=dict)
     """The stage of each host that was shown last, by agent."""
-    _served: set[str] = field(default_factory=set)
-    """Agents of the hosts that have served."""
+    _served: dict[str, set[str]] = field(default_factory=dict)
+    """Actors that have served, by agent."""
     _refused: bool = False
     """Whether a host cannot leave."""
     _killing: bool = False
@@ -85,17 +85,23 @@ class JoinedHosts:
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
             for host in members.hosts:
-                if host.agent in own and self._stages.get(host.agent) != host.stage:
+                if host.agent not in own:
+                    continue
+                self._show_serving(host, members.serving)
+                if self._stages.get(host.agent) != host.stage:
                     self._stages[host.agent] = host.stage
                     self._show(host)
         # The run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
 
+    def _show_serving(self, host: MemberHost, serving: Collection[str]) -> None:
+        before = self._served.get(host.agent, set())
+        if new := [name for name in host.actors if name in serving and name not in before]:
+            self._served[host.agent] = before.union(new)
+            self.progress.say(f"{host.host}: {', '.join(new)} serve from now on")
+
     def _show(self, host: MemberHost) -> None:
-        if host.stage == "serving":
-            self._served.add(host.agent)
-            self.progress.say(f"{host.host}: {', '.join(host.actors)} serve from now on")
-        elif host.stage == "leaving":
+        if host.stage == "leaving":
             self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
 
     # --- the end ---

@@ -14,7 +14,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.joining import host_changes
 from asyncrl.errors import Refused, RemoteError
 from asyncrl.launcher.node.controller_link import ControllerLink
-from asyncrl.messages.actors import ActorEnded, Dead, StopRun, WatchRun
+from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot
 from asyncrl.runtime.lifecycle.roster import LAUNCHER
@@ -318,15 +318,63 @@ async def test_a_joined_host_that_gives_up_fails_the_run_only_after_it_has_serve
     assert (told.phase, told.failed_actor) == ("draining", found.actors[0])
 
 
+@pytest.mark.parametrize("exit_code", [1, 78])
+@pytest.mark.parametrize("gives_up", ["before", "after"])
 @on_cluster()
-async def test_a_joined_host_stays_if_one_of_its_actors_serves_and_another_gives_up(cluster):
+async def test_a_joined_host_serves_with_one_rollouter_and_the_other_is_set_aside(cluster, gives_up, exit_code):
+    """Whether the other gives up before the one is ready, or after."""
     (found,) = (await join(cluster, "c", replicas=2)).hosts
     await host(cluster, found.agent, "c", found.actors)
-    await cluster.register(found.actors[0])
-    await cluster.caller(found.agent).call(ended(found.actors[1], 78, fatal=True))
+    works, broken = found.actors
+    end = ended(broken, exit_code, fatal=True)
+    if gives_up == "before":
+        await cluster.caller(found.agent).call(end)
+    await cluster.register(works)
+    if gives_up == "after":
+        await cluster.caller(found.agent).call(end)
     now = await members(cluster, lambda members: members.serving)
-    assert (now.serving, now.hosts[0].stage) == ([found.actors[0]], "joining")
-    assert (await state(cluster)).phase == "running"
+    assert (now.serving, now.hosts[0].stage) == ([works], "serving")
+    told = await state(cluster, lambda state: state.aside)
+    assert [(actor.name, actor.reason) for actor in told.aside] == [(broken, "its reason")]
+    assert told.phase == "running"
+    # A successor of the controller hears the end again.
+    await cluster.die()
+    await cluster.start(8)
+    await cluster.all_ready()
+    await cluster.register(works)
+    await cluster.caller(found.agent).call(end)
+    told = await state(cluster, lambda state: state.phase != "starting")
+    assert (told.phase, [actor.name for actor in told.aside]) == ("running", [broken])
+    await cluster.caller(LAUNCHER).call(BringBack(name=broken))
+    await state(cluster, lambda state: not state.aside)
+    await cluster.register(broken, incarnation=2)
+    now = await members(cluster, lambda members: broken in members.serving)
+    assert now.serving == found.actors
+
+
+@on_cluster()
+async def test_a_joined_host_is_let_go_once_all_of_its_rollouters_give_up(cluster):
+    (found,) = (await join(cluster, "c", replicas=2)).hosts
+    await host(cluster, found.agent, "c", found.actors)
+    agent = cluster.caller(found.agent)
+    for name in found.actors:
+        assert not (await state(cluster)).leaving
+        await agent.call(ended(name, 1, fatal=True))
+    now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
+    assert now.hosts[0].reason == f"{found.actors[1]}: its reason"
+    told = await state(cluster)
+    assert (told.phase, told.aside) == ("running", [])
+
+
+@on_cluster(FAST)
+async def test_i5_a_joined_host_of_which_only_the_episode_host_is_ready_is_let_go(cluster):
+    asked = Join(ask=ASK, hosts=[NewHost(host="c", replicas=1, episodes=True)])
+    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=1.0)).hosts
+    await host(cluster, found.agent, "c", found.actors)
+    await cluster.register(found.actors[1])
+    now = await members(cluster, lambda members: members.hosts and members.hosts[0].stage == "leaving")
+    assert now.hosts[0].reason == "not ready 1 s after it joined (supervision.start_timeout_s)"
+    assert (now.serving, (await state(cluster)).phase) == ([], "running")
 
 
 @on_cluster(FAST)

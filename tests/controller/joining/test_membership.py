@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.joining.membership import ABOVE_ALL, KnownHost, Membership
+from asyncrl.controller.joining.membership import ABOVE_ALL, KnownHost, Membership, can_serve
 from asyncrl.errors import InvalidRequest
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.hosts import Join, Leave, NewHost
@@ -133,12 +133,37 @@ def test_a_joined_actor_belongs_to_the_run_once_it_is_ready():
     assert membership.ready({"rollouter/0", "rollouter/2"}) == ["rollouter/2"]
     assert membership.ready({"rollouter/0", "rollouter/2"}) == []
     assert membership.on_trial("rollouter/2") is None and membership.on_trial("rollouter/3") is member
-    assert membership.waiting() == [] and membership.members.hosts[0].stage == "joining"
-    membership.ready({"rollouter/3"})
-    assert membership.members.hosts[0].stage == "serving"
+    assert membership.waiting() == [] and membership.members.hosts[0].stage == "serving"
+    assert membership.members.serving == ["rollouter/2"]
+    assert membership.belonging() == ["rollouter/2", "rollouter/3"]
+    assert membership.ready({"rollouter/2", "rollouter/3"}) == ["rollouter/3"]
     # A command that withdraws its hosts cannot remove another host.
     with pytest.raises(InvalidRequest, match="no host far"):
         leave(membership, "far", ask=ASK)
+
+
+def test_an_episode_host_alone_does_not_make_a_joined_host_serve():
+    membership = Membership(curve=False)
+    (member,) = join(membership, new(episodes=True))
+    assert membership.ready({"episodes/2"}) == []
+    assert membership.waiting() == [member] and membership.on_trial("episodes/2") is member
+    assert membership.ready({"rollouter/2", "episodes/2"}) == ["rollouter/2", "episodes/2"]
+    assert membership.waiting() == []
+
+
+@pytest.mark.parametrize(
+    ("given_up", "left"),
+    [
+        ([], True),
+        (["rollouter/2"], True),
+        (["rollouter/2", "episodes/2"], True),
+        (["rollouter/2", "episodes/3"], False),
+        (["rollouter/2", "rollouter/3"], False),
+    ],
+)
+def test_a_rollouter_without_its_episode_host_cannot_serve(given_up, left):
+    (member,) = join(Membership(curve=False), new(replicas=2, episodes=True))
+    assert can_serve(member, given_up) == left
 
 
 def test_a_host_that_never_served_may_leave_and_a_repeated_join_does_not_bring_it_back():

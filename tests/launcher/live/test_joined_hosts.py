@@ -14,7 +14,7 @@ from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import KILL, STOP, EndedEvent
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.messages.hosts import Members
+from asyncrl.messages.hosts import MemberHost, Members
 
 RUN = SimpleNamespace(config=simulated_run(supervision={"drain_s": 5.0}), folder=SimpleNamespace(logs=None))
 
@@ -108,6 +108,29 @@ def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
     followed.progress = Progress(io.StringIO(), 1, told := io.StringIO())
     assert run_virtual(followed.main()) == 1
     assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
+
+
+def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
+    left = Member(2)
+    actors = ["rollouter/2", "rollouter/3"]
+
+    class Controller:
+        async def members(self):
+            for number, serving in enumerate((actors[:1], actors)):
+                there = MemberHost(agent="agent/2", host="c", actors=actors, stage="serving")
+                yield Members(number=number, serving=serving, hosts=[there])
+            left.ended, left.lost = EndedEvent(result="left"), False
+            left.gone.set()
+            await asyncio.Event().wait()
+
+    followed = joined([left], Controller())
+    followed.progress = Progress(told := io.StringIO(), 1, io.StringIO())
+    assert run_virtual(followed.main()) == 0
+    assert told.getvalue().splitlines() == [
+        "c: rollouter/2 serve from now on",
+        "c: rollouter/3 serve from now on",
+        "c has left the run",
+    ]
 
 
 def test_what_fails_while_the_run_is_watched_is_not_passed_over():
