@@ -229,8 +229,11 @@ async def check_broadcasts(served: Served, sender: Sender) -> None:
         assert answer.spans == [VersionSpan(manifest.version, 0, len(answer.tokens))]
     manifest = served.publisher.publish_model(next(served.versions), served.models[0])
     await engine.pause("abort")
+    held = await engine.checksum()
     for failed in await broadcast(engine, sender, manifest, broken_off(sender, manifest)):
         assert isinstance(failed, BroadcastFailed) and "enough" in str(failed)
+    # I4: all is received and verified before the load begins.
+    assert await engine.checksum() == held
     with closing(stage(manifest)) as staged:
         await engine.load(staged, recompute_kv=True)
     await engine.resume()

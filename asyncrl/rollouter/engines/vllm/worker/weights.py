@@ -1,8 +1,9 @@
 """The worker's side of a weight update: vLLM's weight transfer backend ``asyncrl``.
 
 This runs in vLLM's worker processes. A version is either in sealed memory, which the engine's owner has verified and
-holds open, or comes by broadcast, bucket by bucket, each verified before it is loaded. The model's own checkpoint
-loader takes the tensors, layer by layer.
+holds open, or comes by broadcast. Over gloo all buckets are received and verified before the load begins. Over NCCL
+each bucket is verified and then loaded, because GPU memory does not hold two sets of weights. The model's own
+checkpoint loader takes the tensors, layer by layer.
 
 A whole update happens in ``receive_weights``: either every parameter has its new value afterwards, or ``failure`` has
 the reason and the model must not be stepped until an update, of either kind, has succeeded. Any number of failed
@@ -110,9 +111,12 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
         assert update_info.broadcast is not None, "an update has a manifest or a broadcast"
         part = msgspec.json.decode(update_info.broadcast, type=BroadcastPart)
-        with self._reload() as load, closing(self._receiver.receive(part, self.parallel_config.rank)) as buckets:
-            for memory, layout in zip(buckets, part.buckets, strict=True):
-                load(tensors_in(memory, layout.tensors))
+        with closing(self._receiver.receive(part, self.parallel_config.rank)) as received:
+            # A broadcast over gloo that breaks leaves the weights as they were.
+            buckets = list(received) if part.group.backend == "gloo" else received
+            with self._reload() as load:
+                for memory, layout in zip(buckets, part.buckets, strict=True):
+                    load(tensors_in(memory, layout.tensors))
 
     @contextmanager
     def _reload(self) -> Iterator[Callable[[Named], None]]:
