@@ -63,7 +63,6 @@ TOOLS = {
     "bench calls": ("tools.bench", "calls"),
     "bench weights": ("tools.bench", "weights", "--up-to", "1M"),
     "bench overlap": ("tools.bench", "overlap"),
-    "bench planning": ("tools.bench", "planning"),
     "chaos": ("tools.chaos",),
     "chaos.updates": ("tools.chaos.updates",),
     "soak": ("tools.soak",),
