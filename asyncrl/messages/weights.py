@@ -103,6 +103,13 @@ class BroadcastPart(Struct, gc=False, frozen=True, kw_only=True):
     """Longest time that a member waits for the others, or for the next bucket."""
 
 
+class Source(Struct, gc=False, frozen=True, array_like=True):
+    """A replica earlier in the chain, and its turn there."""
+
+    name: str
+    turn: Count
+
+
 class Offer(Struct, gc=False, frozen=True, kw_only=True):
     """A version for one replica: with a ``manifest`` under shm and stream, else with a ``broadcast``."""
 
@@ -113,7 +120,9 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     share: bool = False
     """Whether this replica fetches the version for its host: other replicas of the host open it when it is whole, and
     the next host of the chain asks for its chunks while they arrive."""
-    sources: list[str] = []
+    turn: Count = 0
+    """Turn of this replica in the chain, if it shares. Each fetch has a later turn than all before it."""
+    sources: list[Source] = []
     """Replicas earlier in the chain, nearest first. Each is asked for chunks until it fails, and at last the parameter
     server is."""
 
@@ -237,7 +246,7 @@ class FetchChunk(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server: bytes [offset, offset + size) of a bucket.
 
     Also to a rollouter that fetches the version for its host; parked there until the chunk has arrived. Error
-    ``version_gone`` if the version is not held, ``not_here`` if the chunk has not arrived in time.
+    ``version_gone`` if the version is not held by this turn, ``not_here`` if the chunk has not arrived in time.
     """
 
     reply = Chunk
@@ -246,6 +255,9 @@ class FetchChunk(Request, frozen=True, kw_only=True):
     bucket: Count
     offset: Count
     size: Annotated[int, Meta(ge=1)]
+    turn: Count = 0
+    """Turn of the rollouter that is asked; 0 for the parameter server. A rollouter that has begun again has a later
+    turn, and may wait for the chunks of the caller itself."""
 
 
 class PauseGranted(Message, frozen=True, kw_only=True):

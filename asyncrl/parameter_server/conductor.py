@@ -149,7 +149,8 @@ class Conductor:
             self.replicas.await_other(replica, fetcher.name)
             return None
         offer = self._make_offer(replica, newest, "stream", now)
-        return msgspec.structs.replace(offer, share=True, sources=self._hosts.join_chain(replica))
+        turn, sources = self._hosts.join_chain(replica)
+        return msgspec.structs.replace(offer, share=True, turn=turn, sources=sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
         self.replicas.move(replica, ReplicaEvent.OFFERED)

@@ -9,12 +9,14 @@ is longer than the staging deadline of the replica that fetches.
 
 The hosts that fetch one version form a chain in the order of their offers: each asks the one before it for chunks, and
 the first asks the parameter server. So each link carries the version once in each direction. An offer names the nearest
-earlier hosts: when one dies, the next asks the one before it.
+earlier hosts: when one dies, the next asks the one before it. Each fetch has a turn, and a host asks by earlier turns
+only. A replica that begins again has a later turn and refuses the old one, so no two hosts wait for each other.
 """
 
 from __future__ import annotations
 
 from asyncrl.config.rollout import WeightsConfig
+from asyncrl.messages.weights import Source
 from asyncrl.parameter_server.replicas import HOLDING_PHASES, IDLE_PHASES, Phase, Replica, Replicas
 
 MAX_SOURCES = 8
@@ -27,8 +29,10 @@ class Hosts:
     def __init__(self, weights: WeightsConfig, replicas: Replicas) -> None:
         self._weights = weights
         self._replicas = replicas
-        self._chain: dict[str, Replica] = {}
-        """Replicas that fetch or hold the newest version, in the order of their offers."""
+        self._chain: dict[str, tuple[Replica, int]] = {}
+        """Replicas that fetch or hold the newest version, with their turns, in the order of their offers."""
+        self._turns = 0
+        """The last turn."""
 
     def shares(self, replica: Replica) -> bool:
         """Whether a replica takes part; one that failed at a version too often fetches by itself."""
@@ -65,15 +69,16 @@ class Hosts:
             if any(each.phase in IDLE_PHASES for each in waiting.values())
         }
 
-    def join_chain(self, replica: Replica) -> list[str]:
-        """Let a replica fetch its target for its host; returns the replicas to ask for chunks, nearest first."""
+    def join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
+        """Let a replica fetch its target for its host; returns its turn, and the sources of chunks, nearest first."""
         version = replica.target
-        self._chain = {name: each for name, each in self._chain.items() if self._is_in_chain(each, version)}
+        self._chain = {name: each for name, each in self._chain.items() if self._is_in_chain(each[0], version)}
         self._chain.pop(replica.name, None)
-        sources = list(reversed(self._chain))[:MAX_SOURCES]
-        self._chain[replica.name] = replica
+        sources = [Source(name, turn) for name, (_, turn) in reversed(self._chain.items())][:MAX_SOURCES]
+        self._turns += 1
+        self._chain[replica.name] = replica, self._turns
         replica.fetches = True
-        return sources
+        return self._turns, sources
 
     def _is_in_chain(self, replica: Replica, version: int) -> bool:
         if self._replicas.by_name.get(replica.name) is not replica:

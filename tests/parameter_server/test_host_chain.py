@@ -2,9 +2,11 @@
 
 import pytest
 from conductor_play import Play
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.messages.weights import Source
 from asyncrl.parameter_server.hosts import MAX_SOURCES
 
 HERE = {"same_host": False, "host": "a"}
@@ -135,7 +137,7 @@ def test_a_replica_loads_its_own_copy_again_until_a_newer_version_came_another_w
 
 
 def sources(play, name, host, serving=-1):
-    return play.next(name, serving, same_host=False, host=host).sources
+    return [source.name for source in play.next(name, serving, same_host=False, host=host).sources]
 
 
 def test_each_host_asks_the_hosts_before_it_nearest_first():
@@ -164,7 +166,17 @@ def test_a_relay_that_is_lost_or_drops_the_version_is_not_named():
     assert sources(play, "r/1", "1") == ["r/4", "r/3", "r/2"]
 
 
-@settings(max_examples=60)
+def test_a_replica_that_begins_again_has_a_later_turn():
+    """Hosts with an earlier offer would wait for it, and it for them."""
+    play = on_hosts()
+    first, second = (play.next(name, -1, same_host=False, host=name) for name in ("r/0", "r/1"))
+    assert second.sources == [Source("r/0", first.turn)]
+    play.report("r/0", 0, committed=False)
+    again = play.next("r/0", -1, same_host=False, host="r/0")
+    assert again.turn > second.turn and again.sources == [Source("r/1", second.turn)]
+
+
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.sampled_from(["joins", "fails", "dies", "serves"]), st.sampled_from(R)), max_size=60))
 def test_no_host_is_its_own_source_in_any_order_of_events(steps):
     play, place = on_hosts(), {}
@@ -175,8 +187,9 @@ def test_no_host_is_its_own_source_in_any_order_of_events(steps):
             offer = play.next(name, serving, same_host=False, host=name)
             if offer is not None and offer.share:
                 place[name] = number
-                earlier = [place[each] for each in offer.sources]
+                earlier = [place[each.name] for each in offer.sources]
                 assert earlier == sorted(earlier, reverse=True) and number not in earlier
+                assert all(source.turn < offer.turn for source in offer.sources)
         elif what == "fails" and phase == "staging":
             play.report(name, 0, committed=False)
         elif what == "serves" and phase == "staging":

@@ -132,7 +132,7 @@ class Replica(Actor):
             offer = reply.offer
             assert offer.manifest is not None
             self._half = sum(bucket.size for bucket in offer.manifest.buckets) // 2
-            self._tell("offered", version=offer.version, sources=offer.sources)
+            self._tell("offered", version=offer.version, sources=[source.name for source in offer.sources])
         elif isinstance(request, FetchChunk):
             before, self._half = self._half, self._half - request.size
             if self._half <= 0 < before:

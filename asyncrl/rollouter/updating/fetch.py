@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -41,7 +42,7 @@ from asyncrl.errors import (
     WeightsCorrupt,
 )
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Offer
+from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Offer, Source
 from asyncrl.rollouter.updating.relay import Relay
 from asyncrl.runtime.calls.retry import is_refusal, pause
 from asyncrl.telemetry.logging import get_logger
@@ -169,7 +170,7 @@ class _Stream(_Fetching):
     def __init__(self, offer: Offer, weights: WeightsConfig, who: str, *, call: Call, relay: Relay | None) -> None:
         super().__init__(offer, weights, who)
         self._call, self._relay, self._log = call, relay, get_logger(who)
-        self._sources = [*offer.sources, PARAMETER_SERVER]
+        self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
         """The source that is asked now, and the next ones."""
         self._since = self._now()
         """Time when a chunk last arrived, or the source changed."""
@@ -186,7 +187,7 @@ class _Stream(_Fetching):
 
     @property
     def source(self) -> str:
-        return self._sources[0]
+        return self._sources[0].name
 
     @staticmethod
     def _now() -> float:
@@ -236,11 +237,11 @@ class _Stream(_Fetching):
 
     async def _fetch(self, request: FetchChunk) -> str:
         """Fetch, verify and write a chunk. Returns "", LOST when the call failed, or the problem of a corrupt chunk."""
-        source, index = self.source, request.bucket
+        (source, turn), index = msgspec.structs.astuple(self._sources[0]), request.bucket
         try:
             # A chunk may take as long as the fetch may be without one: another call would queue it again.
             timeout_s = self._weights.deadline_s * (1 if source == PARAMETER_SERVER else SILENT_SHARE)
-            chunk: Chunk = await self._call(source, request, timeout_s)
+            chunk: Chunk = await self._call(source, msgspec.structs.replace(request, turn=turn), timeout_s)
         except ProtocolError as error:
             return self._corrupt(request, source, str(error))
         except (DeadlineExceeded, PeerRestarted, RemoteError) as error:

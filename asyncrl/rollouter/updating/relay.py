@@ -5,8 +5,8 @@ its way. A version is held from its first chunk until a newer one is whole here,
 becomes of the update, others may open it or ask for more of it. At most one whole version and one that is on its way
 are held.
 
-Fails with VersionGone for a version that is not held, with InvalidRequest for bytes that are not a chunk here, and with
-NotHere, which is retryable, for a chunk that has not arrived in time.
+Fails with VersionGone for a version that is not held by the requested turn, with InvalidRequest for bytes that are not
+a chunk here, and with NotHere, which is retryable, for a chunk that has not arrived in time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from asyncrl.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk
@@ -29,6 +30,7 @@ from asyncrl.weights.segments import path_of
 
 @dataclass(slots=True)
 class _Arriving:
+    turn: int
     descriptors: dict[int, int] = field(default_factory=dict)
     """Descriptors of the buckets' memory."""
     checksums: dict[FetchChunk, int] = field(default_factory=dict)
@@ -44,11 +46,11 @@ class Relay:
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="relay")
         self._changed = ParkingLot()
 
-    def begin(self, version: int) -> None:
-        """Begin a version that is fetched now. Any other that is not whole was given up."""
+    def begin(self, version: int, turn: int) -> None:
+        """Begin a version that is fetched now, by this turn. Any other that is not whole was given up."""
         for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
             self._drop(other)
-        self._versions[version] = _Arriving()
+        self._versions[version] = _Arriving(turn)
 
     def arrived(self, chunk: FetchChunk, descriptor: int, checksum: int) -> None:
         """A verified chunk is in the memory of its bucket. Raises OSError where descriptors run out."""
@@ -78,12 +80,14 @@ class Relay:
     async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
         """The requested bytes, parked until they have arrived. Raises as the module says."""
 
+        chunk = replace(request, turn=0)
+
         def found() -> tuple[int, int] | None:
             held = self._versions.get(request.version)
-            if held is None:
+            if held is None or held.turn != request.turn:
                 raise VersionGone(request.version)
-            if request in held.checksums:
-                return held.descriptors[request.bucket], held.checksums[request]
+            if chunk in held.checksums:
+                return held.descriptors[chunk.bucket], held.checksums[chunk]
             if held.whole:
                 raise InvalidRequest(f"{request} is not a chunk here")
             return None

@@ -205,7 +205,7 @@ class UpdateFollower:
         self._track.enter(f"stage v{offer.version}", version=offer.version, transport=offer.transport)
         relay = self.relay if offer.share else None
         if relay is not None:
-            relay.begin(offer.version)
+            relay.begin(offer.version, offer.turn)
         try:
             fetched = await fetch(offer, call=self._call, weights=weights, who=self._name, relay=relay)
             paths = [] if relay is None else relay.whole(fetched)

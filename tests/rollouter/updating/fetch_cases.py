@@ -13,7 +13,7 @@ from published_weights import as_streamed
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.errors import VersionGone
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.parameter_server.held_versions import HeldVersions
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, fetch
 from asyncrl.rollouter.updating.relay import Relay
@@ -93,8 +93,14 @@ class Host:
 
     async def take(self, manifest: Manifest, *sources: str) -> HeldVersion:
         """Fetch a version for this host, and for the next host of the chain."""
-        offer = Offer(version=manifest.version, transport="stream", manifest=manifest, share=True, sources=[*sources])
-        self.relay.begin(manifest.version)
+        offer = Offer(
+            version=manifest.version,
+            transport="stream",
+            manifest=manifest,
+            share=True,
+            sources=[Source(name, 0) for name in sources],
+        )
+        self.relay.begin(manifest.version, 0)
         try:
             found = await fetch(offer, call=self.call, weights=self.weights, who=self.name, relay=self.relay)
             self.paths = self.relay.whole(found)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -190,7 +191,7 @@ def test_an_arrived_chunk_outlives_the_fetch():
     relay, content, first = Relay(), random_bytes(4096), asked(1, 0, 0, 4096)
     segment = Segment("test", len(content))
     segment.write(0, content)
-    relay.begin(1)
+    relay.begin(1, 0)
     relay.arrived(first, segment.fd, xxhash.xxh3_64_intdigest(content))
     segment.discard()
     chunk = ask(relay, first)
@@ -206,10 +207,29 @@ def test_an_arrived_chunk_outlives_the_fetch():
         ask(relay, first)
 
 
+def test_a_fetch_that_begins_again_refuses_the_calls_for_the_one_before():
+    """Its new sources may be the callers themselves."""
+    relay, content = Relay(), random_bytes(4096)
+    chunk = asked(1, 0, 0, 4096)
+    relay.begin(1, 3)
+    segment = Segment("test", len(content))
+    segment.write(0, content)
+    relay.arrived(chunk, segment.fd, 7)
+    segment.discard()
+    assert ask(relay, msgspec.structs.replace(chunk, turn=3)).checksum == 7
+    relay.begin(1, 5)
+    for earlier in (0, 3):
+        with pytest.raises(VersionGone):
+            ask(relay, msgspec.structs.replace(chunk, turn=earlier))
+    with pytest.raises(NotHere):
+        ask(relay, msgspec.structs.replace(chunk, turn=5))
+    relay.close()
+
+
 async def test_a_call_cancelled_before_a_thread_has_read_leaves_nothing_open():
     relay, go_on = Relay(), threading.Event()
     segment, chunk = Segment("test", 4096), asked(1, 0, 0, 4096)
-    relay.begin(1)
+    relay.begin(1, 0)
     relay.arrived(chunk, segment.fd, 0)
     segment.discard()
     with ThreadPoolExecutor(1) as threads:
@@ -229,7 +249,7 @@ async def test_a_call_cancelled_before_a_thread_has_read_leaves_nothing_open():
 
 def test_the_event_loop_does_not_wait_for_the_memory_of_a_dropped_version(monkeypatch):
     relay, segment, closed, close = Relay(), Segment("test", 4096), [], os.close
-    relay.begin(1)
+    relay.begin(1, 0)
     relay.arrived(asked(1, 0, 0, 4096), segment.fd, 0)
     segment.discard()
     monkeypatch.setattr(os, "close", lambda descriptor: closed.append(threading.current_thread()) or close(descriptor))
@@ -269,21 +289,21 @@ def test_one_whole_version_is_held_together_with_the_one_on_its_way():
         relay.arrived(asked(version, 0, 0, 100), descriptor, 0)
         return relay.whole(staged[version])
 
-    relay.begin(1)
+    relay.begin(1, 0)
     assert len(whole(1)) == 1
-    relay.begin(2)
+    relay.begin(2, 0)
     assert versions() == {1, 2}
     run_virtual(wait_for(2))
     assert versions() == {1}
-    relay.begin(2)
+    relay.begin(2, 0)
     whole(2)
     assert versions() == {2}
     relay.give_up(2)
     assert versions() == {2}
-    relay.begin(3)
+    relay.begin(3, 0)
     # The same fetch starts again, or a newer one does.
-    relay.begin(3)
-    relay.begin(4)
+    relay.begin(3, 0)
+    relay.begin(4, 0)
     assert versions() == {2, 4}
     relay.drop_below(4)
     assert versions() == {4}
