@@ -1,4 +1,4 @@
-"""What users' code may see: a listed environment, and isolation from the run where the system allows it.
+"""Confines users' code: to a listed environment, and by isolation from the run if the system allows it.
 
 Invariant: no variable passes that is neither listed here nor named by the user, so no key, token or address of the run
 passes. A listed name that looks like a secret passes only if the user names it. A secret value under another name, such

@@ -1,4 +1,4 @@
-"""What the controller keeps for viewers: events, the newest lines, snapshots and their recording.
+"""Keeps the state of the run for viewers: events, the newest lines of metrics, snapshots and their recording.
 
 Invariant: nothing here delays the run. A thread writes one snapshot at a time; a snapshot that it cannot write in time
 is lost and counted. Another thread checks the disk and may hang on a file system that does not answer; the controller
@@ -43,7 +43,7 @@ def _newest_attempt(run_dir: Path) -> int:
 
 
 class Observation:
-    """See the module. ``sink`` gets each recorded snapshot; ``is_gone`` says whether an actor has left the run."""
+    """The recent state of one run. ``sink`` gets each recorded snapshot; ``is_gone``: an actor has left the run."""
 
     def __init__(
         self,
