@@ -6,9 +6,12 @@ bucket before it hands it out. The checksum is xxh3_64 in host memory, and a sum
 
 Neither library can be relied on to end a transfer whose peer is dead or frozen. So each operation runs on a thread of
 its own, and the waiting thread ends at the timeout or at ``stop``. The thread that is left behind ends with gloo's own
-timeout, or when NCCL is aborted. Rank 0 writes the reason for the end of an epoch into the store. Each member watches
-that key on a second connection: it learns at once of an epoch that is over and of a learner that died. A group that
-failed is never used again.
+timeout, or when NCCL is aborted. Rank 0 writes the reason for the end of an epoch into the store. While it receives,
+each member watches that key on a second connection: it learns at once of an epoch that is over and of a learner that
+died. Between two versions no member uses the store. A group that failed is never used again.
+
+Rank 0 has sent a version before the last member has received it. So each member counts itself in the store when it has
+received a version or has failed, and rank 0 keeps the group open until it has counted all members.
 
 Fails with BroadcastFailed naming the reason; with WeightsCorrupt naming the bucket whose bytes are wrong; with
 ConfigError where NCCL or a GPU is missing. Nothing here has run on GPUs.
@@ -47,9 +50,10 @@ PIECE_BYTES = 64 << 20
 LATER_S = 5.0
 """Seconds by which the library's own timeout is longer than ours."""
 LOOK_S = 0.1
-"""Seconds between a member's looks at the store."""
+"""Seconds between a member's looks at the store while it receives."""
 MEET_S = 0.02
-"""Seconds between looks at the store while the members of a group meet."""
+"""Seconds between looks at the store while the members of a group meet, and while rank 0 waits until they have a
+version."""
 ANY = "0"
 """Value of network.ports for any free port."""
 BACKLOG = 1024
@@ -71,6 +75,12 @@ class _Epoch:
         self._address = address
         self._stopped: Future[str] = Future()
         self._formed: Any = None
+        self._receives = threading.Event()
+        """Set during a receive, and once the epoch is stopped."""
+        self._version: int | None = None
+        """Version that this member receives."""
+        self.device = torch.device("cuda" if group.backend == "nccl" else "cpu")
+        """Device of the bytes; for NCCL the current GPU."""
 
     def form(self) -> None:
         """Form the group, if it is not formed yet."""
@@ -149,13 +159,49 @@ class _Epoch:
         if self._stopped.done():
             raise _Stopped(self._stopped.result())
 
+    def begin_receiving(self, version: int) -> None:
+        """Watch the epoch until ``end_receiving`` or ``end``."""
+        self._version = version
+        self._receives.set()
+
+    def end_receiving(self) -> None:
+        """Count this member as one that has the version or has failed, if it receives one. Returns at once."""
+        version, self._version = self._version, None
+        if version is None:
+            return
+        self._receives.clear()
+        if self._stopped.done():
+            self._receives.set()
+        # The host of the store may be frozen.
+        counting = Future[int]()
+        work = (counting, lambda: self._store.add(_received(version), 1))
+        threading.Thread(target=_settle, args=work, name="asyncrl: count of members", daemon=True).start()
+
+    def wait_for_members(self, version: int) -> None:
+        """Rank 0: wait until every member has received ``version`` or has failed."""
+        key, members = _received(version), self.group.world_size - 1
+        until = time.monotonic() + self.timeout_s
+        while (count := self._store.add(key, 0)) < members:
+            wait([self._stopped], MEET_S)
+            self.check()
+            if time.monotonic() > until:
+                missing = f"{members - count} of {members} members"
+                raise TimeoutError(f"waited {self.timeout_s:g} s for {missing} to receive version {version}")
+        self._store.delete_key(key)
+
     def watch(self, store: TCPStore) -> None:
-        """Stop this member when rank 0 ends the epoch or dies; ``store`` is a connection for this thread alone."""
+        """Stop this member when, during a receive, it finds that rank 0 has ended the epoch or has died.
+
+        ``store`` is a connection for this thread alone.
+        """
         watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
         try:
-            while not watched.check(["over"]):
+            while True:
+                self._receives.wait()
                 if self._stopped.done():
                     return
+                if watched.check(["over"]):
+                    break
                 time.sleep(LOOK_S)
             reason = f"the learner: {watched.get('over').decode(errors='replace')}"
         except RuntimeError:
@@ -166,6 +212,7 @@ class _Epoch:
         """End the present operation and every later one. From any thread."""
         with contextlib.suppress(InvalidStateError):
             self._stopped.set_result(reason)
+        self._receives.set()
 
     def end(self, reason: str) -> None:
         """Leave the group; the first reason counts. May be repeated."""
@@ -176,10 +223,17 @@ class _Epoch:
         if self.rank == 0:
             with contextlib.suppress(RuntimeError):
                 self._store.set("over", reason)
+        else:
+            self.end_receiving()
         formed, self._formed = self._formed, None
         if formed is not None:
             # It may take its time, and so may the destructor of a group with an operation under way.
             threading.Thread(target=formed.abort, name="asyncrl: end of a group", daemon=True).start()
+
+
+def _received(version: int) -> str:
+    """Key of the number of members that have received ``version`` or have failed."""
+    return f"received {version}"
 
 
 def _settle(done: Future[T], work: Callable[[], T]) -> None:
@@ -204,11 +258,14 @@ class Sender:
         self.token = secrets.token_hex(16)
         """Secret prefix of all groups' keys; members get it from the parameter server."""
         self._epoch: _Epoch | None = None
+        self.all_sent = False
+        """Whether all of the version under way is sent, and ``send`` waits until the members have received it."""
 
     def send(self, group: BroadcastGroup, version: int, buckets: Iterable[tuple[Bucket, int]]) -> None:
         """Broadcast ``version`` to ``group``: every bucket with the descriptor of its sealed memory, as they come.
 
-        Blocks until all is sent. The descriptors stay the caller's. An error of ``buckets`` ends the epoch too.
+        Blocks until every member has received all or has failed. The descriptors stay the caller's. An error of
+        ``buckets`` ends the epoch too.
         """
         epoch = self._enter(group, version)
         try:
@@ -216,11 +273,13 @@ class Sender:
             for index, (bucket, descriptor) in enumerate(buckets):
                 epoch.check()
                 memory = mapped(descriptor, bucket.size).to(self._device)
-                checksum = _sum_of_words(memory) if memory.is_cuda else bucket.checksum
+                checksum = _sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
                 header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
                 what = f"bucket {index} of version {version} to be broadcast"
                 epoch.broadcast(torch.from_numpy(header).to(self._device), what)
                 epoch.broadcast(memory, what)
+            self.all_sent = True
+            epoch.wait_for_members(version)
         except BroadcastFailed as error:
             epoch.end(error.reason)
             raise
@@ -230,6 +289,8 @@ class Sender:
         except BaseException as error:
             epoch.end(f"the learner failed: {error!r}")
             raise
+        finally:
+            self.all_sent = False
 
     def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
         epoch = self._epoch
@@ -273,9 +334,15 @@ class Receiver:
         """
         epoch = self._enter(part, worker)
         try:
+            epoch.begin_receiving(part.version)
             epoch.form()
+            last = len(part.buckets) - 1
             for index, layout in enumerate(part.buckets):
-                yield self._bucket(epoch, part, index, max(layout.size, 1))
+                bucket = self._bucket(epoch, part, index, max(layout.size, 1))
+                if index == last:
+                    # The epoch may be over while the caller uses it.
+                    epoch.end_receiving()
+                yield bucket
         except WeightsCorrupt as error:
             epoch.end(str(error))
             raise
@@ -311,16 +378,15 @@ class Receiver:
 
     @staticmethod
     def _bucket(epoch: _Epoch, part: BroadcastPart, index: int, size: int) -> Tensor:
-        device = "cuda" if epoch.group.backend == "nccl" else "cpu"
         what = f"bucket {index} of version {part.version}"
-        header = torch.zeros(4, dtype=torch.int64, device=device)
+        header = torch.zeros(4, dtype=torch.int64, device=epoch.device)
         epoch.broadcast(header, what)
         version, number, bytes_, checksum = header.cpu().numpy().view(np.uint64).tolist()
         if (version, number, bytes_) != (part.version, index, size):
             came = f"bucket {number} of version {version} with {bytes_} bytes"
             raise RuntimeError(f"{came} came in place of {what} with {size} bytes")
-        if device == "cuda":
-            memory = torch.empty(size, dtype=torch.uint8, device=device)
+        if epoch.group.backend == "nccl":
+            memory = torch.empty(size, dtype=torch.uint8, device=epoch.device)
             epoch.broadcast(memory, what)
             if (found := _sum_of_words(memory)) != checksum:
                 problem = f"its sum is {found:#018x} instead of {checksum:#018x}"

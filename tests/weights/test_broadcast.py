@@ -8,10 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+import xxhash
 from broadcast_peers import (
     HOST,
     PATIENCE_S,
@@ -23,11 +26,11 @@ from broadcast_peers import (
     small_tensors,
     to_receive,
 )
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.errors import BroadcastFailed, ConfigError
-from asyncrl.messages.weights import BroadcastGroup, Bucket
+from asyncrl.errors import BroadcastFailed, ConfigError, WeightsCorrupt
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights import broadcast as module
 from asyncrl.weights.broadcast import Sender, listen, open_store
 
@@ -87,6 +90,13 @@ def version() -> Iterator[Callable[..., Version]]:
     yield make
     for each in made:
         each.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def begin(members: list[Peer], group: BroadcastGroup, version: Version, timeout_s: float = PATIENCE_S) -> None:
@@ -260,6 +270,125 @@ def test_i4_another_version_is_not_taken(peers, sender, version) -> None:
     assert "bucket 0 of version 3" in answer.error and "in place of bucket 0 of version 4" in answer.error
 
 
+def test_rank_0_keeps_the_group_until_every_member_has_the_version_or_has_failed() -> None:
+    group, store = group_at(1, 1, 3), open_store(HOST, PATIENCE_S)
+    group = msgspec.structs.replace(group, port=store.port)
+    rank_0, *members = (
+        module._Epoch(group, rank, module._connect(group, PATIENCE_S) if rank else store, HOST, PATIENCE_S)
+        for rank in range(3)
+    )
+    for member in members:
+        member.begin_receiving(4)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(rank_0.wait_for_members, 4)
+        members[0].end_receiving()
+        # Counts once.
+        members[0].end("it ends")
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        members[1].end("it failed")
+        waiting.result(PATIENCE_S)
+
+
+def test_rank_0_waits_for_members_until_the_timeout_or_until_it_is_stopped() -> None:
+    for timeout_s, stop, error, words in (
+        (0.3, False, TimeoutError, "waited 0.3 s for 2 of 2 members to receive version 4"),
+        (PATIENCE_S, True, module._Stopped, "enough"),
+    ):
+        epoch = module._Epoch(group_at(1, 1, 3), 0, open_store(HOST, PATIENCE_S), HOST, timeout_s)
+        if stop:
+            threading.Timer(0.2, epoch.stop, ["enough"]).start()
+        with pytest.raises(error, match=words):
+            epoch.wait_for_members(4)
+
+
+def test_a_member_may_use_a_version_after_the_learner_has_ended(peers, version) -> None:
+    members = peers.take(2)
+    for number in range(5):
+        made, sender = version(number, small_tensors(number)), Sender("gloo", HOST, PATIENCE_S)
+        begin(members, group_at(sender.port, 1, 3), made)
+        sender.send(group_at(sender.port, 1, 3), number, iter(made.buckets))
+        sender.close()
+        assert [peer.answer() for peer in members] == [Answer(checksums=made.checksums)] * 2
+
+
+def test_an_idle_epoch_outlives_a_freeze_of_the_learner(peers, version) -> None:
+    learner, *members = peers.take(3)
+    group = group_at(learner.ask("open_sender", 1.0), 1, 3)
+    for number in range(2):
+        begin(members, group, version(number, small_tensors(number)), 1.0)
+        assert not learner.ask("send", group, number, False).error
+        assert [peer.answer().error for peer in members] == ["", ""]
+        if not number:
+            learner.stop()
+            time.sleep(3.0)
+            learner.go_on()
+
+
+class CountedStore:
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks += keys == ["over"]
+        return False
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+
+def test_a_member_asks_the_store_only_while_it_receives(monkeypatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    monkeypatch.setattr(module.c10d, "PrefixStore", lambda _, store: store)
+    store = CountedStore()
+    epoch = module._Epoch(group_at(4711, 1, 2), 1, store, HOST, PATIENCE_S)
+    watching = threading.Thread(target=epoch.watch, args=(store,))
+    watching.start()
+    try:
+        for version in range(2):
+            time.sleep(0.05)
+            looks = store.looks
+            time.sleep(0.1)
+            assert store.looks == looks
+            epoch.begin_receiving(version)
+            until(lambda before=looks: store.looks > before + 2)
+            epoch.end_receiving()
+    finally:
+        epoch.stop("enough")
+        watching.join(PATIENCE_S)
+    assert not watching.is_alive()
+
+
+class FilledEpoch:
+    """Gives a receiver a header and a bucket."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, backend: CollectiveBackend, header: list[int], content: bytes) -> None:
+        self.group = msgspec.structs.replace(group_at(4711, 1, 2), backend=backend)
+        self._parts = [np.array(header, np.uint64).view(np.uint8), np.frombuffer(content, np.uint8)]
+
+    def broadcast(self, memory: torch.Tensor, what: str) -> None:
+        memory.view(torch.uint8).copy_(torch.from_numpy(self._parts.pop(0).copy()))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_i4_a_bucket_with_another_sum_than_its_header_is_refused(backend: CollectiveBackend) -> None:
+    content = bytes(range(256)) + b"tail"
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    right = module._sum_of_words(memory) if backend == "nccl" else xxhash.xxh3_64_intdigest(content)
+    part = BroadcastPart(version=3, group=group_at(4711, 1, 2), first_rank=1, buckets=[], timeout_s=1.0)
+
+    def received(checksum: int) -> torch.Tensor:
+        epoch = FilledEpoch(backend, [3, 0, len(content), checksum], content)
+        return module.Receiver._bucket(epoch, part, 0, len(content))
+
+    assert torch.equal(received(right), memory)
+    for wrong in (right ^ 1, right ^ 1 << 63, 0):
+        with pytest.raises(WeightsCorrupt, match="version 3, bucket 0"):
+            received(wrong)
+
+
 def test_an_error_of_the_buckets_reaches_every_member(peers, sender, version) -> None:
     members, made = peers.take(2), version(0, small_tensors(0))
 
@@ -372,3 +501,15 @@ def test_i4_the_sum_of_words_shows_a_flipped_bit(content: bytes, at: int, bit: i
     memory, other = (torch.frombuffer(bytearray(each), dtype=torch.uint8) for each in (content, flipped))
     assert module._sum_of_words(memory) != module._sum_of_words(other)
     assert 0 <= module._sum_of_words(memory) < 1 << 64
+
+
+@given(st.binary(min_size=1, max_size=100))
+@example(b"\xff" * 8)
+@example(b"\xff" * 15)
+@example(b"\x00" * 7 + b"\x80" + b"\xff" * 8 + b"\x01\xff\x02")
+@example(b"\x01\x02\x03")
+def test_the_sum_of_words_is_that_of_words_without_a_sign_and_of_the_bytes_of_the_tail(content: bytes) -> None:
+    whole = len(content) // 8 * 8
+    words = [int.from_bytes(content[at : at + 8], "little") for at in range(0, whole, 8)]
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    assert module._sum_of_words(memory) == (sum(words) + sum(content[whole:])) % (1 << 64)

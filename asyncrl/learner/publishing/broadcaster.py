@@ -193,11 +193,15 @@ class Broadcaster:
         return self._queue
 
     async def close(self) -> None:
-        """End; a send under way is broken off. The tasks that ``begin`` made have ended."""
+        """End. The tasks that ``begin`` made have ended.
+
+        A send under way is stopped. If all is sent, this waits until the members have it, or until the timeout.
+        """
         if self._sender is not None:
             if self._queue is not None:
                 self._queue.fail("the learner ends")
-                self._sender.abort("the learner ends")
+                if not self._sender.all_sent:
+                    self._sender.abort("the learner ends")
             await self._on_thread(self._sender.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._queue is not None:

@@ -82,6 +82,7 @@ class FakeSender:
         self.go_on.set()
         self.failures: list[Exception] = []
         self.aborts = 0
+        self.all_sent = False
         self.closed = False
 
     def send(self, group: BroadcastGroup, version: int, buckets: Iterator[Any]) -> None:
@@ -306,6 +307,27 @@ def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
         assert scene.sender.sent[-1] == (2, 2, content(2))
 
     play(scenario)
+
+
+@pytest.mark.parametrize("all_sent", [True, False])
+def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent: bool) -> None:
+    async def scenario(scene: Scene) -> None:
+        scene.sender.go_on.clear()
+        scene.gather(1)
+        await until(lambda: scene.sender.sent)
+        scene.sender.all_sent = all_sent
+        # The tasks have ended before a close; the thread that sends has not.
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            if task.get_name().startswith("broadcast of version"):
+                task.cancel()
+        threading.Timer(0.2, scene.sender.go_on.set).start()
+        senders.append(scene.sender)
+
+    # ``play`` closes the broadcaster.
+    senders: list[FakeSender] = []
+    play(scenario)
+    [sender] = senders
+    assert sender.closed and sender.aborts == int(not all_sent)
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["in a send", "between buckets"])
