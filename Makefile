@@ -64,7 +64,7 @@ docs: ## Build the pages of docs/ into .cache/site, and fail at a broken link
 	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/python -m mkdocs build
 
 pages: $(COMPILED) ## Write anew the pages that are made from code
-	$(BIN)/python -m asyncrl.telemetry.catalogue > docs/metrics.md
+	$(BIN)/python -m asyncrl.observe.catalogue > docs/metrics.md
 	$(BIN)/python -m tools.configuration_page > docs/configuration.md
 	$(BIN)/python -m tools.page_tables
 

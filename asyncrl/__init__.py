@@ -6,14 +6,14 @@ For scripts: ``gather_groups`` and its ``TrajectoryGroup``; they are loaded when
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from asyncrl.gathering import TrajectoryGroup, gather_groups
+    from asyncrl.rollouter.gathering import TrajectoryGroup, gather_groups
 
 __all__ = ["TrajectoryGroup", "gather_groups"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from asyncrl import gathering
+        from asyncrl.rollouter import gathering
 
         return getattr(gathering, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from asyncrl.chat.renderer import TemplateRenderer, make_renderer
 from asyncrl.config.load import validate_config
-from asyncrl.tokenizer import tokenizer_of
+from asyncrl.text.chat.renderer import TemplateRenderer, make_renderer
+from asyncrl.text.tokenizer import tokenizer_of
 
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|start|>", "<|header|>", "<|eot|>", "<|eom|>"),

@@ -26,7 +26,7 @@ import structlog
 from examples import TIMES, load_profile
 from hypothesis import is_hypothesis_test
 
-from asyncrl.telemetry import logging
+from asyncrl.observe import logging
 
 os.environ["ASYNCRL_STRICT_METRICS"] = "1"
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -69,7 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("property")
     if hasattr(config, "workerinput"):
         order = {name: at for at, name in enumerate(LONGEST_FOLDERS)}
-        by_folder = [(order.get(item.path.relative_to(TESTS).parts[0], len(order)), item) for item in items]
+        folders = [item.path.relative_to(TESTS).parts[:-1] for item in items]
+        places = [min((order[name] for name in names if name in order), default=len(order)) for names in folders]
+        by_folder = list(zip(places, items, strict=True))
         by_folder.sort(key=lambda each: (each[1].path.stem == LAST, each[1].path.stem != FIRST, each[0]))
         items[:] = [item for _, item in by_folder]
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from asyncrl.disk import free_bytes
+from asyncrl.core.disk import free_bytes
 
 
 @contextlib.contextmanager

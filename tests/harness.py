@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.runtime.calls.endpoint import Endpoint
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.runtime.calls.server import CallServer
-from asyncrl.telemetry.metrics import Figures
-from asyncrl.wire.keys import Credentials
-from asyncrl.wire.transport import Transport
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.observe.metrics import Figures
+from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.calls.server import CallServer
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.transport import Transport
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 from tools.memory_transport import MemoryNetwork
 
 RUN_ID, SECRET = "run-1", "s3cret"

@@ -13,15 +13,15 @@ import harness
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import Refused
+from asyncrl.core.errors import Refused
+from asyncrl.core.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, NewHost
-from asyncrl.roles import ROLES, gang_of, is_optional, role_of
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.lifecycle.incarnations import Incarnations
-from asyncrl.runtime.lifecycle.roster import LAUNCHER
-from asyncrl.wire.keys import Credentials
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller
+from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.lifecycle.incarnations import Incarnations
+from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret", seal_key=b"0" * 32)

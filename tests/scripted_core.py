@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import uvloop
 
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
-from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, ToolCall
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.observe.logging import get_logger
 
 KEY = "0123456789abcdef" * 2
 OTHER_KEY = "fedcba9876543210" * 2

@@ -3,7 +3,7 @@
 import mmap
 import os
 
-from asyncrl.errors import WeightsCorrupt
+from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.weights.segments import open_segment, size_of, verify_segment
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.logging import get_logger
-from asyncrl.telemetry.metrics import Figures, Histograms
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.observe.logging import get_logger
+from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.states import StateLedger
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import ActorServices
 
 
 def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) -> ActorServices:

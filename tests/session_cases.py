@@ -14,10 +14,11 @@ from published_weights import stage
 from test_messages import make_group
 from virtual import LoopClock
 
-from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
@@ -26,11 +27,10 @@ from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rollouter.serving.policy import Slots
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import Stops
-from asyncrl.telemetry.metrics import Figures, Histograms
-from asyncrl.telemetry.states import StateLedger
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.stops import Stops
+from asyncrl.text.tokenizer import load_tokenizer
 
 HOST = "episodes/0"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from asyncrl.wire.envelope import Header, Kind, decode_header
-from asyncrl.wire.transport import ClientConnection, ClientReceive, Frames, Server, ServerReceive, Transport
+from asyncrl.rpc.wire.envelope import Header, Kind, decode_header
+from asyncrl.rpc.wire.transport import ClientConnection, ClientReceive, Frames, Server, ServerReceive, Transport
 
 Hook = Callable[[Header, Callable[[], object]], object]
 """Called with the header of a message and a function that passes it on."""

@@ -116,7 +116,7 @@ def test_the_assets_suit_the_engines(assets):
     from safetensors import safe_open
     from transformers import AutoTokenizer
 
-    from asyncrl.tokenizer import load_tokenizer
+    from asyncrl.text.tokenizer import load_tokenizer
     from tools.quickstart.model import make_model
 
     text = "347+85=7+5+0=12;4+8+1=13;3+0+1=04;432"

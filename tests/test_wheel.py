@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel):
     ours = {str(path.relative_to(ROOT)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert names == ours
-    assert {"asyncrl/py.typed", "asyncrl/report/report.css"} <= names
+    assert {"asyncrl/py.typed", "asyncrl/observe/report/report.css"} <= names
 
 
 def test_the_source_tree_cannot_be_imported_there(bin_folder, tmp_path):

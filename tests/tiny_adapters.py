@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.lora import tensor_names
+from asyncrl.weights.lora import tensor_names
 
 RANK, ALPHA = 6, 15.0
 """A rank for which vLLM makes the room of 8; the scaling is no power of 2."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import jsonschema
 
-from asyncrl.telemetry.trace import Trace
+from asyncrl.observe.trace import Trace
 
 WALL = 1_700_000_000.123_456_7
 """Unix time (s) when the clock of a trace is at 0."""
-SCHEMA = json.loads((Path(__file__).parent / "telemetry" / "chrome_trace.schema.json").read_text())
+SCHEMA = json.loads((Path(__file__).parent / "observe" / "chrome_trace.schema.json").read_text())
 
 
 @dataclass(frozen=True)

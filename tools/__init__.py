@@ -2,7 +2,7 @@
 
 import sys
 
-from asyncrl.text.streams import replace_unknown
+from asyncrl.core.streams import replace_unknown
 
 # Here, so that it holds for each tool: all are started by ``python -m tools.NAME``.
 replace_unknown(sys.stdout, sys.stderr)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from asyncrl.runtime.linux import children_of
+from asyncrl.rpc.linux import children_of
 from asyncrl.workers import warden
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from asyncrl.wire.transport import ClientReceive, Frames, ServerReceive
+from asyncrl.rpc.wire.transport import ClientReceive, Frames, ServerReceive
 
 
 class MemoryNetwork:

@@ -7,8 +7,7 @@ import pkgutil
 from collections.abc import Iterator
 
 from asyncrl import messages
-from asyncrl.messages import Message
-from asyncrl.messages.senders import ACTORS
+from asyncrl.messages import ACTORS, Message
 
 
 def sent_unasked() -> Iterator[type[Message]]:

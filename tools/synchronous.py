@@ -23,10 +23,10 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
+from asyncrl.core.errors import ConfigError
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
-from asyncrl.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.group_check import has_signal
 from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.learner.fsdp.trainer import Trainer
@@ -40,8 +40,8 @@ from asyncrl.reward.scoring.reward_frames import RewardSetup, RewardTask
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.serving.generation import Response, request_seed
-from asyncrl.stops import Stops, resolve_stops
-from asyncrl.tokenizer import Tokenizer, tokenizer_of
+from asyncrl.text.stops import Stops, resolve_stops
+from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 from tools.synchronous_episodes import Ask, make_episode
 
 

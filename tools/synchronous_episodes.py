@@ -15,19 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.chat.renderer import Renderer, make_renderer
 from asyncrl.config import Config
+from asyncrl.core.outcome import read_outcome
 from asyncrl.episodes.playing.client import Reply
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.task import Task
 from asyncrl.messages.groups import Lease, Trajectory, Turn, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.outcome import read_outcome
 from asyncrl.rollouter.episode.player import first_messages, task_seed
 from asyncrl.rollouter.serving.generation import Response
-from asyncrl.stops import Stops
-from asyncrl.tokenizer import Tokenizer
+from asyncrl.text.chat.renderer import Renderer, make_renderer
+from asyncrl.text.stops import Stops
+from asyncrl.text.tokenizer import Tokenizer
 
 Ask = Callable[[str, list[int]], Awaitable[Response]]
 """Samples a continuation of token ids, with the noise of a key."""

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from asyncrl.errors import UsageError
-from asyncrl.snapshot import Snapshot
+from asyncrl.core.errors import UsageError
+from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.app import Top
 from asyncrl.top.history import History
 from asyncrl.top.replay import Source, open_replay

@@ -18,11 +18,11 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoint.damage import reading, refused
+from asyncrl.checkpoint.group_file import pack_group, read_groups
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
-from asyncrl.files import Digest, write_file
-from asyncrl.group_file import pack_group, read_groups
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.files import Digest, write_file
 from asyncrl.messages import Count
 from asyncrl.messages.groups import Group, LedgerState
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.disk import full_errno
-from asyncrl.errors import CheckpointError, DamagedCheckpoint, DataError
-from asyncrl.files import Digest, difference
+from asyncrl.core.disk import full_errno
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint, DataError
+from asyncrl.core.files import Digest, difference
 
 DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA})
 """Error numbers that mean damage to the file itself."""

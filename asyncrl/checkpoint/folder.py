@@ -41,8 +41,8 @@ import msgspec
 from asyncrl.checkpoint.contents import CONTENTS, STATE, TRAINER, read_state, read_trainer_contents
 from asyncrl.checkpoint.damage import check_files, reading, refused
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
-from asyncrl.files import Digest, digest_file, replace_file, sync, write_file
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.files import Digest, digest_file, replace_file, sync, write_file
 
 COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
 LOOKS = 10

@@ -28,7 +28,7 @@ import msgspec
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.config import Config
 from asyncrl.config.resuming import Applies, Change, applies, changes
-from asyncrl.files import find_source, replace_file
+from asyncrl.core.files import find_source, replace_file
 
 CODE = ("reward.function", "episode.function", "episode.env", "episode.tools", "learner.loss", "learner.advantage")
 """Keys that name users' code as MODULE:NAME, or a list of such names."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checkpoint.folder import CheckpointFolder, Found, step_of
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from asyncrl.runtime.linux import die_with_parent
+from asyncrl.rpc.linux import die_with_parent
 
 LEFT_TO_OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
@@ -32,7 +32,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     die_with_parent(signal.SIGKILL)
     faulthandler.enable()
-    from asyncrl.runtime import stacks
+    from asyncrl.rpc import stacks
 
     stacks.requests.install()
     parser = argparse.ArgumentParser(prog="asyncrl.cli.actor", description="Run one actor; started by a node agent.")
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--address", default="", metavar="ADDRESS")
     given = parser.parse_args()
 
-    from asyncrl.roles import ROLES, role_of
+    from asyncrl.core.roles import ROLES, role_of
 
     role = role_of(given.name)
     if role not in ROLES:
@@ -54,7 +54,7 @@ def main() -> int:
 
     import setproctitle
 
-    from asyncrl.runtime.process import run_actor
+    from asyncrl.rpc.process import run_actor
 
     setproctitle.setproctitle(f"asyncrl {given.name} {given.run.name}")
     return run_actor(

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli.flags import Parser, seconds, split_flags, split_ssh_args
 from asyncrl.cli.output import complain, flushed
-from asyncrl.text.printable import json_in_ascii, say
+from asyncrl.core.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
-    from asyncrl.chat.messages import Message
-    from asyncrl.chat.renderer import Renderer
     from asyncrl.config import Config
     from asyncrl.launcher.hosts.hostfile import HostLine
     from asyncrl.launcher.hosts.start import StartCommand
-    from asyncrl.tokenizer import Tokenizer
+    from asyncrl.text.chat.messages import Message
+    from asyncrl.text.chat.renderer import Renderer
+    from asyncrl.text.tokenizer import Tokenizer
 
 PROGRAM = "asyncrl-doctor"
 DESCRIPTION = "Check whether this host, or those of a hostfile, are ready for a run. Starts nothing."
@@ -78,7 +78,7 @@ def _main(argv: list[str]) -> int:
     import asyncio
 
     from asyncrl.config.load import load_config
-    from asyncrl.errors import ConfigError, UsageError
+    from asyncrl.core.errors import ConfigError, UsageError
 
     try:
         if given.chat:
@@ -94,8 +94,8 @@ def _main(argv: list[str]) -> int:
         return complain(PROGRAM, "the configuration is wrong: correct the problems above", error.exit_code)
     except UsageError as error:
         return complain(PROGRAM, str(error), error.exit_code)
-    from asyncrl.checks.findings import as_json, counts, exit_code, rows
-    from asyncrl.doctor.examination import Examination
+    from asyncrl.launcher.checks.findings import as_json, counts, exit_code, rows
+    from asyncrl.launcher.doctor.examination import Examination
 
     found = asyncio.run(Examination(targets, config, given.timeout, given.fix).run())
     say(json_in_ascii(as_json(found)) if given.json else "\n".join([*rows(found), counts(found)]), sys.stdout)
@@ -104,10 +104,10 @@ def _main(argv: list[str]) -> int:
 
 def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bool) -> int:
     """Show what a chat template does; the exit code. Raises ConfigError."""
-    from asyncrl.chat.renderer import make_renderer
     from asyncrl.config.load import load_config
-    from asyncrl.stops import resolve_stops
-    from asyncrl.tokenizer import tokenizer_of
+    from asyncrl.text.chat.renderer import make_renderer
+    from asyncrl.text.stops import resolve_stops
+    from asyncrl.text.tokenizer import tokenizer_of
 
     config = load_config(configs, ({} if configs else {"data.source": "synthetic"}) | overrides)
     tokenizer = tokenizer_of(config)
@@ -122,8 +122,8 @@ def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bo
 
 def _example(renderer: Renderer, tokenizer: Tokenizer) -> list[str]:
     """A conversation as the model gets it."""
-    from asyncrl.chat.probe import TOOLS
-    from asyncrl.errors import ChatRefused
+    from asyncrl.core.errors import ChatRefused
+    from asyncrl.text.chat.probe import TOOLS
 
     called = {"name": TOOLS[0]["function"]["name"], "arguments": {"word": "oldest tree"}}
     messages: list[Message] = [
@@ -149,9 +149,9 @@ def _show_agent(
     """Play a task with an agent; the exit code. Raises ConfigError."""
     import asyncio
 
-    from asyncrl.checks.findings import FAILED_EXIT_CODE
     from asyncrl.config.load import load_config
-    from asyncrl.doctor.agent.lone_episode import CannotPlay, for_script, play_scripted
+    from asyncrl.launcher.checks.findings import FAILED_EXIT_CODE
+    from asyncrl.launcher.doctor.agent.lone_episode import CannotPlay, for_script, play_scripted
 
     rest = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
     config = load_config(configs, rest | overrides)
@@ -203,7 +203,7 @@ def _targets(
     """The hosts, the head first: this host, if it is among them. Raises UsageError."""
     import socket
 
-    from asyncrl.doctor.examination import REMOTE
+    from asyncrl.launcher.doctor.examination import REMOTE
     from asyncrl.launcher.hosts.addresses import is_this_host
     from asyncrl.launcher.hosts.hostfile import HostLine, read_hostfile, select_hosts
     from asyncrl.launcher.hosts.start import LocalStart, SshStart

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncrl.cli.flags import Parser
 from asyncrl.cli.output import complain, flushed
 from asyncrl.cli.which_run import run_folder
-from asyncrl.text.printable import say
+from asyncrl.core.printable import say
 
 if TYPE_CHECKING:
     from asyncrl.checkpoint.folder import CheckpointFolder, Found
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    from asyncrl.errors import AsyncRLError, ConfigError, UsageError
+    from asyncrl.core.errors import AsyncRLError, ConfigError, UsageError
 
     given = _parser().parse_args(argv)
     try:
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(given: argparse.Namespace) -> int:
     """Returns the version. Raises AsyncRLError or OSError."""
-    from asyncrl.errors import UsageError
+    from asyncrl.core.errors import UsageError
 
     # A path that ends in .. has no name of its own.
     out = given.out.resolve()
@@ -95,7 +95,7 @@ def _find(run: str, version: int | None) -> tuple[Config, CheckpointFolder, Foun
     """Raises UsageError, ConfigError or CheckpointError."""
     from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
     from asyncrl.config.load import config_from_json
-    from asyncrl.errors import UsageError
+    from asyncrl.core.errors import UsageError
 
     run_dir = run_folder(run, PROGRAM)
     try:

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from asyncrl.other_names import Meaning, describe_meaning, meaning_of
-from asyncrl.text.printable import printable
+from asyncrl.config.other_names import Meaning, describe_meaning, meaning_of
+from asyncrl.core.printable import printable
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,7 +66,7 @@ def _key_for(word: str) -> str:
 
 def split_ssh_args(text: str) -> tuple[str, ...]:
     """The words of --ssh-args. Raises UsageError."""
-    from asyncrl.errors import UsageError
+    from asyncrl.core.errors import UsageError
 
     try:
         return tuple(shlex.split(text))

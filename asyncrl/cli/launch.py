@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Literal
 from asyncrl.cli import live_run_commands
 from asyncrl.cli.flags import Parser, split_flags, split_ssh_args
 from asyncrl.cli.output import complain, flushed
+from asyncrl.core.printable import say
 from asyncrl.launcher.common.signals import heeded
-from asyncrl.text.printable import say
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -117,7 +117,7 @@ def _main(argv: list[str]) -> int:
     elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
-    from asyncrl.errors import AsyncRLError, ConfigError
+    from asyncrl.core.errors import AsyncRLError, ConfigError
 
     if given.hosts is None and not speaks_to_live_run and (given.include or given.exclude or given.ssh_args):
         parser.error("--include, --exclude and --ssh-args belong to --hosts FILE")
@@ -231,7 +231,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
 def _generate(count: int | None, config: Config) -> None:
     """Sample responses to the first prompts. Raises ConfigError."""
     if count is not None:
-        from asyncrl.doctor.generate.printing import print_generated
+        from asyncrl.launcher.doctor.generate.printing import print_generated
 
         # The event loop of the plan has put the handlers back to what Python begins with.
         _heed_signals()

@@ -12,8 +12,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from asyncrl.text.printable import printable
-from asyncrl.text.streams import PRINTER, replace_unknown, send_nowhere
+from asyncrl.core.printable import printable
+from asyncrl.core.streams import PRINTER, replace_unknown, send_nowhere
 
 
 class _CannotPrint(Exception):

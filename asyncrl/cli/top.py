@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from asyncrl.cli.flags import Parser
 from asyncrl.cli.output import complain, flushed
 from asyncrl.cli.which_run import PROGRAM, live_run_place, must_be_reachable, run_folder
-from asyncrl.text.printable import json_in_ascii, say
+from asyncrl.core.printable import json_in_ascii, say
 
 if TYPE_CHECKING:
-    from asyncrl.snapshot import Snapshot
+    from asyncrl.messages.snapshot import Snapshot
     from asyncrl.top.client import Away, Waiting
     from asyncrl.top.history import History
     from asyncrl.top.replay import Replay, Source
@@ -83,18 +83,18 @@ def _main(argv: list[str]) -> int:
     if given.count is not None and not 1 <= given.count <= MOST_SAMPLES:
         parser.error(f"--count is 1 to {MOST_SAMPLES}, got {given.count}")
 
-    from asyncrl.errors import AsyncRLError, UsageError
+    from asyncrl.core.errors import AsyncRLError, UsageError
 
     try:
         if given.explain is not None:
-            from asyncrl.explain.history import explain
+            from asyncrl.observe.explain.history import explain
 
             say(explain(run_folder(given.run, "--explain"), given.explain), sys.stdout)
             return 0
         if given.samples:
             return _print_samples(run_folder(given.run, "--samples"), given)
         if given.report is not None:
-            from asyncrl.report.report import write_report
+            from asyncrl.observe.report.report import write_report
 
             run_dir = run_folder(given.run, "--report")
             try:
@@ -144,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _print_samples(run_dir: Path, given: argparse.Namespace) -> int:
-    from asyncrl.telemetry.sample_text import sample_page
-    from asyncrl.telemetry.samples import FOLDER, SampleChoice, newest_samples
+    from asyncrl.observe.sample_text import sample_page
+    from asyncrl.observe.samples import FOLDER, SampleChoice, newest_samples
 
     choice = SampleChoice(kind=given.kind, step=given.step)
     found = newest_samples(run_dir, choice, given.count or SAMPLES)
@@ -225,7 +225,7 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
 
 
 def _show(source: Source) -> int:
-    from asyncrl.runtime.process import tune_memory
+    from asyncrl.rpc.process import tune_memory
     from asyncrl.top.app import Top
 
     # The history of a large run has very many objects, without cycles.
@@ -242,7 +242,7 @@ async def _take(feed: AsyncIterator[Snapshot | Away | Waiting], history: History
     """Add snapshots until they cover so many seconds, for rates. Raises ActorFailed if none comes."""
     import asyncio
 
-    from asyncrl.errors import ActorFailed
+    from asyncrl.core.errors import ActorFailed
     from asyncrl.top.client import Away, Waiting
 
     reason, taken = f"{run} does not answer", False
@@ -267,7 +267,7 @@ async def _take(feed: AsyncIterator[Snapshot | Away | Waiting], history: History
 
 
 def _print(history: History, given: argparse.Namespace) -> int:
-    from asyncrl.errors import UsageError
+    from asyncrl.core.errors import UsageError
 
     if history.newest is None:
         raise UsageError("this version of asyncrl cannot read the recording")

@@ -14,7 +14,7 @@ RUNS = "runs"
 
 def run_folder(run: str | None, flag: str) -> Path:
     """The folder of a run, live or not; without RUN that of the newest. Raises UsageError."""
-    from asyncrl.errors import UsageError
+    from asyncrl.core.errors import UsageError
 
     if run is not None:
         path = _named(run)
@@ -60,7 +60,7 @@ def _lives(path: Path) -> bool:
 
 def live_run_place(run: str | None) -> str:
     """Run folder or HOST:PORT to attach to. Raises UsageError, which says what there is instead."""
-    from asyncrl.errors import UsageError
+    from asyncrl.core.errors import UsageError
     from asyncrl.launcher.run_folder.private import is_live
 
     if run is None:
@@ -85,7 +85,7 @@ def live_run_place(run: str | None) -> str:
 
 def must_be_reachable(address: str) -> None:
     """Require that the address accepts connections. Raises ActorFailed, so that a wrong address is reported at once."""
-    from asyncrl.errors import ActorFailed
+    from asyncrl.core.errors import ActorFailed
     from asyncrl.top.client import why_unreachable
 
     if why := why_unreachable(address):

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from asyncrl.config.algorithm import LoraConfig, SftConfig
 from asyncrl.config.episode import ChatConfig, EpisodeConfig
-from asyncrl.config.lora import LoraConfig
 from asyncrl.config.monitor import DriftConfig, LogConfig, MonitorConfig, SinksConfig, TraceConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
@@ -25,7 +25,6 @@ from asyncrl.config.operation import (
 )
 from asyncrl.config.rollout import EPISODES_PER_CALL, RolloutConfig, WeightsConfig
 from asyncrl.config.section import Section
-from asyncrl.config.sft import SftConfig
 from asyncrl.config.training import (
     DataConfig,
     EvalConfig,
@@ -35,7 +34,7 @@ from asyncrl.config.training import (
     RunConfig,
     StalenessConfig,
 )
-from asyncrl.roles import ROLES
+from asyncrl.core.roles import ROLES
 
 
 class Config(Section):

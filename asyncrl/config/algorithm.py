@@ -1,4 +1,4 @@
-"""The policy's loss: corrections, rejection, divergence from a reference, and a teacher."""
+"""What is trained and by which loss: corrections, rejection, reference, teacher, adapters, supervised steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from asyncrl.config.section import OptionalPath, Positive, Seconds, Section
+from asyncrl.config.section import NonNegative, OptionalPath, Positive, Seconds, Section
 
 Estimator = Literal["k1", "k2", "k3"]
 AboveZero = Annotated[float, Field(gt=0)]
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room; an adapter takes the room of the next."""
 
 
 class RejectConfig(Section):
@@ -81,3 +83,53 @@ class TeacherServerConfig(Section):
     """Timeout of a request."""
     tries: Positive = 5
     """Attempts at a request that the server rejects temporarily or that does not reach it; then the run ends."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on linear layers; the model's own weights do not change."""
+
+    rank: NonNegative = 0
+    """Rank of each adapter; 0 trains all weights without adapters."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale: an adapter adds (alpha / rank) B A x to its layer's output for x."""
+    targets: Literal["all-linear"] | list[str] = "all-linear"
+    """Layers with an adapter, by the last part of their names, for example ["q_proj", "v_proj"]; or every linear layer
+    of the decoder."""
+    publish: Literal["auto", "adapter", "merged"] = "auto"
+    """Content of a version: the adapters (a few megabytes), or the whole weights with the adapters merged in. auto is
+    adapter with vllm, else merged."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+
+class SftConfig(Section):
+    """Supervised training on conversations: steps before the first version, and a term of each later step's loss."""
+
+    data: OptionalPath = None
+    """JSON lines, a file or a glob: rows of {"messages": [...]}, with "tools" if the chat template has them, or of
+    {"prompt": ..., "completion": ...}, tokenized as data.template says. Assistant messages are trained, except those
+    with "weight": 0."""
+    warm_steps: NonNegative = 0
+    """Supervised steps before version 0 is published."""
+    weight: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the supervised term in each step of reinforcement learning; 0 trains warm steps alone."""
+    batch: Positive = 32
+    """Conversations of a supervised step or term."""
+    lr: Annotated[float, Field(ge=0)] | None = None
+    """Peak learning rate of the warm steps, which have their own optimizer; by default learner.lr."""
+    rise_steps: NonNegative = 0
+    """Warm steps of linear warm-up; then the rate falls linearly to 0."""
+    max_tokens: Positive | None = None
+    """Longest sequence of a conversation; by default the longest that the run samples."""
+    on_long: Literal["error", "cut"] = "error"
+    """A longer sequence refuses the start with file and line, or is cut to max_tokens without its end token."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """A row that cannot be used refuses the start with file and line, or is counted and skipped."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is trained by it."""
+        return self.warm_steps > 0 or self.weight > 0

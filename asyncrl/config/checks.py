@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from asyncrl.config import Config
-from asyncrl.config.algorithm import TeacherServerConfig
+from asyncrl.config.algorithm import LoraConfig, TeacherServerConfig
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS
-from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
 
 Problem = tuple[str, str]

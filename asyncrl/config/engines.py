@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.config.lora import VLLM_RANKS
+from asyncrl.config.algorithm import VLLM_RANKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

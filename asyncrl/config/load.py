@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.checks import cross_check
 from asyncrl.config.keys import describe, holds_text
 from asyncrl.config.section import AS_GIVEN, expand_path
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 
 def load_config(files: Sequence[str | Path], overrides: Mapping[str, str] | None = None) -> Config:

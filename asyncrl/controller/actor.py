@@ -28,9 +28,10 @@ from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
 from asyncrl.controller.state.reserve import SINKS
 from asyncrl.controller.state.run_state import RunStateMachine
-from asyncrl.disk import in_words
-from asyncrl.errors import InvalidRequest, Refused
-from asyncrl.files import replace_file
+from asyncrl.core.disk import in_words
+from asyncrl.core.errors import InvalidRequest, Refused
+from asyncrl.core.files import replace_file
+from asyncrl.core.roles import gang_of, role_of
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
     ActorEnded,
@@ -62,13 +63,12 @@ from asyncrl.messages.monitor import (
     WatchMetrics,
     WatchSnapshot,
 )
-from asyncrl.roles import gang_of, role_of
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.controller_client import ADDRESS_FILE, AddressFile, read_address_file
-from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
-from asyncrl.runtime.lifecycle.registry import Registry
-from asyncrl.runtime.notices import sendable
-from asyncrl.runtime.parking import ParkingLot
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_address_file
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+from asyncrl.rpc.lifecycle.registry import Registry
+from asyncrl.rpc.notices import sendable
+from asyncrl.rpc.parking import ParkingLot
 
 FEW_ACTORS = 64
 """Largest number of actors at which each change of the registry is handled at once."""

@@ -1,6 +1,6 @@
 """The metrics of the controller."""
 
-from asyncrl.telemetry.catalogue import Declaring
+from asyncrl.observe.catalogue import Declaring
 
 controller = Declaring("controller")
 controller.counter(

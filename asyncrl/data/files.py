@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from asyncrl.core.errors import DataError
 from asyncrl.data.hub import fetch_advice
-from asyncrl.errors import DataError
 
 Kind = Literal["jsonl", "parquet", "hf"]
 PARQUET_MAGIC = b"PAR1"

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.core.errors import DataError
 from asyncrl.data.files import PARQUET_MAGIC, files_of
-from asyncrl.errors import DataError
 
 GZIP_MAGIC = b"\x1f\x8b"
 _decode = msgspec.json.Decoder().decode

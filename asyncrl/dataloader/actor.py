@@ -14,10 +14,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncrl.chat.chat_report import FILE as CHAT_FILE
-from asyncrl.chat.renderer import make_renderer
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.training import DataConfig, EvalConfig
+from asyncrl.core.errors import InvalidRequest, RestoreNeeded, WireError
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.gate import WorkingLimit
@@ -26,7 +25,6 @@ from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, check_unchanged, rebuild
 from asyncrl.dataloader.sources import load_dataset
-from asyncrl.errors import InvalidRequest, RestoreNeeded, WireError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
     NewLeases,
@@ -45,13 +43,15 @@ from asyncrl.messages.groups import Lease
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.messages.seals import sealed
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.calls.retry import AWAY_S, log_away
-from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
-from asyncrl.runtime.parking import ParkingLot
-from asyncrl.stops import resolve_stops
-from asyncrl.telemetry.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
-from asyncrl.tokenizer import Tokenizer, tokenizer_of
+from asyncrl.observe.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.calls.retry import AWAY_S, log_away
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+from asyncrl.rpc.parking import ParkingLot
+from asyncrl.text.chat.chat_report import FILE as CHAT_FILE
+from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.stops import resolve_stops
+from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
 TOKENIZED_AT_ONCE = 2000

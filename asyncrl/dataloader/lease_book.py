@@ -23,13 +23,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
+from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
 from asyncrl.dataloader.gate import Gate
 from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease, SuspectPrompts
 from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.errors import ProtocolError
-from asyncrl.ledger import position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
+from asyncrl.messages.ledger import position_of
 from asyncrl.messages.rollouter import LeasesHeld
 from asyncrl.messages.suspects import runs_alone
 

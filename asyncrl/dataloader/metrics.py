@@ -1,6 +1,6 @@
 """The metrics of the dataloader."""
 
-from asyncrl.telemetry.catalogue import SECONDS, Declaring
+from asyncrl.observe.catalogue import SECONDS, Declaring
 
 dataloader = Declaring("dataloader")
 dataloader.counter("tickets/granted", "groups", "leases of prompt groups, including those of evaluations")

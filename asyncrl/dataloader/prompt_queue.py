@@ -16,8 +16,8 @@ from itertools import islice
 import numpy as np
 
 from asyncrl.data.order import EpochOrder
-from asyncrl.ledger import Kind, Ledger
 from asyncrl.messages.dataloader import Rejected
+from asyncrl.messages.ledger import Kind, Ledger
 
 TOO_LONG = "over data.max_prompt_tokens"
 LOOKED_UP_AT_ONCE = 4096

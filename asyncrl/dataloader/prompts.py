@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from asyncrl.chat.prompt import PromptEncoder
 from asyncrl.config import Config
 from asyncrl.config.training import DataConfig
+from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.dataloader.sources import (
     MEND,
     BadRow,
@@ -26,8 +26,8 @@ from asyncrl.dataloader.sources import (
     nothing_usable,
     unpack,
 )
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.tokenizer import Tokenizer
+from asyncrl.text.chat.prompt import PromptEncoder
+from asyncrl.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

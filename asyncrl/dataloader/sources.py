@@ -20,14 +20,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.chat.messages import Tool
-from asyncrl.chat.prompt import Prompt, read_prompt
-from asyncrl.chat.row_messages import read_tools, without_nulls
 from asyncrl.config.training import DataConfig
+from asyncrl.core.errors import ChatRefused, DataError
 from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.data.files import find_files, no_such
 from asyncrl.data.jsonl import RawRow, read_json_rows
-from asyncrl.errors import ChatRefused, DataError
+from asyncrl.text.chat.messages import Tool
+from asyncrl.text.chat.prompt import Prompt, read_prompt
+from asyncrl.text.chat.row_messages import read_tools, without_nulls
 
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000

@@ -4,8 +4,8 @@ An episode is ``async def episode(task: Task, client: Client) -> reward``. The r
 components, or None where turn rewards or reward.function say it.
 """
 
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.episodes.playing.client import BlockingClient, Client, Reply
 from asyncrl.episodes.playing.task import Task
-from asyncrl.errors import ChatRefused, EpisodeOver
 
 __all__ = ["BlockingClient", "ChatRefused", "Client", "EpisodeOver", "Reply", "Task"]

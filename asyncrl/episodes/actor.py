@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.core.errors import ConfigError, EpisodeHostFull, EpisodeOver
 from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
-from asyncrl.errors import ConfigError, EpisodeHostFull, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.awaits import longest_waits
-from asyncrl.runtime.lifecycle.backoff import backoff
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.awaits import longest_waits
+from asyncrl.rpc.lifecycle.backoff import backoff
 from asyncrl.workers.confinement import NOTICE, confine
 from asyncrl.workers.user_code import FaultKinds
 

@@ -18,12 +18,12 @@ from functools import partial
 import msgspec
 
 from asyncrl.config.episode import EpisodeConfig
+from asyncrl.core.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.session import Playing, PolicySession
-from asyncrl.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeWorkersEnded
 from asyncrl.messages.episodes import Chat, EpisodeDone
 from asyncrl.messages.suspects import runs_alone
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.observe.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool

@@ -1,6 +1,6 @@
 """The metrics of an episode host."""
 
-from asyncrl.telemetry.catalogue import SECONDS, Declaring
+from asyncrl.observe.catalogue import SECONDS, Declaring
 
 episodes = Declaring("episodes")
 episodes.counter("episodes/played", "episodes", "episodes that ended by themselves or with their worker")

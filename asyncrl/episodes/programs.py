@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.episode import EpisodeConfig
+from asyncrl.core.errors import AsyncRLError, EpisodeWorkersEnded
+from asyncrl.core.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.episodes.episode_pool import EpisodeCounts
 from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.session import Playing, PolicySession
-from asyncrl.errors import AsyncRLError, EpisodeWorkersEnded
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.outcome import BadOutcome, Outcome, read_outcome
-from asyncrl.runtime.lifecycle.supervision import describe_exit
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.observe.states import StateLedger
+from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import OnOutput, Place, WorkerPool

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from asyncrl.core.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
 from asyncrl.episodes.playing.task import Task
-from asyncrl.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import (
     Chat,

@@ -36,9 +36,9 @@ from asyncrl.launcher.common.agent_messages import (
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.node.agent_heartbeat import Silence
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
-from asyncrl.runtime.lifecycle.supervision import describe_exit
-from asyncrl.runtime.linux import children_of
+from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
+from asyncrl.rpc.lifecycle.supervision import describe_exit
+from asyncrl.rpc.linux import children_of
 
 LOOK_S = 0.5
 """Time between two looks at an agent."""

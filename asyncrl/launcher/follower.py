@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, HostFailed
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, HostFailed
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,

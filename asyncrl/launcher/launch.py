@@ -31,13 +31,14 @@ from typing import Any, Literal
 import msgspec
 
 from asyncrl.checkpoint import DIGESTS
-from asyncrl.checks.findings import Finding, errors_of, on_host, warnings_of
 from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
-from asyncrl.errors import ConfigError, UsageError
+from asyncrl.core.errors import ConfigError, UsageError
+from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
+from asyncrl.launcher.checks.findings import Finding, errors_of, on_host, warnings_of
 from asyncrl.launcher.common.agent_messages import (
     KILL,
     AgentSpec,
@@ -75,9 +76,8 @@ from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.runtime.lifecycle.roster import LAUNCHER
-from asyncrl.text.printable import say
-from asyncrl.wire.keys import VIEWER, Keyring
+from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.wire.keys import VIEWER, Keyring
 
 PASSED_ON = (
     *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),

@@ -19,9 +19,9 @@ from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.resume import Resumption
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.launcher.terminal.summary import summarise
-from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
-from asyncrl.telemetry.metrics_line import read_metrics
-from asyncrl.telemetry.snapshots.recording import last_recorded
+from asyncrl.observe.metrics_line import read_metrics
+from asyncrl.observe.snapshots.recording import last_recorded
+from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 
 LEARNER = "learner/0"
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")

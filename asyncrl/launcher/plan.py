@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.checks.findings import Finding, rows
 from asyncrl.config import Config
+from asyncrl.launcher.checks.findings import Finding, rows
 from asyncrl.launcher.common.placement import Placed, describe
 from asyncrl.launcher.run_folder.folders import free_run_folder
 from asyncrl.launcher.run_folder.resume import Resumption

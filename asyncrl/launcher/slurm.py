@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, HostFailed, UsageError
+from asyncrl.core.errors import ConfigError, HostFailed, UsageError
+from asyncrl.core.roles import role_of
 from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import SlurmStart
 from asyncrl.launcher.run_folder.folders import named_in_utf8, runs_of_name
 from asyncrl.launcher.run_folder.resume import AUTO
-from asyncrl.roles import role_of
 
 ANSWER_S = 60.0
 """Longest time in which a command of SLURM answers."""

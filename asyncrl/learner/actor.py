@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
-from asyncrl.errors import NonFiniteStep, NotLeased
+from asyncrl.core.errors import NonFiniteStep, NotLeased
 from asyncrl.learner.backends.backend import Backend, create
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports
@@ -32,10 +32,10 @@ from asyncrl.messages import Request
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
 from asyncrl.messages.seals import fits
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.runtime.calls.server import REFUSED
-from asyncrl.sft.conversations import Conversations, load_conversations
-from asyncrl.telemetry.trace import CHECKPOINTS, PHASES, Track
+from asyncrl.observe.trace import CHECKPOINTS, PHASES, Track
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.rpc.calls.server import REFUSED
+from asyncrl.text.sft.conversations import Conversations, load_conversations
 
 PARAMETER_SERVER = "parameter_server/0"
 

@@ -12,12 +12,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, Refused, RemoteError
+from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord, Resolve, Resolved
-from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.runtime.calls.retry import is_refusal, wait_out
-from asyncrl.runtime.services import ActorServices
+from asyncrl.rpc.actor import CONTROLLER
+from asyncrl.rpc.calls.retry import is_refusal, wait_out
+from asyncrl.rpc.services import ActorServices
 
 RANK_0 = "learner/0"
 

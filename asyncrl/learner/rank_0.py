@@ -18,8 +18,8 @@ from typing import Any
 from asyncrl.checkpoint.contents import Contents
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
-from asyncrl.disk import in_words
-from asyncrl.errors import CannotLearn
+from asyncrl.core.disk import in_words
+from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
@@ -43,10 +43,10 @@ from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
 from asyncrl.messages.actors import RunFinished
-from asyncrl.runtime.services import ActorServices
-from asyncrl.sft.conversations import Conversations
-from asyncrl.telemetry.group_log import RESTORED, GroupLog
-from asyncrl.telemetry.trace import STEPS, WEIGHTS, Trace
+from asyncrl.observe.group_log import RESTORED, GroupLog
+from asyncrl.observe.trace import STEPS, WEIGHTS, Trace
+from asyncrl.rpc.services import ActorServices
+from asyncrl.text.sft.conversations import Conversations
 
 
 class Rank0:

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, Done, Message, Request
-from asyncrl.messages.senders import AGENT, LAUNCHER, LEARNER, MEMBERS
+from asyncrl.messages import AGENT, LAUNCHER, LEARNER, MEMBERS, Count, Done, Message, Request
 
 
 class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):

@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, Done, Message, Request, Uid
+from asyncrl.messages import LEARNER, ROLLOUTER, Count, Done, Message, Request, Uid
 from asyncrl.messages.groups import Lease, LedgerState
-from asyncrl.messages.senders import LEARNER, ROLLOUTER
 
 
 class NewLeases(Message, frozen=True, kw_only=True):

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, Message, Request, Uid
-from asyncrl.messages.senders import EPISODES, ROLLOUTER
+from asyncrl.messages import EPISODES, ROLLOUTER, Count, Message, Request, Uid
 
 SessionKey = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f]+$")]
 """128 random bits or more, in hexadecimal. No log line holds it."""

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.messages import AGENT, LAUNCHER, MEMBERS, Count, Done, Message, Request
 from asyncrl.messages.actors import Dead
-from asyncrl.messages.senders import AGENT, LAUNCHER, MEMBERS
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 

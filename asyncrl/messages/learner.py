@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from asyncrl.messages import Count, Message, Request, Uid
+from asyncrl.messages import DATALOADER, ROLLOUTER, Count, Message, Request, Uid
 from asyncrl.messages.groups import Group
-from asyncrl.messages.senders import DATALOADER, ROLLOUTER
 
 
 class Delivered(Message, frozen=True, kw_only=True):

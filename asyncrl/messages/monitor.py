@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, Done, Message, Request
-from asyncrl.messages.senders import LEARNER, MEMBERS, SINKS, VIEWER
-from asyncrl.snapshot import Gpu, Histogram
+from asyncrl.messages import LEARNER, MEMBERS, SINKS, VIEWER, Count, Done, Message, Request
+from asyncrl.messages.snapshot import Gpu, Histogram
 
 MOST_UNREACHED = 8
 """Actors out of reach that a heartbeat names."""

@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, FinishReason, Message, Request, Uid
-from asyncrl.messages.senders import ROLLOUTER
+from asyncrl.messages import ROLLOUTER, Count, FinishReason, Message, Request, Uid
 
 TIMED_OUT_COMPONENT = "timed_out"
 """The one component of a reward that the function did not give: that of reward.on_timeout."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.messages import Count, Message, Request, Uid
-from asyncrl.messages.senders import DATALOADER
+from asyncrl.messages import DATALOADER, Count, Message, Request, Uid
 
 
 class LeasesHeld(Message, frozen=True, kw_only=True):

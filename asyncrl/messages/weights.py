@@ -7,9 +7,8 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta, Struct
 
-from asyncrl.messages import Count, Done, Message, Request
+from asyncrl.messages import LEARNER, ROLLOUTER, Count, Done, Message, Request
 from asyncrl.messages.learner import UpdateTimes
-from asyncrl.messages.senders import LEARNER, ROLLOUTER
 
 
 class TensorSpec(Struct, gc=False, frozen=True, array_like=True):

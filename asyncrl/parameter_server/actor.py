@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from asyncrl.errors import VersionGone, WeightsCorrupt
+from asyncrl.core.errors import VersionGone, WeightsCorrupt
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
@@ -37,9 +37,9 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.parameter_server.conductor import Conductor
 from asyncrl.parameter_server.held_versions import HeldVersions
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
-from asyncrl.runtime.parking import AT_ONCE, ParkingLot
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+from asyncrl.rpc.parking import AT_ONCE, ParkingLot
 from asyncrl.weights.held_version import hold
 from asyncrl.weights.segments import host_id
 

@@ -27,7 +27,7 @@ from itertools import islice
 import msgspec
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import VersionReused
+from asyncrl.core.errors import VersionReused
 from asyncrl.messages.weights import AnnounceBroadcast, NextUpdate, Offer, ReportUpdate, Transport
 from asyncrl.parameter_server.broadcast import BroadcastControl
 from asyncrl.parameter_server.hosts import Hosts, pins

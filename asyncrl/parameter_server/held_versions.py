@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import xxhash
 
-from asyncrl.errors import InvalidRequest, VersionGone
+from asyncrl.core.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.weights.held_version import HeldVersion
 

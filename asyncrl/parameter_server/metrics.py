@@ -1,6 +1,6 @@
 """The metrics of the parameter server."""
 
-from asyncrl.telemetry.catalogue import Declaring
+from asyncrl.observe.catalogue import Declaring
 
 server = Declaring("parameter_server")
 server.counter("weights/updates_committed", "updates", "successful updates of replicas")

@@ -14,16 +14,16 @@ from functools import partial
 
 import msgspec
 
-from asyncrl.errors import RewardBroken
+from asyncrl.core.errors import RewardBroken
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
+from asyncrl.observe.trace import FIRST_SLOT
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.judge_pool import JudgePool
 from asyncrl.reward.scoring.faults import FailureRate, Faults, RewardFault
 from asyncrl.reward.scoring.reward_pool import RewardPool
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.awaits import longest_waits
-from asyncrl.telemetry.trace import FIRST_SLOT
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.awaits import longest_waits
 from asyncrl.workers.confinement import NOTICE, Confinement, confine
 
 START_SHARE = 0.8

@@ -1,6 +1,6 @@
 """The metrics of the reward pool and its judges."""
 
-from asyncrl.telemetry.catalogue import SECONDS, SHORT, Declaring
+from asyncrl.observe.catalogue import SECONDS, SHORT, Declaring
 
 reward = Declaring("reward")
 reward.counter(

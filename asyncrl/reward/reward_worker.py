@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
+from asyncrl.core.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
 from asyncrl.reward import arguments
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.scoring.functions import BUILT_IN
 from asyncrl.reward.scoring.reward_frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
-from asyncrl.wire.codec import encodable
+from asyncrl.rpc.wire.codec import encodable
 from asyncrl.workers.memory import MemoryLimit
 from asyncrl.workers.user_code import (
     Keys,

@@ -19,13 +19,14 @@ import asyncio
 import contextlib
 from collections.abc import Collection
 
-from asyncrl.chat.renderer import make_renderer
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.messages.weights import Chunk, FetchChunk
+from asyncrl.observe.group_log import GENERATED, GroupLog
+from asyncrl.observe.trace import WEIGHTS
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.episode.figures import EpisodeFaults, EpisodeFigures
 from asyncrl.rollouter.episode.hosts import RunHosts
@@ -37,11 +38,10 @@ from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rollouter.serving.policy import Player, Policy, SingleTurn
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.stops import Stops, resolve_stops
-from asyncrl.telemetry.group_log import GENERATED, GroupLog
-from asyncrl.telemetry.trace import WEIGHTS
-from asyncrl.tokenizer import tokenizer_of
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.stops import Stops, resolve_stops
+from asyncrl.text.tokenizer import tokenizer_of
 from asyncrl.weights.segments import host_id
 
 PARAMETER_SERVER = "parameter_server/0"

@@ -20,22 +20,22 @@ from functools import partial
 from typing import TypeVar
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed
-from asyncrl.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
+from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, RemoteError, RewardFailed
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
+from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed
+from asyncrl.rollouter.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
 from asyncrl.rollouter.leases import HeldLeases
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
 from asyncrl.rollouter.serving.policy import Player
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.runtime.calls.retry import LONGEST_AWAY_S, is_refusal
-from asyncrl.runtime.lifecycle.backoff import backoff, backoffs
-from asyncrl.runtime.lifecycle.roster import Roster
-from asyncrl.runtime.services import ActorServices
-from asyncrl.trajectories import sampled_tokens
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, is_refusal
+from asyncrl.rpc.lifecycle.backoff import backoff, backoffs
+from asyncrl.rpc.lifecycle.roster import Roster
+from asyncrl.rpc.services import ActorServices
 
 
 class RewardPools:

@@ -20,16 +20,16 @@ from collections.abc import AsyncGenerator, Callable, Collection
 from msgspec.structs import replace
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, MessageTooLarge, RemoteError, WireError
+from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, RemoteError, WireError
 from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import Deliver
 from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.policy import Slots
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.runtime.calls.retry import AWAY_S, log_away, pause, wait_out
-from asyncrl.runtime.services import ActorServices
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.calls.retry import AWAY_S, log_away, pause, wait_out
+from asyncrl.rpc.services import ActorServices
 
 DATALOADER, LEARNER = "dataloader/0", "learner/0"
 LEARNER_LOOK_S = 1.0

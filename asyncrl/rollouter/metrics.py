@@ -1,6 +1,6 @@
 """The metrics of a rollouter."""
 
-from asyncrl.telemetry.catalogue import SECONDS, TOKENS, TURNS, Declaring
+from asyncrl.observe.catalogue import SECONDS, TOKENS, TURNS, Declaring
 
 rollouter = Declaring("rollouter")
 rollouter.counter("rollout/sampled_tokens", "tokens", "sampled since the start, evaluations included")

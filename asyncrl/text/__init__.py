@@ -1,1 +1,1 @@
-"""Text about a run for people: numbers, phases, and what a terminal may be given."""
+"""From text to tokens and back: tokenizer, stops, chat, supervised conversations. Needs neither an engine nor torch."""

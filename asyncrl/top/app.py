@@ -21,8 +21,8 @@ from textual.events import Key, Resize
 from textual.geometry import Size
 from textual.widgets import Input
 
-from asyncrl.errors import AsyncRLError
-from asyncrl.text.printable import printable
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.printable import printable
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.draw import LEVELS, Choice, PaneName, fit, rich_text, to_ascii
 from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title

@@ -20,16 +20,16 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.core.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.core.json_text import read_json_object
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
-from asyncrl.runtime.calls.server import CROWDED
-from asyncrl.runtime.controller_client import ADDRESS_FILE, ControllerClient
-from asyncrl.runtime.lifecycle.roster import CONTROLLER
-from asyncrl.snapshot import OVER, Snapshot
-from asyncrl.telemetry.snapshots.recording import decode, read_latest
-from asyncrl.telemetry.snapshots.snapshot_codec import decode_snapshot
-from asyncrl.text.json_text import read_json_object
-from asyncrl.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
+from asyncrl.messages.snapshot import OVER, Snapshot
+from asyncrl.observe.snapshots.recording import decode, read_latest
+from asyncrl.observe.snapshots.snapshot_codec import decode_snapshot
+from asyncrl.rpc.calls.server import CROWDED
+from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
+from asyncrl.rpc.wire.keys import VIEWER, VIEWER_INCARNATION, Credentials, load_credentials
 
 PRIVATE = "private"
 ANSWER_S = 8.0

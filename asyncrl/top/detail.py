@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from asyncrl.snapshot import ActorView, Resource
-from asyncrl.text.json_text import from_json
-from asyncrl.text.numbers import ABSENT, count, duration, fixed, percent, size
+from asyncrl.core.json_text import from_json
+from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
+from asyncrl.messages.snapshot import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of
 from asyncrl.top.draw import (
     BARS,

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.style import Style as RichStyle
 from rich.text import Text
 
-from asyncrl.text.numbers import ABSENT, count
-from asyncrl.text.printable import printable
+from asyncrl.core.numbers import ABSENT, count
+from asyncrl.core.printable import printable
 from asyncrl.top.bottleneck import KINDS, Kind, kind_of
 
 Style = Literal[

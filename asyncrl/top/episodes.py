@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from asyncrl.snapshot import ActorView
-from asyncrl.telemetry.catalogue import edges_of, quantile
-from asyncrl.telemetry.snapshots.rates import Shares, mean, total
-from asyncrl.text.numbers import ABSENT, count, duration, fixed, percent
+from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent
+from asyncrl.messages.snapshot import ActorView
+from asyncrl.observe.catalogue import edges_of, quantile
+from asyncrl.observe.snapshots.rates import Shares, mean, total
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     Choice,

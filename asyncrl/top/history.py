@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from asyncrl.snapshot import ActorView, RunView, Snapshot
-from asyncrl.telemetry.metrics_line import number_in
-from asyncrl.telemetry.snapshots.rates import Interval, mean, median, total
+from asyncrl.messages.snapshot import ActorView, RunView, Snapshot
+from asyncrl.observe.metrics_line import number_in
+from asyncrl.observe.snapshots.rates import Interval, mean, median, total
 
 AT = "rollout/episodes_at/"
 """Beginning of the names of figures of stages."""

@@ -11,9 +11,10 @@ from itertools import groupby
 
 from rich.text import Text
 
-from asyncrl.snapshot import ActorView
-from asyncrl.telemetry.catalogue import edges_of, quantile
-from asyncrl.telemetry.metrics_line import (
+from asyncrl.core.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
+from asyncrl.messages.snapshot import ActorView
+from asyncrl.observe.catalogue import edges_of, quantile
+from asyncrl.observe.metrics_line import (
     HIGH_TRUNCATION,
     component_numbers,
     eval_names,
@@ -21,9 +22,8 @@ from asyncrl.telemetry.metrics_line import (
     number_in,
     pass_at_numbers,
 )
-from asyncrl.telemetry.metrics_line import Line as MetricsLine
-from asyncrl.telemetry.snapshots.rates import total
-from asyncrl.text.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
+from asyncrl.observe.metrics_line import Line as MetricsLine
+from asyncrl.observe.snapshots.rates import total
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     LEVELS,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from rich.text import Text
 
-from asyncrl.snapshot import OVER
-from asyncrl.telemetry.metrics_line import is_eval_mean, number_in, served_versions
-from asyncrl.telemetry.snapshots.rates import total
-from asyncrl.text.numbers import count, duration, fixed, percent, rate
-from asyncrl.text.phase import phase_and_reason, phase_word
+from asyncrl.core.numbers import count, duration, fixed, percent, rate
+from asyncrl.core.phase import phase_and_reason, phase_word
+from asyncrl.messages.snapshot import OVER
+from asyncrl.observe.metrics_line import is_eval_mean, number_in, served_versions
+from asyncrl.observe.snapshots.rates import total
 from asyncrl.top.bottleneck import Stage, by_kind, kind_of
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.draw import (

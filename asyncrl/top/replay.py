@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from asyncrl.errors import UsageError
-from asyncrl.snapshot import Snapshot
-from asyncrl.telemetry.snapshots.recording import FOLDER, decode, read_latest, segments
+from asyncrl.core.errors import UsageError
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.observe.snapshots.recording import FOLDER, decode, read_latest, segments
 from asyncrl.top.client import Away, Waiting, ended
 from asyncrl.top.history import LONGEST_S, RATES_S, History
 

@@ -18,8 +18,8 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.screen import Screen
 
-from asyncrl.telemetry.sample_text import SampleStyle, sample_lines
-from asyncrl.telemetry.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
+from asyncrl.observe.sample_text import SampleStyle, sample_lines
+from asyncrl.observe.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
 from asyncrl.top.draw import Style, fit, wrapped
 from asyncrl.top.widgets import SIDES, Block, Lines
 

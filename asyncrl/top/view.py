@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-from asyncrl.snapshot import ENDING, OVER, ActorView, Event, Resource, RunView
-from asyncrl.telemetry.catalogue import edges_of
-from asyncrl.telemetry.metrics_line import Line, number_in, without_first
-from asyncrl.telemetry.snapshots.rates import Interval, Shares, mean, time_mean, total
+from asyncrl.messages.snapshot import ENDING, OVER, ActorView, Event, Resource, RunView
+from asyncrl.observe.catalogue import edges_of
+from asyncrl.observe.metrics_line import Line, number_in, without_first
+from asyncrl.observe.snapshots.rates import Interval, Shares, mean, time_mean, total
 from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 from asyncrl.top.history import GONE, History, Levels, level_of, living_in, served_version, versions_behind
 

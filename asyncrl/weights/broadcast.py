@@ -36,7 +36,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import BroadcastFailed, ConfigError, WeightsCorrupt
+from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights.segments import verify_bytes
 from asyncrl.weights.tensors import mapped
@@ -142,17 +142,20 @@ class _Epoch:
         done: Future[T] = Future()
         threading.Thread(target=_settle, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
         futures: list[Future[Any]] = [done, self._stopped]
-        wait(futures, self.timeout_s, FIRST_COMPLETED)
-        self.check()
-        if not done.done():
-            raise TimeoutError(f"waited {self.timeout_s:g} s for {what}")
         try:
+            wait(futures, self.timeout_s, FIRST_COMPLETED)
+            self.check()
+            if not done.done():
+                raise TimeoutError(f"waited {self.timeout_s:g} s for {what}")
             return done.result()
         except RuntimeError:
             # The library knows only the broken connection. The reason may come a moment later.
             wait([self._stopped], 10 * LOOK_S)
             self.check()
             raise
+        finally:
+            # As in _settle.
+            del done, futures
 
     def check(self) -> None:
         """Raise _Stopped if the epoch is stopped."""
@@ -241,6 +244,10 @@ def _settle(done: Future[T], work: Callable[[], T]) -> None:
         done.set_result(work())
     except BaseException as error:
         done.set_exception(error)
+    finally:
+        # The error keeps this frame. If the frame kept the future, the group and the memory would stay until the next
+        # collection of garbage.
+        del done, work
 
 
 class Sender:

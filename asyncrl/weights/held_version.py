@@ -19,7 +19,7 @@ from functools import cached_property
 
 import msgspec
 
-from asyncrl.errors import InvalidRequest, VersionGone, WeightsCorrupt
+from asyncrl.core.errors import InvalidRequest, VersionGone, WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.segments import (
     ALIGNMENT,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from asyncrl.errors import WeightsCorrupt
+from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, TensorSpec
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 from typing import Any
 
-from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
+from asyncrl.rpc.linux import become_subreaper, die_with_parent, end_children
 from asyncrl.workers import isolation
 from asyncrl.workers.worker import IGNORED, READ_BYTES, FrameReader, framed
 

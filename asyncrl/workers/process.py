@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 import psutil
 
-from asyncrl.runtime.linux import children_of, kill_child, kill_group, session_members
+from asyncrl.rpc.linux import children_of, kill_child, kill_group, session_members
 from asyncrl.workers import warden
 from asyncrl.workers.confinement import Confinement
 from asyncrl.workers.isolation import NOT_ISOLATED_EXIT

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.files import find_source
-from asyncrl.wire.codec import encodable
+from asyncrl.core.files import find_source
+from asyncrl.rpc.wire.codec import encodable
 
 MOST_KINDS = 16
 OTHERS = "others"

@@ -22,7 +22,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
+from asyncrl.rpc.linux import become_subreaper, die_with_parent, end_children
 
 MODULE = "asyncrl.workers.warden"
 END = signal.SIGRTMIN + 3

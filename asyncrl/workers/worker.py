@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from asyncrl.runtime.linux import become_subreaper, die_with_parent
+from asyncrl.rpc.linux import become_subreaper, die_with_parent
 from asyncrl.workers import isolation
 
 NO_MEMORY_EXIT = 120

@@ -19,10 +19,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 import psutil
 
-from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded
+from asyncrl.core.errors import AsyncRLError, ConfigError, DeadlineExceeded
 from asyncrl.messages.monitor import ResourceRecord
-from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.observe.states import StateLedger
+from asyncrl.rpc.lifecycle.backoff import backoff
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.memory import held_beyond, resident_bytes
 from asyncrl.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living

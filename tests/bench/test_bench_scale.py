@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.errors import ActorFailed
-from asyncrl.snapshot import ActorView, Histogram, RunView, Snapshot
-from asyncrl.telemetry.catalogue import edges_of
+from asyncrl.core.errors import ActorFailed
+from asyncrl.messages.snapshot import ActorView, Histogram, RunView, Snapshot
+from asyncrl.observe.catalogue import edges_of
 from tools.bench import scale_collective
 from tools.bench.report import Report
 from tools.bench.scale_idle import Mark, Part, part_of, report_idle, report_start

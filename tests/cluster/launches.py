@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, Cluster, Host, wait_until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster.launches import Trained
 
-from asyncrl.runtime.controller_client import ADDRESS_FILE
+from asyncrl.rpc.controller_client import ADDRESS_FILE
 from tools.cluster.netns import Cluster, wait_until
 
 SUPERVISION = {"heartbeat_s": 0.5, "silence_s": 5.0, "host_lost_s": 3.0, "host_grace_s": 30.0, "max_restarts": 0}

@@ -71,7 +71,7 @@ def examine(cluster, tmp_path):
     yield call
     for host in cluster.hosts.values():
         if host.is_on:
-            assert not [words for words in host.processes().values() if "asyncrl.doctor" in words]
+            assert not [words for words in host.processes().values() if "asyncrl.launcher.doctor" in words]
     assert not list(tmp_path.rglob(".asyncrl-doctor-*"))
 
 

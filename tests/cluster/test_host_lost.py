@@ -7,7 +7,7 @@ import time
 import pytest
 from cluster.lost import launched as launched
 
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 from tools.cluster.netns import wait_until
 
 CUT_S = 30.0

@@ -12,7 +12,7 @@ from cluster.launches import Command, Trained, left, process
 from recordings import read_recording
 from trace_files import generation, load
 
-from asyncrl.explain.history import explain
+from asyncrl.observe.explain.history import explain
 from tools.cluster.netns import Cluster, wait_until
 
 BROKEN = """

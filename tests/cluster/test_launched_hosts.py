@@ -14,7 +14,7 @@ import pytest
 from cluster.launches import SECRET, Command, Launch, left, process
 from model_files import write_model
 
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 from tools.bench.tiny_model import make_model
 from tools.cluster.netns import REPOSITORY, Cluster, wait_until
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster.launches import Launch
 
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 from tools.chaos.audit import read_lines
 from tools.cluster.netns import REPOSITORY, Cluster, wait_until
 from tools.quickstart.assets import draw_splits

@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.launches import CONFIG
 from cluster.slurm import NODES, Slurm
 
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, wait_until
 

@@ -14,7 +14,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
-from asyncrl.errors import AsyncRLError, DataError, Refused, RemoteError
+from asyncrl.core.errors import AsyncRLError, DataError, Refused, RemoteError
 from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import (
     ActorEnded,
@@ -28,11 +28,11 @@ from asyncrl.messages.actors import (
     WatchRun,
 )
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.calls.endpoint import Endpoint
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.runtime.lifecycle.registry import Registry
-from asyncrl.wire.keys import Credentials
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.lifecycle.registry import Registry
+from asyncrl.rpc.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret")

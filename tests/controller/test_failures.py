@@ -10,7 +10,7 @@ from harness import until
 from asyncrl.config.load import validate_config
 from asyncrl.messages.actors import ActorEnded, WatchRun
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, UnreachedRecord
-from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.rpc.actor import CONTROLLER
 
 BEAT_S = 0.02
 STATES = {

@@ -13,13 +13,13 @@ from inprocess import CREDENTIALS, sim_config
 
 from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
-from asyncrl.ledger import Ledger
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.dataloader import Outcome, Outcomes, RequestLeases, Restored, Supply, WatchSupply
 from asyncrl.messages.groups import LedgerState
 from asyncrl.messages.learner import Held, Holds
+from asyncrl.messages.ledger import Ledger
 from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
-from asyncrl.runtime.actor import ActorContext, Caller, handler
+from asyncrl.rpc.actor import ActorContext, Caller, handler
 
 A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"
 

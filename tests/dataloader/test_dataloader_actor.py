@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 
+from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.dataloader import actor as actor_module
 from asyncrl.dataloader.prompt_queue import TOO_LONG
-from asyncrl.errors import ConfigError, DataError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import NewLeases, OutcomesSeen, Rejected, ReturnLeases, SamplePrompts
 from asyncrl.messages.suspects import ALONE_FROM

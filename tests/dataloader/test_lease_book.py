@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.core.errors import ProtocolError
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, WorkingLimit
@@ -13,9 +14,8 @@ from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.restoring import RestoreInputs, rebuild
-from asyncrl.errors import ProtocolError
-from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Restored
+from asyncrl.messages.ledger import Ledger
 from asyncrl.messages.rollouter import LeasesHeld
 
 A, B = "rollouter/0", "rollouter/1"

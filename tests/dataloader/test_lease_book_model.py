@@ -22,8 +22,8 @@ from asyncrl.dataloader.gate import Gate, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.ledger import Ledger
 from asyncrl.messages.dataloader import Outcome, Outcomes
+from asyncrl.messages.ledger import Ledger
 
 SIGNAL = ("trained", "trained", "trained", "filtered", "quarantined")
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.ledger import Ledger
+from asyncrl.messages.ledger import Ledger
 
 
 def epoch(order: EpochOrder, number: int) -> list[int]:

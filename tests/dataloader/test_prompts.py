@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from asyncrl.config.training import DataConfig
+from asyncrl.core.errors import DataError
 from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.prompts import PromptSet, Remark
 from asyncrl.dataloader.sources import collect
-from asyncrl.errors import DataError
-from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
+from asyncrl.text.tokenizer import ByteTokenizer, load_tokenizer
 
 CHAT = [{"role": "user", "content": "x" * 40}]
 

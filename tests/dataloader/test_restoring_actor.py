@@ -11,7 +11,7 @@ from harness import until
 from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, running, small_config
 
 from asyncrl.config import Config
-from asyncrl.errors import RemoteError
+from asyncrl.core.errors import RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import Outcomes, ReturnLeases
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from asyncrl.chat.prompt import PromptEncoder
 from asyncrl.config.training import DataConfig
-from asyncrl.errors import ConfigError
-from asyncrl.tokenizer import ByteTokenizer, load_tokenizer
+from asyncrl.core.errors import ConfigError
+from asyncrl.text.chat.prompt import PromptEncoder
+from asyncrl.text.tokenizer import ByteTokenizer, load_tokenizer
 
 CHAT = """{%- for message in messages -%}
     {%- if message.role not in ["system", "user", "assistant"] -%}
@@ -246,7 +246,7 @@ def test_a_prompt_that_does_not_fit_its_template_is_a_value_error(tmp_path: Path
 def test_nothing_heavy_is_imported_for_a_folder_with_tokenizer_json(folder: Path) -> None:
     code = (
         "import sys\n"
-        "import asyncrl.tokenizer as t\n"
+        "import asyncrl.text.tokenizer as t\n"
         "assert not {'tokenizers', 'jinja2', 'transformers', 'torch', 'numpy'} & set(sys.modules)\n"
         "tokenizer = t.load_tokenizer(sys.argv[1])\n"
         "assert 'jinja2' not in sys.modules\n"

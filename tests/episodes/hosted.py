@@ -34,11 +34,11 @@ from asyncrl.messages.episodes import (
     TurnRewarded,
 )
 from asyncrl.messages.hosts import Members, WatchMembers
-from asyncrl.runtime.actor import ActorContext, Caller, handler
-from asyncrl.runtime.calls.call import CallFuture
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.wire.keys import Credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.actor import ActorContext, Caller, handler
+from asyncrl.rpc.calls.call import CallFuture
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 DEADLINE_S = 60.0
 until = partial(harness.until, within_s=DEADLINE_S)

@@ -10,8 +10,8 @@ import pytest
 from episodes.hosted import Hosted, Rollouter, config_with, hosting, until, waits, worker_pids
 
 from asyncrl.config.load import validate_config
+from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, InvalidRequest, RemoteError
 from asyncrl.episodes import actor as actor_module
-from asyncrl.errors import EpisodeHostFull, EpisodeOver, InvalidRequest, RemoteError
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 

@@ -9,10 +9,10 @@ from inprocess import System, sim_config
 from run_files import groups
 from virtual import run_virtual
 
+from asyncrl.core.errors import EpisodeOver
 from asyncrl.episodes.playing.client import Reply
 from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.rehearsal import lognormal, play, text
-from asyncrl.errors import EpisodeOver
 
 
 def played(sample=0, attempt=0, most=1000, **options):

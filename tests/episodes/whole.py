@@ -23,8 +23,8 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeBegan, 
 from asyncrl.messages.groups import Trajectory
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.runtime.actor import Caller, handler
-from asyncrl.runtime.calls.peer import Peer
+from asyncrl.rpc.actor import Caller, handler
+from asyncrl.rpc.calls.peer import Peer
 
 
 class Seat:

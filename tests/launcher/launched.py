@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.keys import default_words
-from asyncrl.runtime.linux import children_of
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
+from asyncrl.rpc.linux import children_of
 
 STUB = Path(__file__).parent / "stub_actor.py"
 WAIT_S = 60.0

@@ -27,7 +27,7 @@ from typing import Any
 from asyncrl.cli.actor import LEFT_TO_OTHERS
 from asyncrl.messages.actors import CheckpointWritten, RunFinished
 from asyncrl.messages.monitor import MetricsLine
-from asyncrl.runtime.actor import CONTROLLER, Actor
+from asyncrl.rpc.actor import CONTROLLER, Actor
 
 DAEMON = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n"
 
@@ -111,7 +111,7 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     behaviour, name, *rest = sys.argv[1:]
     options = dict(zip(rest[::2], rest[1::2], strict=True))
-    from asyncrl.runtime.process import run_actor
+    from asyncrl.rpc.process import run_actor
 
     if name == CONTROLLER:
         from asyncrl.controller.actor import Controller as actor

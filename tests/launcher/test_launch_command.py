@@ -16,7 +16,7 @@ from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
 from asyncrl.dataloader.sources import load_dataset
 from asyncrl.launcher.run_folder.folders import create_run_folder
-from asyncrl.runtime.linux import children_of
+from asyncrl.rpc.linux import children_of
 
 SIM = """
 [data]

@@ -15,7 +15,7 @@ from run_settings import simulated_run
 from asyncrl.launcher.agent_handle import LOOK_S, PARTING_S, AgentHandle, SilenceLimits
 from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.runtime.linux import children_of
+from asyncrl.rpc.linux import children_of
 
 LIMITS = SilenceLimits.of(
     simulated_run(supervision={"silence_s": 60.0, "host_lost_s": 30.0}, watchdog={"stall_s": 300.0})

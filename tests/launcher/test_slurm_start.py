@@ -17,7 +17,7 @@ from launcher.launched import wait_until
 
 from asyncrl.cli.launch import main
 from asyncrl.config.load import load_config, validate_config
-from asyncrl.errors import HostFailed, UsageError
+from asyncrl.core.errors import HostFailed, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import HostOffer
 from asyncrl.launcher.hosts.contact import Contact

@@ -17,9 +17,9 @@ from asyncrl.learner.algorithm.plan import batch
 from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.functions.user_functions import find_advantage
-from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan
-from asyncrl.trajectories import sampled_positions
+from asyncrl.messages.ledger import Ledger
+from asyncrl.messages.trajectories import sampled_positions
 
 VOCABULARY = 48
 TEMPERATURE = 0.8

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncrl.errors import Refused
+from asyncrl.core.errors import Refused
 from asyncrl.learner.controller_link import RANK_0, store_of
 from asyncrl.messages.actors import ActorRecord
 

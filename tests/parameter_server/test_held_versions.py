@@ -15,7 +15,7 @@ from published_weights import (
     random_bytes,
 )
 
-from asyncrl.errors import InvalidRequest, VersionGone
+from asyncrl.core.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.parameter_server import held_versions
 from asyncrl.parameter_server.held_versions import HeldVersions

@@ -14,7 +14,7 @@ from played import played
 from probes import make_probe
 from virtual import LoopClock, run_virtual
 
-from asyncrl.errors import RemoteError
+from asyncrl.core.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -30,9 +30,9 @@ from asyncrl.messages.weights import (
     WatchBroadcast,
 )
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
-from asyncrl.runtime.actor import ActorContext
+from asyncrl.rpc.actor import ActorContext
+from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.weights.segments import Segment, host_id, layout
-from asyncrl.wire.keys import Credentials
 
 NAME, LEARNER = "parameter_server/0", "learner/0"
 R = ("rollouter/0", "rollouter/1")

@@ -11,12 +11,12 @@ from test_messages import make_group
 from test_reward_actor import config_with, serving
 from virtual import LoopClock
 
-from asyncrl.checks.inputs import Sample
-from asyncrl.checks.user_code import RewardTrial
+from asyncrl.launcher.checks.inputs import Sample
+from asyncrl.launcher.checks.user_code import RewardTrial
 from asyncrl.messages.reward import Completion, Score
+from asyncrl.observe.catalogue import find
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.telemetry.catalogue import find
 
 SAMPLES = 4
 RUN = uvloop.run

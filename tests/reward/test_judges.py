@@ -32,7 +32,7 @@ from judge_server import (
 )
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.errors import ConfigError, RewardFailed, RewardPoolEnded
+from asyncrl.core.errors import ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.judges import judge_pool as pool_module
 from asyncrl.reward.judges.judge_options import RelativeOptions, RubricOptions

@@ -17,15 +17,15 @@ from reward.pools import MODULE, request, workers
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
+from asyncrl.core.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
+from asyncrl.observe.catalogue import edges_of
 from asyncrl.reward.actor import RewardActor
 from asyncrl.reward.scoring import reward_pool as pool_module
-from asyncrl.runtime.actor import ActorContext
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.telemetry.catalogue import edges_of
-from asyncrl.wire.keys import Credentials, create_credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.actor import ActorContext
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.wire.keys import Credentials, create_credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.workers import worker_pool as workers_pool
 from asyncrl.workers.confinement import why_not
 

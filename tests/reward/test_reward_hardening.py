@@ -15,10 +15,10 @@ from inprocess import System, sim_config
 from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
 
-from asyncrl.errors import RewardFailed
+from asyncrl.core.errors import RewardFailed
+from asyncrl.core.outcome import MOST_NAMES
 from asyncrl.learner.groups import component_names
 from asyncrl.messages.actors import NOTICE
-from asyncrl.outcome import MOST_NAMES
 from asyncrl.workers import memory, user_code
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")

@@ -7,16 +7,16 @@ from harness import replace, until
 from inprocess import CREDENTIALS, sim_config
 from test_messages import make_group
 
-from asyncrl.errors import RestoreNeeded
+from asyncrl.core.errors import RestoreNeeded
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
 from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.rollouter import actor
-from asyncrl.runtime.actor import ActorContext
-from asyncrl.runtime.calls.handlers import Caller, handler
-from asyncrl.wire.envelope import Kind, decode_header
+from asyncrl.rpc.actor import ActorContext
+from asyncrl.rpc.calls.handlers import Caller, handler
+from asyncrl.rpc.wire.envelope import Kind, decode_header
 
 
 def group_of(lease):

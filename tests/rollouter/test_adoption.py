@@ -12,10 +12,10 @@ from cuts import way_to
 from harness import Net, replace
 from rollouter_cases import Dataloader, Learner, living
 
-from asyncrl.errors import RemoteError
+from asyncrl.core.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.rollouter import OpenLeases
-from asyncrl.runtime.calls import peer as peer_module
+from asyncrl.rpc.calls import peer as peer_module
 
 
 @asynccontextmanager

@@ -13,13 +13,13 @@ from services import services
 from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
-from asyncrl.errors import DeadlineExceeded, PeerRestarted, Refused, RemoteError
+from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, Refused, RemoteError
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.runtime.calls.handlers import Caller, handler
+from asyncrl.rpc.calls.handlers import Caller, handler
 
 SAMPLES = 4
 

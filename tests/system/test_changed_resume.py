@@ -18,7 +18,7 @@ from asyncrl.config import Config
 from asyncrl.learner.groups.progress import PlanInputs
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.messages.groups import Group
-from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
+from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 
 OLD, NEW = 1.0, 2.0
 

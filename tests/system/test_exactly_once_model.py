@@ -31,9 +31,9 @@ from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, rebuild
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
-from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
 from asyncrl.messages.groups import Group
+from asyncrl.messages.ledger import Ledger, position_of
 from asyncrl.messages.rollouter import LeasesHeld
 from asyncrl.messages.suspects import ALONE_FROM
 

@@ -8,7 +8,7 @@ import pytest
 from inprocess import System, until
 from system.test_restarts import STEPS, audit, config
 
-from asyncrl.errors import InvalidRequest
+from asyncrl.core.errors import InvalidRequest
 from asyncrl.messages.dataloader import WatchSupply
 
 SUPERVISION = {"supervision": {"silence_s": 1e6, "host_lost_s": 1e6}}

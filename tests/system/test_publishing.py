@@ -8,7 +8,7 @@ import time
 import pytest
 from inprocess import System, sim_config, until
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.loop import version_schedule

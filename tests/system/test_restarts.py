@@ -16,8 +16,8 @@ from run_files import groups, metrics
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder, is_leftover
-from asyncrl.ledger import Ledger, position_of
 from asyncrl.messages.actors import NOTICE, Dead
+from asyncrl.messages.ledger import Ledger, position_of
 
 STEPS, GROUPS = 24, 4
 ONE_EACH = ("dataloader/0", "learner/0", "rollouter/0", "parameter_server/0")

@@ -10,12 +10,12 @@ from inprocess import System, sim_config, until
 from run_files import groups
 from trace_files import generation, load, slots
 
-from asyncrl.errors import UsageError
-from asyncrl.explain.history import explain, read_history
+from asyncrl.core.errors import UsageError
 from asyncrl.messages.monitor import RequestTrace, TraceWritten
-from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.telemetry import logging
-from asyncrl.wire.keys import VIEWER
+from asyncrl.observe import logging
+from asyncrl.observe.explain.history import explain, read_history
+from asyncrl.rpc.actor import CONTROLLER
+from asyncrl.rpc.wire.keys import VIEWER
 
 STEPS = 8
 TABLES = {

@@ -12,7 +12,7 @@ from run_files import assert_spans_cover, groups
 from structlog.testing import capture_logs
 
 from asyncrl.learner.loop.training import Training
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.weights import broadcast
 from asyncrl.weights.segments import Segment
 

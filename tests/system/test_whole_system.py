@@ -12,20 +12,20 @@ from run_files import assert_spans_cover, groups, json_lines
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.controller.state.run_state import RunStateMachine
-from asyncrl.errors import NonFiniteStep, RemoteError
+from asyncrl.core.errors import NonFiniteStep, RemoteError
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups import intake
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
-from asyncrl.ledger import position_of
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.learner import Deliver, Holds
+from asyncrl.messages.ledger import position_of
 from asyncrl.messages.rollouter import OpenLeases
+from asyncrl.observe.samples import KINDS, SampleChoice, newest_samples
 from asyncrl.rollouter import actor as rollouter_module
 from asyncrl.rollouter.leases import HeldLeases
-from asyncrl.runtime.actor import Caller
-from asyncrl.runtime.lifecycle.registry import Registry
-from asyncrl.telemetry.samples import KINDS, SampleChoice, newest_samples
+from asyncrl.rpc.actor import Caller
+from asyncrl.rpc.lifecycle.registry import Registry
 
 
 @pytest.fixture

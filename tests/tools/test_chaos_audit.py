@@ -7,9 +7,9 @@ import pytest
 from asyncrl.checkpoint.contents import CheckpointState, Geometry, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.origin import Origin
+from asyncrl.core.errors import CheckpointError
 from asyncrl.data.order import EpochOrder
-from asyncrl.errors import CheckpointError
-from asyncrl.ledger import Ledger, position_of
+from asyncrl.messages.ledger import Ledger, position_of
 from tools.chaos.audit import Expected, audit
 
 PROMPTS = 10

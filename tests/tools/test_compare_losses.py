@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.load import load_config
-from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from tools.compare.runs import RESULT, Plan, Result, plan_runs, run, run_all
 from tools.compare.table import figure, markdown
 from tools.compare.variants import LOSSES, TAUGHT_BY, VARIANTS, Variant

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.telemetry.states import STATES
+from asyncrl.observe.states import STATES
 from asyncrl.top.bottleneck import KIND_OF, SATURATED, Flow, Stage, by_kind, find_bottleneck
 
 IDLE_ENGINE, BUSY_ENGINE = {"generating": 0.3, "waiting": 0.7}, {"generating": 0.95, "waiting": 0.05}

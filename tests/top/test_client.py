@@ -18,18 +18,18 @@ from wire.knocking import Guise, Knocker
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
-from asyncrl.errors import ActorFailed, Refused, RemoteError, UsageError
+from asyncrl.core.errors import ActorFailed, Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import make_run_keyring
 from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.messages.actors import StopRun, WatchRun
 from asyncrl.messages.monitor import MetricsLine, WatchSnapshot
-from asyncrl.runtime.actor import CONTROLLER, ActorContext
-from asyncrl.runtime.calls import server
-from asyncrl.runtime.calls.handlers import Caller
-from asyncrl.snapshot import Snapshot
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.rpc.actor import CONTROLLER, ActorContext
+from asyncrl.rpc.calls import server
+from asyncrl.rpc.calls.handlers import Caller
+from asyncrl.rpc.wire.keys import VIEWER, load_credentials, write_credentials
+from asyncrl.rpc.wire.zeromq import ZmqServer, ZmqTransport
 from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, watch, why_unreachable
-from asyncrl.wire.keys import VIEWER, load_credentials, write_credentials
-from asyncrl.wire.zeromq import ZmqServer, ZmqTransport
 
 
 def config_with(curve):

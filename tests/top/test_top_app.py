@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from recordings import record
 from top.pictures import WALL, Run
 
-from asyncrl.errors import ActorFailed
-from asyncrl.snapshot import Event
+from asyncrl.core.errors import ActorFailed
+from asyncrl.messages.snapshot import Event
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources
 from asyncrl.top.client import Away, NotStarted, WatchedRun, ending, start_of

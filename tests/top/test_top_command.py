@@ -16,8 +16,8 @@ from terminals import Terminal
 from top.pictures import WALL, Run, starting
 
 from asyncrl.cli import top as command
-from asyncrl.snapshot import Snapshot
-from asyncrl.wire.keys import VIEWER, create_credentials
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.rpc.wire.keys import VIEWER, create_credentials
 
 TOP = (sys.executable, "-m", "asyncrl.cli.top")
 WIDE = {"rollouters": 64, "hosts": 4}

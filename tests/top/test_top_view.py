@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from top.pictures import STATES, WALL, Run
 
-from asyncrl.snapshot import ActorView, Event, Resource
-from asyncrl.telemetry import catalogue
+from asyncrl.messages.snapshot import ActorView, Event, Resource
+from asyncrl.observe import catalogue
 from asyncrl.top.detail import detail, help_page
 from asyncrl.top.draw import STYLES, Choice, columns, in_ascii, length, rich_text, sparkline, state_bar
 from asyncrl.top.history import KEPT, History

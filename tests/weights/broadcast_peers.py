@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch_processes import torch_context
 
-from asyncrl.errors import BroadcastFailed
+from asyncrl.core.errors import BroadcastFailed
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout
 from asyncrl.weights.broadcast import Receiver, Sender
 from asyncrl.weights.segments import Segment, layout

@@ -29,7 +29,7 @@ from broadcast_peers import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl.errors import BroadcastFailed, ConfigError, WeightsCorrupt
+from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights import broadcast as module
 from asyncrl.weights.broadcast import Sender, listen, open_store

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from published_weights import only_new_objects_collected, stage
 from tiny_models import Publisher
 
-from asyncrl.errors import WeightsCorrupt
+from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.held_version import check_complete, layout_of
 from asyncrl.weights.segments import ITEM_BYTES, size_of

@@ -14,7 +14,7 @@ from asyncrl.config.operation import SecurityConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.scoring.reward_pool import RewardPool
-from asyncrl.wire.keys import create_credentials
+from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers.confinement import Confinement, confine
 from asyncrl.workers.process import WorkerProcess
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.operation import SecurityConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.workers import confinement
 from asyncrl.workers.confinement import confine, users_environment, why_not
 from asyncrl.workers.isolation import private_folders

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from virtual import run_virtual
 
-from asyncrl.runtime.linux import kill_child
+from asyncrl.rpc.linux import kill_child
 from asyncrl.workers.confinement import UNISOLATED
 from asyncrl.workers.process import Output, WorkerProcess, kill_living
 

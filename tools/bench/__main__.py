@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from asyncrl.runtime.process import tune_memory
+from asyncrl.rpc.process import tune_memory
 from tools import kept
 from tools.bench.report import Report, for_json_alone
 from tools.bench.weights_layouts import LAYOUTS

@@ -16,8 +16,8 @@ from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.parking import ParkingLot
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.parking import ParkingLot
 
 
 @dataclass(slots=True)

@@ -26,14 +26,14 @@ from asyncrl.controller.actor import Controller
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.messages.groups import Lease
+from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.process import SWITCH_S
-from asyncrl.telemetry.logging import configure_logging
-from asyncrl.tokenizer import tokenizer_of
-from asyncrl.wire.keys import load_credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.process import SWITCH_S
+from asyncrl.rpc.wire.keys import load_credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
+from asyncrl.text.tokenizer import tokenizer_of
 from tools.bench.counterparts import Counterpart, Exchange
 from tools.bench.paired import compare, measure_pairs, median_interval
 from tools.bench.report import Report, Target

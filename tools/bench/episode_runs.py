@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from asyncrl.errors import ActorFailed
-from asyncrl.runtime.vitals import PROBE_S
-from asyncrl.snapshot import Snapshot
-from asyncrl.telemetry.snapshots.rates import Interval
+from asyncrl.core.errors import ActorFailed
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.observe.snapshots.rates import Interval
+from asyncrl.rpc.vitals import PROBE_S
 from asyncrl.top.client import Viewer, find_target
 from tools.bench.paired import LEVEL, RESAMPLES
 from tools.bench.report import Report, Target

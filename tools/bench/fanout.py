@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.core.errors import DeadlineExceeded
 from tools.bench.fanout_fleet import Fleet, fleet
 from tools.bench.fanout_host import PORT, name_of
 from tools.bench.paired import compare, measure_pairs, median_interval

@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
-from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from tools.bench.fanout_host import name_of
 from tools.cluster.network import ShapedNetwork
 

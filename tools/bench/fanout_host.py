@@ -30,17 +30,17 @@ from asyncrl.config.load import config_from_json
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, NextUpdate, Publish, Update
+from asyncrl.observe.logging import configure_logging
+from asyncrl.observe.trace import WEIGHTS
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.process import tune_memory
-from asyncrl.telemetry.logging import configure_logging
-from asyncrl.telemetry.trace import WEIGHTS
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.process import tune_memory
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.weights.segments import Segment, layout
-from asyncrl.wire.keys import Credentials
-from asyncrl.wire.zeromq import ZmqTransport
 
 RUN_ID = "fanout"
 PORT = 7000

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from tools.bench import learner_batch
 from tools.bench.environments import environment, without_python_settings
 from tools.bench.paired import compare, measure_pairs

@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json, validate_config
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from tools.bench.report import Report, Target
 
 CONCURRENCY = 16

@@ -29,14 +29,14 @@ from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group, Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import GroupLog
-from asyncrl.telemetry.logging import get_logger
-from asyncrl.telemetry.metrics import Figures, Histograms
-from asyncrl.telemetry.states import StateLedger
-from asyncrl.telemetry.trace import STEPS, Trace
+from asyncrl.observe.group_log import GroupLog
+from asyncrl.observe.logging import get_logger
+from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.states import StateLedger
+from asyncrl.observe.trace import STEPS, Trace
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import ActorServices
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from tools.bench.environments import environment, without_python_settings
 
 REQUIREMENT = "ray==2.60.*"

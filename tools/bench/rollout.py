@@ -23,14 +23,14 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.messages.groups import Group, Lease
+from asyncrl.messages.trajectories import sampled_tokens, versions_of
+from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.generation import request_seed
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.telemetry.logging import configure_logging
-from asyncrl.tokenizer import Tokenizer, load_tokenizer
-from asyncrl.trajectories import sampled_tokens, versions_of
-from asyncrl.wire.keys import Credentials
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.text.tokenizer import Tokenizer, load_tokenizer
 from tools.bench.counterparts import Counterpart, Exchange
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from asyncrl.errors import BroadcastFailed
+from asyncrl.core.errors import BroadcastFailed
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket
 
 FOLDER = "collective"

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 
-from asyncrl.runtime.heartbeat import Heartbeats
+from asyncrl.rpc.heartbeat import Heartbeats
 
 SLICE_S = 0.05
 """Actors that are due within this time beat one right after the other: to wake up costs more than a beat left out."""

@@ -24,17 +24,17 @@ from pathlib import Path
 import uvloop
 
 from asyncrl.config.load import config_from_json
-from asyncrl.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError
 from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, RunState
+from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
-from asyncrl.runtime.actor import Actor, ActorContext
-from asyncrl.runtime.heartbeat import Heartbeats
-from asyncrl.runtime.linux import raise_descriptor_limit
-from asyncrl.runtime.process import SWITCH_S, tune_memory
-from asyncrl.telemetry.logging import configure_logging
-from asyncrl.wire.keys import load_credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.actor import Actor, ActorContext
+from asyncrl.rpc.heartbeat import Heartbeats
+from asyncrl.rpc.linux import raise_descriptor_limit
+from asyncrl.rpc.process import SWITCH_S, tune_memory
+from asyncrl.rpc.wire.keys import load_credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 from tools.bench import scale_collective
 from tools.bench.scale_heart import Heart
 

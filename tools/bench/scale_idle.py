@@ -24,8 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.errors import ActorFailed
-from asyncrl.snapshot import Snapshot
+from asyncrl.core.errors import ActorFailed
+from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.client import Viewer, WatchedRun
 from tools.bench.report import Report, Target
 from tools.bench.scale_run import READY_S, Processes, config, running

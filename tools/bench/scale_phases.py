@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.snapshot import Snapshot
+from asyncrl.messages.snapshot import Snapshot
 from tools.bench import scale_collective
 
 STEADY, FROZEN, BROKEN = "steady", "frozen", "broken"

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from asyncrl.errors import ActorFailed
-from asyncrl.snapshot import ActorView, Snapshot
-from asyncrl.telemetry.catalogue import edges_of, quantile
-from asyncrl.telemetry.metrics import Histograms
-from asyncrl.telemetry.snapshots.rates import Interval
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.core.errors import ActorFailed
+from asyncrl.messages.snapshot import ActorView, Snapshot
+from asyncrl.observe.catalogue import edges_of, quantile
+from asyncrl.observe.metrics import Histograms
+from asyncrl.observe.snapshots.rates import Interval
+from asyncrl.observe.states import StateLedger
 from tools.bench.report import Report, Target
 from tools.bench.scale_idle import first_and_last
 from tools.bench.scale_watch import Seen, Watched, total

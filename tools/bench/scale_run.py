@@ -14,7 +14,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
 from asyncrl.top.client import WatchedRun, find_target
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from tools.bench.scale_terminal import Terminal
 
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.errors import ActorFailed
-from asyncrl.snapshot import Snapshot
+from asyncrl.core.errors import ActorFailed
+from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.client import Viewer, WatchedRun
 from tools.bench.scale_idle import Mark
 from tools.bench.scale_phases import Phase

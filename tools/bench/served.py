@@ -22,15 +22,14 @@ import zmq
 import zmq.asyncio
 
 from asyncrl.config.load import config_from_json
-from asyncrl.messages import Done, Message, Request
-from asyncrl.messages.senders import ANYBODY
+from asyncrl.messages import ANYBODY, Done, Message, Request
+from asyncrl.observe.logging import configure_logging
 from asyncrl.parameter_server.actor import ParameterServer
 from asyncrl.reward.actor import RewardActor
-from asyncrl.runtime.actor import Actor, ActorContext, Caller, handler
-from asyncrl.runtime.process import tune_memory
-from asyncrl.telemetry.logging import configure_logging
-from asyncrl.wire.keys import Credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rpc.process import tune_memory
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 RUN_ID = "bench"
 

@@ -23,13 +23,13 @@ import zmq.asyncio
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.runtime.calls.endpoint import Endpoint
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.wire.keys import Credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 from tools.bench.served import RUN_ID, Blob, Echo, EchoTask
 
 CLOSE_S = 10.0

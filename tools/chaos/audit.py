@@ -26,9 +26,9 @@ import numpy as np
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
+from asyncrl.core.errors import CheckpointError
 from asyncrl.data.order import EpochOrder
-from asyncrl.errors import CheckpointError
-from asyncrl.ledger import KINDS, Ledger, position_of
+from asyncrl.messages.ledger import KINDS, Ledger, position_of
 
 LISTED = 5
 """Most examples that the report lists for one problem."""

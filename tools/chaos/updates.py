@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import PREEMPTED_EXIT_CODE
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE
 from tools import kept
 from tools.bench.tiny_model import make_model
 from tools.live_run import LiveRun, UpdatePhases

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from tools.compare.variants import BASE, TAUGHT_BY, Variant
 from tools.quickstart.__main__ import CONFIG, launch_command
 from tools.quickstart.assets import Assets

@@ -27,9 +27,9 @@ from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.messages.monitor import AwaitRecord
-from asyncrl.runtime.actor import Actor
-from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
-from asyncrl.runtime.lifecycle.registry import Entry, Registry
+from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+from asyncrl.rpc.lifecycle.registry import Entry, Registry
 
 REPORT_SHARE = 0.5
 """Share of supervision.agent_silence_s after which the silence of a node agent is reported."""

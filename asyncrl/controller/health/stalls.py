@@ -25,10 +25,10 @@ from typing import cast
 
 from asyncrl.config import Config
 from asyncrl.config.operation import ActorState, WatchdogConfig
+from asyncrl.core.printable import name_some
+from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import RunPhase
 from asyncrl.messages.monitor import AwaitRecord
-from asyncrl.roles import ROLES, role_of
-from asyncrl.text.printable import name_some
 
 LEARNER = "learner/0"
 CONTROLLER = "controller"

@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from asyncrl.core.printable import name_some
+from asyncrl.core.roles import gang_of, role_of
 from asyncrl.messages.actors import Condemned
 from asyncrl.messages.monitor import MOST_UNREACHED
-from asyncrl.roles import gang_of, role_of
-from asyncrl.text.printable import name_some
 
 RESTART_COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
 """Roles whose paths are watched, in the order of what a restart costs the run. Paths between rollouters are not

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable
 from asyncrl.controller.joining.hosts import Hosts, ReportedHost
 from asyncrl.controller.joining.membership import KnownHost, Member, Membership, can_serve
 from asyncrl.controller.state.run_state import RunStateMachine
-from asyncrl.errors import InvalidRequest, NotKept
-from asyncrl.files import replace_file
+from asyncrl.core.errors import InvalidRequest, NotKept
+from asyncrl.core.files import replace_file
+from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import ActorEnded
 from asyncrl.messages.hosts import Join, Joined, Leave, LeaveBegun, Members
-from asyncrl.roles import ROLES, role_of
-from asyncrl.runtime.actor import Actor
-from asyncrl.runtime.lifecycle.registry import Registry
-from asyncrl.runtime.lifecycle.supervision import describe_exit
-from asyncrl.runtime.parking import ParkingLot
+from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.lifecycle.registry import Registry
+from asyncrl.rpc.lifecycle.supervision import describe_exit
+from asyncrl.rpc.parking import ParkingLot
 
 MEMBERS_FILE = "members.json"
 """File in the run's private folder; absent until a host joins or leaves."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.rpc.lifecycle.registry import Registry
 
 BEATS = 3
 """Heartbeats that all actors of a host miss at the same time before the host is in doubt."""

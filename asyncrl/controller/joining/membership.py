@@ -17,10 +17,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from asyncrl.errors import InvalidRequest
+from asyncrl.core.errors import InvalidRequest
+from asyncrl.core.roles import role_of
 from asyncrl.messages.actors import Dead, Leaving
 from asyncrl.messages.hosts import HostStage, Join, Leave, MemberHost, Members, NewHost
-from asyncrl.roles import role_of
 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 ABOVE_ALL = 1 << 62

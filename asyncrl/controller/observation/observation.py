@@ -18,15 +18,15 @@ import msgspec
 from asyncrl.controller.observation.recent_lines import RecentEvents, RecentMetrics, is_proper
 from asyncrl.controller.observation.snapshots import Constants, Snapshots, build_snapshot, view_actors, view_self
 from asyncrl.controller.state.run_state import RunStateMachine
-from asyncrl.disk import in_words
+from asyncrl.core.disk import in_words
+from asyncrl.core.phase import phase_and_reason
 from asyncrl.messages.monitor import EventRecord, Heartbeat
-from asyncrl.runtime.actor import Actor
-from asyncrl.runtime.lifecycle.incarnations import numbers_begin_above
-from asyncrl.runtime.lifecycle.registry import Registry
-from asyncrl.snapshot import Snapshot
-from asyncrl.telemetry.snapshots.recording import Recorder, last_recorded
-from asyncrl.telemetry.snapshots.snapshot_codec import is_wall
-from asyncrl.text.phase import phase_and_reason
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.observe.snapshots.recording import Recorder, last_recorded
+from asyncrl.observe.snapshots.snapshot_codec import is_wall
+from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+from asyncrl.rpc.lifecycle.registry import Registry
 
 ACTORS_AT_ONCE = 64
 """Actors that are viewed before the event loop runs other tasks."""

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.messages.actors import NOTICE, READY, Notice
-from asyncrl.snapshot import EVENTS, TRAIN_LINES, UPDATE_LINES, Event
-from asyncrl.telemetry.metrics_line import is_sound, is_voided
+from asyncrl.messages.snapshot import EVENTS, TRAIN_LINES, UPDATE_LINES, Event
+from asyncrl.observe.metrics_line import is_sound, is_voided
 
 LONGEST_LINE = 1 << 18
 """Most bytes of a line, in JSON."""

@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Any
 
 from asyncrl.messages.monitor import Metrics, WatchMetrics
-from asyncrl.runtime.calls.handlers import Caller
-from asyncrl.runtime.parking import ParkingLot
-from asyncrl.telemetry.metrics_line import room_for
+from asyncrl.observe.metrics_line import room_for
+from asyncrl.rpc.calls.handlers import Caller
+from asyncrl.rpc.parking import ParkingLot
 
 DROPPED, RESTARTS = "sinks/dropped", "sinks/restarts"
 ROOM = 4000

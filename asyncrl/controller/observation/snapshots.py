@@ -27,13 +27,13 @@ import msgspec
 
 from asyncrl.controller.observation.recent_lines import RecentMetrics
 from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, SnapshotTaken, WatchSnapshot
-from asyncrl.roles import ROLES, role_of
-from asyncrl.runtime.calls.handlers import Caller, Connection
-from asyncrl.runtime.lifecycle.registry import Entry, HeardResource, Registry
-from asyncrl.runtime.parking import ParkingLot
-from asyncrl.snapshot import ActorView, Event, Resource, RunView, Snapshot, Wait
+from asyncrl.messages.snapshot import ActorView, Event, Resource, RunView, Snapshot, Wait
+from asyncrl.rpc.calls.handlers import Caller, Connection
+from asyncrl.rpc.lifecycle.registry import Entry, HeardResource, Registry
+from asyncrl.rpc.parking import ParkingLot
 
 SNAPSHOT_S = 0.5
 """Shortest time between two snapshots (s)."""

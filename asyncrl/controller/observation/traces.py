@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import InvalidRequest
+from asyncrl.core.errors import InvalidRequest
+from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
-from asyncrl.roles import ROLES, role_of
-from asyncrl.telemetry.logging import Logger
-from asyncrl.telemetry.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
+from asyncrl.observe.logging import Logger
+from asyncrl.observe.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
 
 FOLDER = "trace"
 WAIT_S = 8.0

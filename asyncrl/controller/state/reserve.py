@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.roles import role_of
+from asyncrl.core.roles import role_of
 
 LONGEST_REST = 8
 ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"

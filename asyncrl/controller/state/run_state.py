@@ -30,11 +30,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
-from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from asyncrl.core.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
 from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
-from asyncrl.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
-from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
-from asyncrl.snapshot import OVER
+from asyncrl.messages.snapshot import OVER
+from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
 """Largest share of ``drain_s`` for each rank, of the time that the lower ranks have left."""

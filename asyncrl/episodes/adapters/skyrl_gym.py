@@ -13,8 +13,8 @@ from typing import Any
 
 import skyrl_gym
 
-from asyncrl.chat.row_messages import read_conversation
 from asyncrl.episodes.playing.task import Task
+from asyncrl.text.chat.row_messages import read_conversation
 
 
 class SkyRLGym:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.episodes.http.dialects.dialect import ChatRequest
-from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
-from asyncrl.telemetry.logging import Logger
+from asyncrl.observe.logging import Logger
 
 MOST_KEPT = 16
 """Calls of a session without a listener, kept for retries."""

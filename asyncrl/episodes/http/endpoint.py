@@ -20,16 +20,16 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from aiohttp import web
 
+from asyncrl.core.errors import ChatRefused, EpisodeOver, WireError
+from asyncrl.core.outcome import BadOutcome, read_number
 from asyncrl.episodes.http.calls import Calls, Core, TooManyCalls
 from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.dialects.responses import Responses
 from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
-from asyncrl.errors import ChatRefused, EpisodeOver, WireError
-from asyncrl.outcome import BadOutcome, read_number
-from asyncrl.runtime.notices import Notify
-from asyncrl.telemetry.logging import Logger
+from asyncrl.observe.logging import Logger
+from asyncrl.rpc.notices import Notify
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = 0.2

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
+from asyncrl.core.errors import EpisodeOver
 from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.function import Player, call
 from asyncrl.episodes.playing.task import Task
-from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import ToolCall
 
 _ARGUMENT = re.compile(r"^\s+(\w+)(?: \([^)]*\))?: (.+)$", re.MULTILINE)

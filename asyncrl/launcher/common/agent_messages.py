@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncrl.checks.findings import Finding, KnownPrompts
+from asyncrl.launcher.checks.findings import Finding, KnownPrompts
 
 # --- before the agent lives ---
 

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError
-from asyncrl.roles import ROLES, is_optional, role_of
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.roles import ROLES, is_optional, role_of
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

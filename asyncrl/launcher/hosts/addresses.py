@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 
-from asyncrl.errors import UsageError
+from asyncrl.core.errors import UsageError
 from asyncrl.launcher.common.agent_messages import HostOffer, RouteQuery, Routes
 
 SIOCGIFADDR = 0x8915

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.checks.check_list import CheckedHost, check_host
-from asyncrl.checks.model import digest
 from asyncrl.config.load import config_from_json
+from asyncrl.launcher.checks.check_list import CheckedHost, check_host
+from asyncrl.launcher.checks.model import digest
 from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, HostOffer
 from asyncrl.launcher.hosts.addresses import interface_of
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, Union
 
 import msgspec
 
-from asyncrl.errors import HostFailed
+from asyncrl.core.errors import HostFailed
 from asyncrl.launcher.common.agent_messages import HostOffer, Refusal
 from asyncrl.launcher.hosts.start import StartCommand, last_line
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from asyncrl.errors import AsyncRLError, HostFailed
+from asyncrl.core.errors import AsyncRLError, HostFailed
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.start import StartCommand
 from asyncrl.launcher.terminal.progress import Progress

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, Union
 
 import msgspec
 
-from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.core.errors import AsyncRLError, UsageError
 from asyncrl.launcher.common.agent_messages import (
     Checked,
     CheckOrder,
@@ -50,7 +50,7 @@ from asyncrl.launcher.run_folder.private import (
     remove_abandoned,
     remove_part,
 )
-from asyncrl.runtime.linux import children_of
+from asyncrl.rpc.linux import children_of
 
 ORDER_S = 900.0
 LONGEST_ORDER_BYTES = 256 << 20

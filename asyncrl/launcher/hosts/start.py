@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.runtime.lifecycle.supervision import describe_exit
+from asyncrl.rpc.lifecycle.supervision import describe_exit
 
 REMOTE = ("-m", "asyncrl.launcher.hosts.remote")
 SSH_FAILED = 255

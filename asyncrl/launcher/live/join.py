@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.config.load import config_to_json
-from asyncrl.errors import AsyncRLError, UsageError
+from asyncrl.core.errors import AsyncRLError, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import CONTROLLER_AT, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
@@ -36,8 +36,8 @@ from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, NewHost
-from asyncrl.runtime.lifecycle.incarnations import attempt_begins_above
-from asyncrl.wire.keys import files_of_pairs, make_pairs
+from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
+from asyncrl.rpc.wire.keys import files_of_pairs, make_pairs
 
 ASK_S = 20.0
 """Deadline of one call of Join, which the controller parks."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.errors import ActorFailed, AsyncRLError, UsageError
+from asyncrl.core.errors import ActorFailed, AsyncRLError, UsageError
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,

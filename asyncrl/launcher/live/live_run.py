@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
-from asyncrl.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.launcher.run_folder.folders import RunFolder, last_attempt
 from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_live
 from asyncrl.messages import Request
 from asyncrl.messages.hosts import Members, WatchMembers
-from asyncrl.runtime.calls.server import CROWDED
-from asyncrl.runtime.controller_client import ADDRESS_FILE, ControllerClient
-from asyncrl.runtime.lifecycle.roster import LAUNCHER
-from asyncrl.wire.keys import Credentials, load_credentials
+from asyncrl.rpc.calls.server import CROWDED
+from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
+from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.wire.keys import Credentials, load_credentials
 
 INCARNATION = 1
 """Incarnation of every command that speaks as the launcher: with its own the newest would shut the others out."""

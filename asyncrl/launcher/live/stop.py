@@ -14,7 +14,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 
-from asyncrl.errors import DeadlineExceeded, UsageError
+from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.common.agent_messages import agent_name
 from asyncrl.launcher.hosts.remote import AGENT, pids_with
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
@@ -22,7 +22,7 @@ from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.messages.actors import StopRun
-from asyncrl.runtime.actor import CONTROLLER
+from asyncrl.rpc.actor import CONTROLLER
 
 LOOK_S = 0.1
 COMMAND = "asyncrl-launch --stop"

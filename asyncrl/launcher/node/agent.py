@@ -25,8 +25,8 @@ from asyncrl.launcher.common.agent_messages import AgentSpec
 from asyncrl.launcher.node.agent_heartbeat import AgentHeartbeat
 from asyncrl.launcher.node.host_agent import FAREWELL_S, HostAgent
 from asyncrl.launcher.run_folder.private import CONFIG, PART, remove_part
-from asyncrl.runtime.linux import become_subreaper, die_with_parent, end_children
-from asyncrl.telemetry.logging import configure_logging, write_text
+from asyncrl.observe.logging import configure_logging, write_text
+from asyncrl.rpc.linux import become_subreaper, die_with_parent, end_children
 
 SPEC_BYTES = 16 << 20
 END_S = 5.0

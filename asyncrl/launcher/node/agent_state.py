@@ -25,7 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
+from asyncrl.core.roles import is_set_aside
 from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.node.instructions import (
     AnnounceRestart,
@@ -38,10 +39,9 @@ from asyncrl.launcher.node.instructions import (
     Spawn,
 )
 from asyncrl.messages.actors import RunState
-from asyncrl.roles import is_set_aside
-from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
-from asyncrl.runtime.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
+from asyncrl.rpc.actor import CONTROLLER
+from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
+from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
 
 NEVER_RAN_GRACE_S = 1.0
 """Longest drain of a run that never got going, which has nothing worth waiting for."""

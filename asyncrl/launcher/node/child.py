@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.runtime.linux import (
+from asyncrl.rpc.linux import (
     LOOK_AGAIN_S,
     children_of,
     group_members,

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, WireError
+from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError, WireError
 from asyncrl.launcher.common.agent_messages import agent_name, private_name
 from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft
-from asyncrl.runtime.actor import CONTROLLER, Actor, ActorContext
-from asyncrl.runtime.calls.retry import AWAY_S, log_away
-from asyncrl.wire.keys import load_credentials
-from asyncrl.wire.zeromq import ZmqTransport
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.calls.retry import AWAY_S, log_away
+from asyncrl.rpc.wire.keys import load_credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 ASK_STOP_S = 2.0
 SILENCE_SHARE = 0.5

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from asyncrl.launcher.common.signals import STOPPING
 from asyncrl.launcher.node.agent_heartbeat import HeartbeatWatch
-from asyncrl.runtime.linux import become_subreaper, end_children
+from asyncrl.rpc.linux import become_subreaper, end_children
 
 END_S = 10.0
 STANDARD_ERROR = 2

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.core.roles import ROLES, gang_of, role_of
 from asyncrl.launcher.common.agent_messages import (
     ARRIVED,
     AT_ONCE,
@@ -61,12 +62,11 @@ from asyncrl.launcher.node.stuck_actors import StuckActors
 from asyncrl.launcher.run_folder.ended import write_ended
 from asyncrl.launcher.run_folder.private import PART, remove_part
 from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState
-from asyncrl.roles import ROLES, gang_of, role_of
-from asyncrl.runtime.actor import CONTROLLER
-from asyncrl.runtime.controller_client import ADDRESS_FILE, read_address_file
-from asyncrl.runtime.heartbeat import HeartbeatThread
-from asyncrl.runtime.lifecycle.incarnations import Incarnations
-from asyncrl.telemetry.logging import get_logger, listen
+from asyncrl.observe.logging import get_logger, listen
+from asyncrl.rpc.actor import CONTROLLER
+from asyncrl.rpc.controller_client import ADDRESS_FILE, read_address_file
+from asyncrl.rpc.heartbeat import HeartbeatThread
+from asyncrl.rpc.lifecycle.incarnations import Incarnations
 
 LOOK_FOR_CONTROLLER_S = 0.02
 UNREAD_BYTES = 1 << 20

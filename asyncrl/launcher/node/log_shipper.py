@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.launcher.common.agent_messages import Event, LogEvent
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.observe.logging import get_logger
 
 CHUNK_BYTES = 128 << 10
 """Longest piece of a file; a longer line is cut."""

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.launcher.node.child import Child
-from asyncrl.runtime.stacks import TASKS_END
+from asyncrl.rpc.stacks import TASKS_END
 
 LOOK_S = 0.05
 MOST_BYTES = 1 << 20

@@ -10,7 +10,7 @@ from asyncrl.launcher.common.agent_messages import Event, StacksEvent, StuckEven
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.stacks import take_stacks
 from asyncrl.messages.actors import Stuck
-from asyncrl.telemetry.logging import get_logger, write_text
+from asyncrl.observe.logging import get_logger, write_text
 
 STACK_LINES = 1
 """Lines of stacks that the launcher shows: the state of the process. The log has the rest."""

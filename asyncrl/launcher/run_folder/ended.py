@@ -16,12 +16,12 @@ import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder, Found, checkpoint_dir
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, CheckpointError, ConfigError
-from asyncrl.files import replace_file
+from asyncrl.core.errors import ActorFailed, CheckpointError, ConfigError
+from asyncrl.core.files import replace_file
 from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.private import CONFIG
-from asyncrl.telemetry.metrics_line import read_metrics
+from asyncrl.observe.metrics_line import read_metrics
 
 ENDED = "ended.json"
 NO_SIGNAL = "no signal:"

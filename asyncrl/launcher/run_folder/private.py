@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoint import DIGESTS
-from asyncrl.errors import UsageError
-from asyncrl.files import try_lock
+from asyncrl.core.errors import UsageError
+from asyncrl.core.files import try_lock
 from asyncrl.launcher.common.agent_messages import private_name
-from asyncrl.wire.keys import write_credentials
+from asyncrl.rpc.wire.keys import write_credentials
 
 CONFIG = "config.json"
 PART = "part_of_run"

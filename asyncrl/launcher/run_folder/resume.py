@@ -20,10 +20,10 @@ from pathlib import Path
 from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, read_state
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, Found, checkpoint_dir
 from asyncrl.checkpoint.step_back import StepBack, newest_whole
-from asyncrl.checks.findings import KnownPrompts
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
+from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunChanged, UsageError
+from asyncrl.launcher.checks.findings import KnownPrompts
 from asyncrl.launcher.run_folder.ended import exported_model
 from asyncrl.launcher.run_folder.folders import RunFolder, begin_attempt, next_attempt, runs_of_name
 from asyncrl.launcher.run_folder.private import CONFIG, in_use, is_live

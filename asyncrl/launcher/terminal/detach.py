@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-from asyncrl.text.streams import PRINTER, send_nowhere
+from asyncrl.core.streams import PRINTER, send_nowhere
 
 LOG = "launcher.log"
 LOOK_S = 0.2

@@ -13,6 +13,10 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len, set_cell_size
 
+from asyncrl.core.numbers import count, duration, fixed, percent
+from asyncrl.core.printable import printable
+from asyncrl.core.roles import role_of
+from asyncrl.core.streams import PRINTER
 from asyncrl.launcher.common.agent_messages import (
     Event,
     MetricsEvent,
@@ -25,9 +29,7 @@ from asyncrl.launcher.common.agent_messages import (
 )
 from asyncrl.launcher.terminal.notices import ShownNotices
 from asyncrl.launcher.terminal.pace import RunPace
-from asyncrl.roles import role_of
-from asyncrl.runtime.lifecycle.roster import CONTROLLER
-from asyncrl.telemetry.metrics_line import (
+from asyncrl.observe.metrics_line import (
     HIGH_TRUNCATION,
     Line,
     component_numbers,
@@ -36,9 +38,7 @@ from asyncrl.telemetry.metrics_line import (
     pass_at_numbers,
     versions_in_words,
 )
-from asyncrl.text.numbers import count, duration, fixed, percent
-from asyncrl.text.printable import printable
-from asyncrl.text.streams import PRINTER
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
 
 NAMES_SHOWN = 4
 WARM_STEP = "warm step"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.core.numbers import fixed
 from asyncrl.launcher.run_folder.ended import exported_model
 from asyncrl.launcher.terminal.progress import mean_in_words
-from asyncrl.telemetry.metrics_line import Line, is_eval_mean, number_in
-from asyncrl.text.numbers import fixed
+from asyncrl.observe.metrics_line import Line, is_eval_mean, number_in
 
 TENTH = 10
 OF_THE_RUN = {

@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
-from asyncrl.files import sync, write_file
+from asyncrl.core.files import sync, write_file
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
 from asyncrl.learner.exchange.background import Background

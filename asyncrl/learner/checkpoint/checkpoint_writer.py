@@ -34,12 +34,12 @@ from asyncrl.checkpoint.contents import (
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.step_back import StepBack
-from asyncrl.disk import free_bytes, no_room
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.disk import free_bytes, no_room
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import LOOK_S, FailedWrite, Kept
 from asyncrl.messages.groups import Group
-from asyncrl.runtime.clock import Clock
+from asyncrl.rpc.clock import Clock
 
 AROUND_BYTES = 1 << 16
 """Bytes of state, checksums and folders, apart from the trainer's files, the groups and the ledger."""

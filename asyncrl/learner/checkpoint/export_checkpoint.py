@@ -23,7 +23,7 @@ from asyncrl.learner.fsdp.model.policy import load_policy, model_folder
 from asyncrl.learner.fsdp.weights.copies import adapter_units, model_units, whole_buckets
 from asyncrl.learner.fsdp.weights.dcp import load_weights
 from asyncrl.learner.fsdp.weights.export import export, export_adapter
-from asyncrl.lora import adapter_settings
+from asyncrl.weights.lora import adapter_settings
 
 
 def export_checkpoint(

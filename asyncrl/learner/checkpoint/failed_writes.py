@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.disk import free_bytes, in_bytes
-from asyncrl.runtime.clock import Clock
+from asyncrl.core.disk import free_bytes, in_bytes
+from asyncrl.rpc.clock import Clock
 
 LOOK_S = 2.0
 """Pause between two checks for room."""

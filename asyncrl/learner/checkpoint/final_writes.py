@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.disk import free_bytes, full_errno, in_words, no_room
-from asyncrl.errors import ActorFailed, AsyncRLError
+from asyncrl.core.disk import free_bytes, full_errno, in_words, no_room
+from asyncrl.core.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, room, waits_for_room
 from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.groups.progress import Progress
-from asyncrl.runtime.services import ActorServices
+from asyncrl.rpc.services import ActorServices
 
 GRACE_SHARE = 0.3
 """Share of preempt.grace_s that a preempted run waits for room."""

@@ -23,8 +23,8 @@ from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages import Request
 from asyncrl.messages.actors import CheckpointWritten
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.trace import Track
+from asyncrl.observe.trace import Track
+from asyncrl.rpc.services import ActorServices
 
 
 class CheckpointReports:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.core.errors import DeadlineExceeded
 
 T = TypeVar("T")
 

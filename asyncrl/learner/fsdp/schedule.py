@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.config.sft import SftConfig
+from asyncrl.config.algorithm import SftConfig
 from asyncrl.config.training import LearnerConfig
 
 

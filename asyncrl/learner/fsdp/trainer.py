@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
-from asyncrl.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
+from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
 from asyncrl.learner.algorithm.loss.objective import Objective
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
@@ -58,10 +58,10 @@ from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
 from asyncrl.learner.functions.user_functions import make_objective
-from asyncrl.lora import adapter_settings
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.broadcast import open_store
 from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.lora import adapter_settings
 
 
 class Trainer:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.advantages import ScoredGroup
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.functions.user_functions import find_advantage, make_objective

@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncrl.checkpoint.contents import CheckpointState
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
 from asyncrl.learner.exchange.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
@@ -32,9 +32,9 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.runtime.calls.retry import AWAY_S, DEADLINE, log_away, wait_out
-from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.runtime.services import ActorServices
+from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, log_away, wait_out
+from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.services import ActorServices
 
 DATALOADER = "dataloader/0"
 MOST_PATIENCE = 64.0

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.group_check import check_group, has_signal
 from asyncrl.learner.groups.buffer import GroupBuffer, in_order
-from asyncrl.ledger import KINDS, Kind, Ledger, position_of
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group, LedgerState
-from asyncrl.trajectories import sampled_tokens
+from asyncrl.messages.ledger import KINDS, Kind, Ledger, position_of
+from asyncrl.messages.trajectories import sampled_tokens
 
 REWARDS_SHOWN = 5
 FRACTION_FROM = 100

@@ -15,16 +15,16 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from asyncrl.config.algorithm import TeacherServerConfig
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from asyncrl.learner.algorithm.plan.batch import GroupScores
 from asyncrl.learner.algorithm.plan.scoring import by_group, sampled_sequences
 from asyncrl.learner.groups.progress import News
+from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.runtime.lifecycle.backoff import backoff
-from asyncrl.runtime.services import ActorServices
-from asyncrl.teacher import TeacherClient, TeacherFailed
-from asyncrl.trajectories import sampled_positions
+from asyncrl.messages.trajectories import sampled_positions
+from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.services import ActorServices
 
 REQUESTS, FAILED = "teacher/requests", "teacher/failed_requests"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0

@@ -21,8 +21,8 @@ from asyncrl.learner.metrics.learning_watch import LearningWatch
 from asyncrl.learner.metrics.truncation_watch import TruncationWatch
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import TAKEN, GroupLog
+from asyncrl.observe.group_log import TAKEN, GroupLog
+from asyncrl.rpc.services import ActorServices
 
 
 class Deliveries:

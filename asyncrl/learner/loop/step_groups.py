@@ -13,15 +13,15 @@ import asyncio
 
 from asyncrl.config import Config
 from asyncrl.config.operation import LAST_GROUPS_SHARE
-from asyncrl.errors import CannotLearn
+from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.learner.loop.version_schedule import VersionSchedule
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.trace import Track
+from asyncrl.observe.trace import Track
+from asyncrl.rpc.services import ActorServices
 
 
 class StepGroups:

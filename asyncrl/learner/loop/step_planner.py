@@ -28,7 +28,7 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.messages.groups import Group
-from asyncrl.telemetry.metrics import Figures
+from asyncrl.observe.metrics import Figures
 
 
 def plan_step(

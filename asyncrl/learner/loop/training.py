@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.errors import ActorFailed, CannotLearn, NonFiniteStep
+from asyncrl.core.errors import ActorFailed, CannotLearn, NonFiniteStep
 from asyncrl.learner.algorithm.advantage.group_metrics import observe_staleness
 from asyncrl.learner.algorithm.plan.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
@@ -47,10 +47,10 @@ from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.messages.groups import Group
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.group_log import NOT_TRAINED, TRAINED, GroupLog
-from asyncrl.telemetry.trace import Track
-from asyncrl.trajectories import is_truncated, versions_of
+from asyncrl.messages.trajectories import is_truncated, versions_of
+from asyncrl.observe.group_log import NOT_TRAINED, TRAINED, GroupLog
+from asyncrl.observe.trace import Track
+from asyncrl.rpc.services import ActorServices
 
 T = TypeVar("T")
 

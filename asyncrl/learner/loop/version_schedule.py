@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.disk import full_errno, in_bytes, in_words
-from asyncrl.errors import ActorFailed, AsyncRLError
+from asyncrl.core.disk import full_errno, in_bytes, in_words
+from asyncrl.core.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.publishing.version_maker import VersionMaker
-from asyncrl.runtime.services import ActorServices
+from asyncrl.rpc.services import ActorServices
 
 RETRY_S = 5.0
 """Pause before an overdue version is tried again."""

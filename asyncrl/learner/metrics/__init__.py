@@ -1,6 +1,6 @@
 """The metrics of the learner and the keys of metrics.jsonl; the modules of this package write those lines."""
 
-from asyncrl.telemetry.catalogue import SECONDS, VERSIONS, Declaring
+from asyncrl.observe.catalogue import SECONDS, VERSIONS, Declaring
 
 learner = Declaring("learner")
 learner.counter(

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.messages.actors import Notice
-from asyncrl.telemetry.metrics_line import busy_s
+from asyncrl.observe.metrics_line import busy_s
 
 STEPS = 3
 

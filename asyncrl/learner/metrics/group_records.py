@@ -19,7 +19,7 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.dataloader import Outcome
-from asyncrl.telemetry.group_log import EVALUATED, NOT_TRAINED, GroupLog
+from asyncrl.observe.group_log import EVALUATED, NOT_TRAINED, GroupLog
 
 
 class GroupRecords:

@@ -14,9 +14,9 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
+from asyncrl.core.numbers import fixed
 from asyncrl.messages.actors import Notice
-from asyncrl.telemetry.metrics_line import number_in
-from asyncrl.text.numbers import fixed
+from asyncrl.observe.metrics_line import number_in
 
 STEPS = 3
 """Steps in a row, or groups of as many steps, before a notice."""

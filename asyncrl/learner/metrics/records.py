@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from asyncrl.files import KeptWrites, append_whole
+from asyncrl.core.files import KeptWrites, append_whole
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.telemetry.metrics import check_name
-from asyncrl.telemetry.samples import TRAINED, SampleKind, sample_file
-from asyncrl.trajectories import sampled_tokens
+from asyncrl.messages.trajectories import sampled_tokens
+from asyncrl.observe.metrics import check_name
+from asyncrl.observe.samples import TRAINED, SampleKind, sample_file
 
 MOST_BYTES = {"metrics": 16 << 20, "quarantine": 4 << 20, "samples": 32 << 20}
 """Bytes of lines that wait in memory, by kind of file: samples are large, and must not push out metrics."""

@@ -21,8 +21,8 @@ from asyncrl.learner.metrics.generation_log import GenerationLog, update_line, u
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.samples import TRAINED, SampleKind
+from asyncrl.observe.samples import TRAINED, SampleKind
+from asyncrl.rpc.services import ActorServices
 
 STATS_WAIT_S = 3.0
 """Longest wait of a metrics line for the rollouters' reports on its step (s)."""

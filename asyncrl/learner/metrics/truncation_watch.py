@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from asyncrl.config import Config
+from asyncrl.core.numbers import percent
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group, Trajectory
-from asyncrl.telemetry.metrics_line import HIGH_TRUNCATION
-from asyncrl.text.numbers import percent
-from asyncrl.trajectories import is_truncated, last_answer_tokens
+from asyncrl.messages.trajectories import is_truncated, last_answer_tokens
+from asyncrl.observe.metrics_line import HIGH_TRUNCATION
 
 WINDOW = 8
 """Least number of groups over which the share is taken."""

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
+from asyncrl.core.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
@@ -36,8 +36,8 @@ from asyncrl.messages.weights import (
     Probe,
     WatchBroadcast,
 )
-from asyncrl.runtime.calls.retry import is_refusal, wait_out
-from asyncrl.telemetry.logging import Logger
+from asyncrl.observe.logging import Logger
+from asyncrl.rpc.calls.retry import is_refusal, wait_out
 
 if TYPE_CHECKING:
     from asyncrl.weights.broadcast import Sender

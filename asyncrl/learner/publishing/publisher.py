@@ -19,11 +19,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.core.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.weights import KeepPublished, Publish, Published
-from asyncrl.runtime.calls.retry import is_refusal, wait_out
-from asyncrl.telemetry.logging import Logger
+from asyncrl.observe.logging import Logger
+from asyncrl.rpc.calls.retry import is_refusal, wait_out
 from asyncrl.weights.held_version import HeldVersion
 
 

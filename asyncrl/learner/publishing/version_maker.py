@@ -19,15 +19,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError
+from asyncrl.core.errors import AsyncRLError
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request
-from asyncrl.telemetry.logging import Logger
-from asyncrl.telemetry.trace import Track
+from asyncrl.observe.logging import Logger
+from asyncrl.observe.trace import Track
 from asyncrl.weights.held_version import HeldVersion
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.errors import ConfigError
-from asyncrl.files import replace_file
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files import replace_file
 
 FILE = "version_mark.json"
 """Name of the file in the run's folder: ``{"version": ..., "start": ...}``."""

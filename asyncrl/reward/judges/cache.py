@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.files import replace_file
+from asyncrl.core.files import replace_file
 
 MOST_ENTRIES = 100_000
 

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
+from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
+from asyncrl.core.outcome import Outcome
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.outcome import Outcome
 from asyncrl.reward.judges.asker import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.judge_options import RelativeOptions, RubricOptions, read_options

@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.training import RewardConfig
-from asyncrl.errors import AsyncRLError, RewardFailed, RewardPoolEnded
+from asyncrl.core.errors import AsyncRLError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Score, Scores
+from asyncrl.observe.states import StateLedger
 from asyncrl.reward.scoring.faults import TIMED_OUT, RewardFault, fault_of
 from asyncrl.reward.scoring.reward_frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
 from asyncrl.reward.scoring.shaping import shaped, timed_out_scores
-from asyncrl.telemetry.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import OnOutput, Place, WorkerCounts, WorkerPool

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from asyncrl.chat.parsers import AnswerParser, EngineParsers
 from asyncrl.config import Config
 from asyncrl.rollouter.engines.base import Engine
+from asyncrl.text.chat.parsers import AnswerParser, EngineParsers
 
 
 def make_engine(config: Config, name: str) -> Engine:

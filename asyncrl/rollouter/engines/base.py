@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from asyncrl.errors import EngineDied
+from asyncrl.core.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.weights.held_version import HeldVersion

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from asyncrl.config import Config
-from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
+from asyncrl.core.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.sim_model import Batch, content

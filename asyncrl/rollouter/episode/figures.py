@@ -13,9 +13,9 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.messages import FinishReason
+from asyncrl.observe.metrics import Figures, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationFigures
-from asyncrl.runtime.notices import Notify
-from asyncrl.telemetry.metrics import Figures, Histograms
+from asyncrl.rpc.notices import Notify
 
 MOST_TOOLS = 12
 """Names of tools that are counted apart."""

@@ -19,8 +19,8 @@ from asyncrl.config import Config
 from asyncrl.messages.actors import RunState
 from asyncrl.messages.episodes import ChatDelta, EpisodeDone, RunEpisode
 from asyncrl.rollouter.serving.policy import Slots
-from asyncrl.runtime.calls.peer import Peer
-from asyncrl.runtime.lifecycle.roster import Roster
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.lifecycle.roster import Roster
 
 
 class EpisodeHosts(Protocol):

@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.chat.messages import Message
-from asyncrl.errors import ChatRefused
+from asyncrl.core.errors import ChatRefused
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.rollouter.episode.nodes import Node
+from asyncrl.text.chat.messages import Message
 
 _DIGEST_BYTES = 16
 

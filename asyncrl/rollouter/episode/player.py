@@ -18,12 +18,9 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
-from asyncrl.chat.messages import Message, Tool
-from asyncrl.chat.prompt import conversation, read_prompt
-from asyncrl.chat.row_messages import read_tools
 from asyncrl.config import Config
+from asyncrl.core.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
 from asyncrl.data.columns import column_of
-from asyncrl.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.rollouter.episode.figures import EpisodeFaults, Failure, by_kind
@@ -33,9 +30,12 @@ from asyncrl.rollouter.episode.stages import Expired
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rollouter.serving.policy import Slots
-from asyncrl.runtime.calls.retry import LONGEST_AWAY_S
-from asyncrl.runtime.clock import Clock
-from asyncrl.runtime.lifecycle.backoff import backoffs
+from asyncrl.rpc.calls.retry import LONGEST_AWAY_S
+from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.lifecycle.backoff import backoffs
+from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.prompt import conversation, read_prompt
+from asyncrl.text.chat.row_messages import read_tools
 
 LONGEST_S = 7 * 86400.0
 """Longest episode (s), if engines are away all of that time: its own deadlines stand still while it waits for them."""

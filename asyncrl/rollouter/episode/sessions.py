@@ -21,11 +21,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from asyncrl.chat.messages import normalise_messages, normalise_tools
-from asyncrl.chat.parsers import Parsed
-from asyncrl.chat.renderer import Renderer
 from asyncrl.config import Config
-from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.messages.groups import Lease
 from asyncrl.rollouter.episode.conversation import Conversation, Prompt
@@ -34,9 +31,12 @@ from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.stages import Stages
 from asyncrl.rollouter.serving.generation import GrowingText, Phase, Response, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
-from asyncrl.runtime.clock import Clock
-from asyncrl.stops import Stops, with_strings
-from asyncrl.tokenizer import Tokenizer
+from asyncrl.rpc.clock import Clock
+from asyncrl.text.chat.messages import normalise_messages, normalise_tools
+from asyncrl.text.chat.parsers import Parsed
+from asyncrl.text.chat.renderer import Renderer
+from asyncrl.text.stops import Stops, with_strings
+from asyncrl.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 KEY_BYTES = 16

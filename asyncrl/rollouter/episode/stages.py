@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.errors import EpisodeOver
+from asyncrl.core.errors import EpisodeOver
 from asyncrl.messages import FinishReason
 from asyncrl.rollouter.serving.generation import Phase
 

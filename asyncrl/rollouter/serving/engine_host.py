@@ -15,15 +15,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.core.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import BroadcastPart, Probe
+from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.drift import Drift, probe_engine
 from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.runtime.clock import Clock
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.rpc.clock import Clock
 from asyncrl.weights.held_version import HeldVersion
 
 

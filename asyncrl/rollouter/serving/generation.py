@@ -23,14 +23,14 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.errors import EngineDied
+from asyncrl.core.errors import EngineDied
 from asyncrl.messages.groups import Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import CallAccount
-from asyncrl.stops import Stops
-from asyncrl.tokenizer import Tokenizer
+from asyncrl.text.stops import Stops
+from asyncrl.text.tokenizer import Tokenizer
 
 Decode = Callable[[Sequence[int]], str]
 Phase = Literal["queue", "engine", "paused"]

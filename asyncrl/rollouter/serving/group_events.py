@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.messages.groups import Lease, VersionSpan
-from asyncrl.telemetry.trace import Track
+from asyncrl.observe.trace import Track
 
 EVENTS_KEPT = 64
 LONGEST_REASON = 300
@@ -30,7 +30,7 @@ class SampleAccount:
         self.uid = uid
         self.sample = sample
         self.events: list[list[Any]] = []
-        """Events: [seconds, what, facts ...]; asyncrl/explain/words.py reads them."""
+        """Events: [seconds, what, facts ...]; asyncrl/observe/explain/words.py reads them."""
         self.left_out = 0
         self.attempts = 0
         """Episodes that were begun for it."""

@@ -25,14 +25,14 @@ from typing import Any, Protocol
 from asyncrl.config import Config
 from asyncrl.config.rollout import AUTO_START
 from asyncrl.messages.groups import Lease, Trajectory
+from asyncrl.observe.trace import FIRST_SLOT, Trace
 from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
-from asyncrl.runtime.services import ActorServices
-from asyncrl.stops import Stops
-from asyncrl.telemetry.trace import FIRST_SLOT, Trace
-from asyncrl.tokenizer import Tokenizer
+from asyncrl.rpc.services import ActorServices
+from asyncrl.text.stops import Stops
+from asyncrl.text.tokenizer import Tokenizer
 
 LOOK_S = 1.0
 """Pause between two looks."""

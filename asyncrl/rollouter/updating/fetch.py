@@ -32,7 +32,7 @@ import numpy as np
 import xxhash
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import (
+from asyncrl.core.errors import (
     DeadlineExceeded,
     NotHere,
     PeerRestarted,
@@ -43,9 +43,9 @@ from asyncrl.errors import (
 )
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Offer, Source
+from asyncrl.observe.logging import get_logger
 from asyncrl.rollouter.updating.relay import Relay
-from asyncrl.runtime.calls.retry import is_refusal, pause
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.rpc.calls.retry import is_refusal, pause
 from asyncrl.weights.held_version import HeldVersion, layout_of
 from asyncrl.weights.segments import Segment, open_segment, seal_verified, verify_segment
 

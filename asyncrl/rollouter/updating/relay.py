@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from asyncrl.errors import InvalidRequest, NotHere, VersionGone
+from asyncrl.core.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk
-from asyncrl.runtime.parking import ParkingLot
+from asyncrl.rpc.parking import ParkingLot
 from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.segments import path_of
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import (
+from asyncrl.core.errors import (
     ActorFailed,
     BroadcastFailed,
     DeadlineExceeded,
@@ -47,15 +47,15 @@ from asyncrl.messages.weights import (
     RequestPause,
     Update,
 )
+from asyncrl.observe.trace import Track
 from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.serving.drift import Drift, DriftLimits, DriftRecord, explain, find_limits, judge
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Call, fetch
 from asyncrl.rollouter.updating.relay import Relay
-from asyncrl.runtime.calls.retry import AWAY_S, wait_out
-from asyncrl.runtime.lifecycle.supervision import RestartBudget
-from asyncrl.runtime.services import ActorServices
-from asyncrl.telemetry.trace import Track
+from asyncrl.rpc.calls.retry import AWAY_S, wait_out
+from asyncrl.rpc.lifecycle.supervision import RestartBudget
+from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
 PROBE_S = 30.0

@@ -12,14 +12,14 @@ from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller.joining import host_changes
-from asyncrl.errors import Refused, RemoteError
+from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot
-from asyncrl.runtime.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.wire.keys import VIEWER
 from asyncrl.top.client import decode_snapshot
-from asyncrl.wire.keys import VIEWER
 
 ASK = "a" * 16
 FAST = validate_config(CONFIG.model_dump() | {"supervision": {"start_timeout_s": 1.0, "silence_s": 1e6}})

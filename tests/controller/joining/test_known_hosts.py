@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.joining.hosts import BEATS, Hosts, ReportedHost
-from asyncrl.errors import Refused
+from asyncrl.core.errors import Refused
+from asyncrl.core.roles import gang_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
 from asyncrl.messages.monitor import Heartbeat
-from asyncrl.roles import gang_of
-from asyncrl.runtime.lifecycle.registry import Registry
+from asyncrl.rpc.lifecycle.registry import Registry
 
 LOST_S, BEAT_S, FROZEN_S = 30.0, 1.0, 90.0
 IDLE = 3

@@ -12,13 +12,13 @@ from asyncrl.config.load import validate_config
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.controller.health import failure_detector
 from asyncrl.controller.observation.observation import Observation
-from asyncrl.errors import Refused, RemoteError
+from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
 from asyncrl.messages.hosts import Leave
 from asyncrl.messages.monitor import Heartbeat
-from asyncrl.runtime.actor import CONTROLLER, Actor, Caller, handler
-from asyncrl.runtime.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
+from asyncrl.rpc.lifecycle.roster import LAUNCHER
 
 FAST = validate_config(
     CONFIG.model_dump()

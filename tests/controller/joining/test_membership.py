@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.controller.joining.membership import ABOVE_ALL, KnownHost, Membership, can_serve
-from asyncrl.errors import InvalidRequest
+from asyncrl.core.errors import InvalidRequest
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.hosts import Join, Leave, NewHost
 

@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from asyncrl.controller.observation.snapshots import SILENT_BEATS, Constants, view_actors
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
-from asyncrl.runtime import heartbeat_delta
-from asyncrl.runtime.heartbeat_delta import HeartbeatDelta
-from asyncrl.runtime.lifecycle.registry import Registry
-from asyncrl.sinks.exposition import families_of
-from asyncrl.snapshot import RunView, Snapshot
-from asyncrl.telemetry.snapshots.rates import Interval
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.messages.snapshot import RunView, Snapshot
+from asyncrl.observe.sinks.exposition import families_of
+from asyncrl.observe.snapshots.rates import Interval
+from asyncrl.observe.states import StateLedger
+from asyncrl.rpc import heartbeat_delta
+from asyncrl.rpc.heartbeat_delta import HeartbeatDelta
+from asyncrl.rpc.lifecycle.registry import Registry
 
 BEAT_S = 2.0
 CONSTANTS = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1, groups_per_step=1, heartbeat_s=BEAT_S)

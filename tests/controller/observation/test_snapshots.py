@@ -24,11 +24,11 @@ from asyncrl.controller.observation.recent_lines import MOST_EVALS, RecentMetric
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchSnapshot
-from asyncrl.runtime import actor as runtime_actor
-from asyncrl.snapshot import UPDATE_LINES
-from asyncrl.telemetry.snapshots.recording import Recorder
+from asyncrl.messages.snapshot import UPDATE_LINES
+from asyncrl.observe.snapshots.recording import Recorder
+from asyncrl.rpc import actor as runtime_actor
+from asyncrl.rpc.wire.keys import VIEWER
 from asyncrl.top.client import decode_snapshot
-from asyncrl.wire.keys import VIEWER
 
 
 async def look(viewer, seen=-1):

@@ -20,9 +20,9 @@ from asyncrl.controller.observation.traces import (
     Traces,
     remove_unfinished,
 )
-from asyncrl.errors import InvalidRequest
+from asyncrl.core.errors import InvalidRequest
 from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.observe.logging import get_logger
 
 
 def span(name, began=WALL, seconds=1.0, track="state", order=0, **facts):

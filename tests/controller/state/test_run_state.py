@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from asyncrl.controller.state.reserve import LONGEST_REST, Reserve
 from asyncrl.controller.state.run_state import LAST_RANK, RunStateMachine
+from asyncrl.core.roles import drain_rank
 from asyncrl.messages.actors import Condemned, Dead
-from asyncrl.roles import drain_rank
 
 SINGLE = ("dataloader/0", "reward/0", "parameter_server/0", "learner/0", "learner/1")
 ROLLOUTERS = ("rollouter/0", "rollouter/1", "rollouter/2")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_core import KEY, reply
 
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.episodes.http.calls import MOST_KEPT, Call, CallBook
-from asyncrl.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import ChatDelta
 
 A, B = b"a", b"b"

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from scripted_core import WEATHER, reply
 
+from asyncrl.core.errors import ChatRefused
 from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Failure, Stamp
 from asyncrl.episodes.http.dialects.fields import CHAT_COMPLETIONS, MESSAGES, RESPONSES
 from asyncrl.episodes.http.dialects.responses import Responses
-from asyncrl.errors import ChatRefused
 
 STAMP = Stamp(number="7", model="policy", created=1)
 HI = [{"role": "user", "content": "Hi"}]

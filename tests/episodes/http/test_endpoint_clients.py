@@ -9,7 +9,7 @@ import openai
 import pytest
 from scripted_core import KEY, WEATHER, ScriptedCore, played, reply, serving
 
-from asyncrl.errors import ChatRefused
+from asyncrl.core.errors import ChatRefused
 from asyncrl.messages.episodes import ChatDelta
 
 RUN = played

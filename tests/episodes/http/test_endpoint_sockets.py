@@ -11,7 +11,7 @@ from harness import until
 from scripted_core import KEY, OTHER_KEY, ScriptedCore, played, reply, serving
 
 from asyncrl.messages.episodes import ChatDelta
-from asyncrl.telemetry.logging import configure_logging
+from asyncrl.observe.logging import configure_logging
 
 RUN = played
 CHAT = "/v1/chat/completions"

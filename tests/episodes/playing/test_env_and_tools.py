@@ -10,9 +10,9 @@ import pydantic
 import pytest
 from episodes.hosted import Rollouter, config_with, hosting
 
+from asyncrl.core.errors import EpisodeOver
 from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.tools import result_text
-from asyncrl.errors import EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.workers.user_code import NotCallable
 

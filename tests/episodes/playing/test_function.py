@@ -12,11 +12,11 @@ import thief
 from episodes.hosted import Rollouter, config_with, hosting, until, waits, worker_pids
 from harness import RUN_ID
 
+from asyncrl.core.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodeWorker, Printer
-from asyncrl.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
-from asyncrl.wire.keys import create_credentials
+from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers import worker_pool as pool_module
 from asyncrl.workers.confinement import why_not
 from asyncrl.workers.worker import FrameReader

@@ -9,10 +9,10 @@ import pytest
 from model_files import write_model
 from run_settings import simulated_run
 
-from asyncrl.checks import check_list
-from asyncrl.checks.check_list import CHECKS, CheckedHost, check_host
-from asyncrl.checks.findings import errors_of, fail, ok, warn, warnings_of
 from asyncrl.config.load import validate_config
+from asyncrl.launcher.checks import check_list
+from asyncrl.launcher.checks.check_list import CHECKS, CheckedHost, check_host
+from asyncrl.launcher.checks.findings import errors_of, fail, ok, warn, warnings_of
 from asyncrl.learner.metrics.learning_watch import LearningWatch
 
 

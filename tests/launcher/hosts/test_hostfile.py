@@ -5,7 +5,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import UsageError
+from asyncrl.core.errors import UsageError
 from asyncrl.launcher.hosts.hostfile import HostLine, parse_hostfile, read_hostfile, select_hosts
 
 

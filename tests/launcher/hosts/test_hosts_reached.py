@@ -17,7 +17,7 @@ from model_files import write_model, write_weights
 from run_settings import simulated_run
 
 from asyncrl.config.load import config_to_json
-from asyncrl.errors import UsageError
+from asyncrl.core.errors import UsageError
 from asyncrl.launcher.common.agent_messages import (
     Checked,
     CheckOrder,
@@ -30,7 +30,7 @@ from asyncrl.launcher.common.agent_messages import (
 from asyncrl.launcher.hosts.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.hosts.start import SshStart
 from asyncrl.launcher.node.log_shipper import CHUNK_BYTES, LogShipper
-from asyncrl.wire.keys import make_keyring
+from asyncrl.rpc.wire.keys import make_keyring
 
 
 def facts(client="", **held):

@@ -9,7 +9,7 @@ import pytest
 from run_settings import simulated_run
 from virtual import run_virtual
 
-from asyncrl.errors import DeadlineExceeded, UsageError
+from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import KILL, STOP, EndedEvent
 from asyncrl.launcher.live.joined_hosts import JoinedHosts

@@ -8,7 +8,7 @@ import pytest
 from run_settings import simulated_run
 
 from asyncrl.cli import launch
-from asyncrl.errors import DeadlineExceeded, Refused, RemoteError, UsageError
+from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError, UsageError
 from asyncrl.launcher.common.agent_messages import HostOffer, Routes
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.hostfile import HostLine
@@ -17,8 +17,8 @@ from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.messages.hosts import Join, Joined, MemberHost, WatchMembers
-from asyncrl.runtime import controller_client
-from asyncrl.runtime.calls.server import CROWDED
+from asyncrl.rpc import controller_client
+from asyncrl.rpc.calls.server import CROWDED
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from asyncrl.launcher.live import stop as stopping
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
-from asyncrl.telemetry.snapshots.recording import last_recorded
+from asyncrl.observe.snapshots.recording import last_recorded
 
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")
 

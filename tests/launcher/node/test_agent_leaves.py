@@ -10,7 +10,7 @@ import pytest
 from launcher.launched import end_marked, marked
 from run_settings import simulated_run
 
-from asyncrl.errors import Refused
+from asyncrl.core.errors import Refused
 from asyncrl.launcher.common.agent_messages import ARRIVED, CONTROLLER_AT, ActorSpec, AgentSpec
 from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.child import environment_of
@@ -133,7 +133,7 @@ from pathlib import Path
 sys.path[:0] = ["tests", "tests/launcher"]
 from launched import marked
 from asyncrl.launcher.node.child import Child
-from asyncrl.runtime.linux import become_subreaper, end_children
+from asyncrl.rpc.linux import become_subreaper, end_children
 become_subreaper()
 mark, leaving = sys.argv[1], sys.argv[2]
 log = Path(mark, "log")
@@ -192,7 +192,7 @@ from pathlib import Path
 sys.path[:0] = ["tests", "tests/launcher"]
 from launched import marked
 from asyncrl.launcher.node.child import Child
-from asyncrl.runtime.linux import become_subreaper, end_children
+from asyncrl.rpc.linux import become_subreaper, end_children
 from asyncrl.workers import warden
 become_subreaper()
 mark, actor, *deaf = sys.argv[1:]

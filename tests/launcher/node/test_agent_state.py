@@ -9,7 +9,7 @@ from asyncrl.launcher.common.agent_messages import AT_ONCE, EndedEvent
 from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, AgentState
 from asyncrl.launcher.node.instructions import AnnounceRestart, AskStop, Kill, KillAll, ReportEnd, ReportStart, Spawn
 from asyncrl.messages.actors import Aside, Condemned, RunState
-from asyncrl.runtime.lifecycle.registry import FIRST_WORD_S
+from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 
 HEAD = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
 FAR = ("learner/1", "rollouter/2")

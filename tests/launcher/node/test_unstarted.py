@@ -16,7 +16,7 @@ from asyncrl.launcher.node.agent_state import AgentState
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.host_agent import HostAgent
 from asyncrl.launcher.node.instructions import Kill, Spawn
-from asyncrl.runtime.linux import children_of
+from asyncrl.rpc.linux import children_of
 
 NAMES = ("controller/0", "rollouter/0")
 

@@ -11,7 +11,7 @@ from disks import room_for
 from run_settings import simulated_run
 
 from asyncrl.config.load import config_from_json
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder, with_date
 from asyncrl.launcher.run_folder.private import remove_abandoned
 

@@ -16,8 +16,8 @@ from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, Tra
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder, checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.config.load import config_from_json
-from asyncrl.errors import CheckpointError, ConfigError, RunChanged, UsageError
-from asyncrl.files import write_file
+from asyncrl.core.errors import CheckpointError, ConfigError, RunChanged, UsageError
+from asyncrl.core.files import write_file
 from asyncrl.launcher.common import placement
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.launch import Launch, host_spec

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from run_settings import simulated_run
 from asyncrl.cli.which_run import live_run_place, run_folder
-from asyncrl.doctor.leftovers import find_leftovers
+from asyncrl.launcher.doctor.leftovers import find_leftovers
 from asyncrl.launcher.run_folder.folders import free_run_folder
 free = [free_run_folder(simulated_run(run={"name": name})).name for name in ("closed", "theirs")]
 left = [str(leftover.path) for leftover in find_leftovers(Path("runs"), is_head=True) if "runs/" in str(leftover.path)]

@@ -22,7 +22,7 @@ from asyncrl.launcher.terminal.notices import PACE_S, ShownNotices
 from asyncrl.launcher.terminal.pace import STEPS, RunPace, clock_words
 from asyncrl.launcher.terminal.progress import CLEAR_LINE, Progress, describe_eval, describe_step
 from asyncrl.launcher.terminal.summary import summarise
-from asyncrl.telemetry.metrics_line import is_voided, read_metrics
+from asyncrl.observe.metrics_line import is_voided, read_metrics
 
 
 class Terminal(io.StringIO):

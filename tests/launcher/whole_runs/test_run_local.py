@@ -11,10 +11,10 @@ import sys
 import pytest
 from launcher.launched import marked, wait_until
 
+from asyncrl.core.roles import drain_rank
 from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder, next_attempt
-from asyncrl.roles import drain_rank
 
 
 @pytest.fixture

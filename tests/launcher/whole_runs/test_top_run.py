@@ -13,7 +13,7 @@ import pytest
 from launcher.launched import wait_until
 from terminals import Terminal
 
-from asyncrl.snapshot import Snapshot
+from asyncrl.messages.snapshot import Snapshot
 
 pytestmark = pytest.mark.slow
 TOP = (sys.executable, "-m", "asyncrl.cli.top")

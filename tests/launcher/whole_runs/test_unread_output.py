@@ -13,7 +13,7 @@ from launcher.launched import STUB, Run, config_tree, wait_until
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.private import is_live
-from asyncrl.telemetry.snapshots.recording import last_recorded
+from asyncrl.observe.snapshots.recording import last_recorded
 
 PIPE_BYTES = 4096
 LAUNCHED = STUB.with_name("launched.py")

@@ -13,8 +13,8 @@ from ledgers import assert_ledgers_add_up
 from recordings import read_recording
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.snapshot import Snapshot
-from asyncrl.telemetry.snapshots.recording import last_recorded
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.observe.snapshots.recording import last_recorded
 from asyncrl.top.client import find_target, watch
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.advantage.advantages import BUILT_IN, ScoredGroup
 from asyncrl.learner.functions.user_functions import find_advantage
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.loss.objective import correction, kl_losses
 from asyncrl.learner.algorithm.losses import BUILT_IN
 from asyncrl.learner.algorithm.token_batch import TokenBatch

@@ -21,11 +21,11 @@ from learner.learner_cases import (
 )
 
 from asyncrl.config.algorithm import KLConfig
-from asyncrl.errors import NonFiniteStep
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import step_metrics
 from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, kl_penalties, sampled_sequences
 from asyncrl.messages.groups import Turn
-from asyncrl.trajectories import sampled_positions
+from asyncrl.messages.trajectories import sampled_positions
 
 COEFFICIENT = 0.3
 

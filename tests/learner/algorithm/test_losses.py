@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.losses import BUILT_IN
 from asyncrl.learner.functions.user_functions import find_loss
 

@@ -23,12 +23,12 @@ from learner.rank_pool import run_alone
 from segment_reading import weights_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from asyncrl.config.sft import SftConfig
-from asyncrl.errors import NonFiniteStep
+from asyncrl.config.algorithm import SftConfig
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
 from asyncrl.learner.fsdp.schedule import warm_learning_rate
-from asyncrl.sft.conversations import Conversations, TokenizedRow
-from asyncrl.sft.encoding import Encoded
+from asyncrl.text.sft.conversations import Conversations, TokenizedRow
+from asyncrl.text.sft.encoding import Encoded
 
 WEIGHT = 0.7
 BUDGETS = (10_000, 25)

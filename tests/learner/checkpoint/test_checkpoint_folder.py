@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from asyncrl.checkpoint.folder import CheckpointFolder, Found, checkpoint_dir, step_of, superfluous
 from asyncrl.config import Config
 from asyncrl.config.operation import CheckpointConfig
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
-from asyncrl.files import write_file
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.files import write_file
 
 FILES = ("state.json", "trainer/contents.json")
 

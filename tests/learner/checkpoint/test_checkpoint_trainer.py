@@ -24,8 +24,8 @@ from segment_reading import weights_of
 
 from asyncrl.checkpoint.contents import read_trainer_contents
 from asyncrl.config.training import ModelConfig
-from asyncrl.disk import full_errno
-from asyncrl.errors import CheckpointError
+from asyncrl.core.disk import full_errno
+from asyncrl.core.errors import CheckpointError
 from asyncrl.learner.fsdp.model.policy import load_policy
 from asyncrl.learner.fsdp.weights import dcp, saver
 

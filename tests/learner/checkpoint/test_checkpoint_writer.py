@@ -29,13 +29,13 @@ from asyncrl.checkpoint.contents import (
     write_contents,
 )
 from asyncrl.checkpoint.damage import reading
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import checkpoint_writer as writer_module
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
-from asyncrl.ledger import Ledger
 from asyncrl.messages.groups import Group
+from asyncrl.messages.ledger import Ledger
 
 WAIT_S = 30.0
 CONFIG = make_config(backend="sim")

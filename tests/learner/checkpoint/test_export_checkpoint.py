@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from asyncrl.checkpoint.contents import Geometry, write_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.cli.export import main
+from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.load import config_to_json
-from asyncrl.config.lora import LoraConfig
 from asyncrl.config.training import DataConfig
 from asyncrl.learner.fsdp.weights.export import export_adapter
-from asyncrl.lora import PREFIX
+from asyncrl.weights.lora import PREFIX
 
 
 def _train_save_export(backend, config, trainer: Path, target: Path) -> None:

@@ -17,13 +17,13 @@ from learner.learner_cases import make_config, make_state
 from services import services
 
 from asyncrl.checkpoint.contents import CheckpointState
-from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.groups.progress import Progress
-from asyncrl.runtime.clock import Clock
+from asyncrl.rpc.clock import Clock
 
 WAIT_S = 30.0
 MIB = 1 << 20

@@ -15,7 +15,7 @@ from run_settings import simulated_run
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.checkpoint.contents import read_state, write_contents
 from asyncrl.checkpoint.origin import Origin, digests, record
-from asyncrl.files import find_source
+from asyncrl.core.files import find_source
 
 
 def read_back(origin: Origin) -> Origin:

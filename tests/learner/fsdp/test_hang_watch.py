@@ -69,7 +69,7 @@ def _rank(rank: int, stopped: int, timeout_s: float, addresses: Any, log: str) -
     import torch
     import torch.distributed as dist
 
-    from asyncrl.errors import DeadlineExceeded
+    from asyncrl.core.errors import DeadlineExceeded
     from asyncrl.learner.fsdp.ranks import hang_watch
     from asyncrl.learner.fsdp.ranks.ranks import Ranks
     from asyncrl.weights.broadcast import open_store

@@ -12,7 +12,7 @@ from learner.learner_cases import TEMPERATURE, build_step, exact_model, gradient
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from asyncrl.errors import NonFiniteStep
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.scoring import build_scoring
 from asyncrl.learner.algorithm.token_batch import TokenBatch

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.learner.fsdp.ranks import ranks as rendezvous
 from asyncrl.weights.broadcast import listen, open_store
 

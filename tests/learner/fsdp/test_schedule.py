@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.sft import SftConfig
+from asyncrl.config.algorithm import SftConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from segment_reading import weights_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from asyncrl.errors import NonFiniteStep
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import rewards_of
 
 STEPS = 3

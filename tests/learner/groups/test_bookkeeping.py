@@ -17,7 +17,7 @@ from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge,
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.messages.groups import Group
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
-from asyncrl.telemetry.catalogue import find
+from asyncrl.observe.catalogue import find
 
 
 @given(st.permutations(range(8)))

@@ -8,13 +8,13 @@ from structlog.testing import capture_logs
 from virtual import LoopClock, run_virtual
 
 from asyncrl.config import LearnerConfig
-from asyncrl.errors import DeadlineExceeded, RemoteError, RestoreNeeded
+from asyncrl.core.errors import DeadlineExceeded, RemoteError, RestoreNeeded
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
-from asyncrl.runtime.calls.retry import DEADLINE
+from asyncrl.rpc.calls.retry import DEADLINE
 
 
 class Dataloader:

@@ -10,9 +10,9 @@ from test_messages import make_group
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake, IntakeState
-from asyncrl.ledger import KINDS, Ledger
 from asyncrl.messages.dataloader import Outcome, Rejected
 from asyncrl.messages.groups import Group
+from asyncrl.messages.ledger import KINDS, Ledger
 
 LEARNER = LearnerConfig(groups_per_step=2, max_filtered_ratio=2.0, max_quarantined_fraction=0.2)
 

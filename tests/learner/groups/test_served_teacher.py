@@ -24,13 +24,13 @@ from teacher_server import logprob_of, scored, served
 
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ActorFailed, ConfigError
+from asyncrl.core.errors import ActorFailed, ConfigError
 from asyncrl.learner.groups import served_teacher
 from asyncrl.learner.groups.progress import News
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.teacher import TeacherClient, TeacherFailed
-from asyncrl.telemetry.metrics import Figures
-from asyncrl.trajectories import sampled_positions
+from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
+from asyncrl.messages.trajectories import sampled_positions
+from asyncrl.observe.metrics import Figures
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_a_server_that_is_not_there_is_named():
 
 
 def test_a_server_that_takes_no_connection_is_not_told_to_answer_late(monkeypatch):
-    monkeypatch.setattr("asyncrl.teacher.CONNECT_S", 0.2)
+    monkeypatch.setattr("asyncrl.learner.groups.teacher.CONNECT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as others:
         port = server.getsockname()[1]
         for _ in range(3):

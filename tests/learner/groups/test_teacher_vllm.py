@@ -12,11 +12,11 @@ import urllib.request
 import numpy as np
 import pytest
 
-from asyncrl.checks.scoring_models import check_server
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
-from asyncrl.teacher import TeacherClient
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.launcher.checks.scoring_models import check_server
+from asyncrl.learner.groups.teacher import TeacherClient
+from asyncrl.text.tokenizer import load_tokenizer
 from tools.bench.tiny_model import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ from learner.learner_cases import build_step, make_group, make_trajectory
 from msgspec.structs import replace
 
 from asyncrl.config import Config
-from asyncrl.errors import NonFiniteStep
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.plan.batch import StepPlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
 from asyncrl.learner.functions.user_functions import find_advantage
@@ -32,7 +32,7 @@ from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
-from asyncrl.telemetry.metrics import Figures
+from asyncrl.observe.metrics import Figures
 from tools.bench.planning import Loop, TimedTrainer
 
 SIZE = 2

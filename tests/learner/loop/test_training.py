@@ -14,15 +14,15 @@ from services import services
 from virtual import LoopClock, run_virtual
 
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import RETRY_S, VersionSchedule
 from asyncrl.messages.dataloader import Supply
-from asyncrl.telemetry.group_log import GroupLog
-from asyncrl.telemetry.trace import STEPS, Trace
+from asyncrl.observe.group_log import GroupLog
+from asyncrl.observe.trace import STEPS, Trace
 
 ASKED_S = 1.0
 """Time that the dataloader takes to say whether a round is open."""

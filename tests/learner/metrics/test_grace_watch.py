@@ -5,8 +5,8 @@ import json
 import pytest
 from run_settings import simulated_run
 
-from asyncrl.checks.check_list import check_grace
-from asyncrl.checks.findings import warnings_of
+from asyncrl.launcher.checks.check_list import check_grace
+from asyncrl.launcher.checks.findings import warnings_of
 from asyncrl.learner.metrics.grace_watch import STEPS, GraceWatch
 
 CONFIG = simulated_run(preempt={"grace_s": 30.0})

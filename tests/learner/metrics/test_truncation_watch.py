@@ -10,7 +10,7 @@ from learner.learner_cases import make_config, make_group, make_trajectory
 
 from asyncrl.learner.metrics.truncation_watch import OVER, WINDOW, TruncationWatch, limit_of
 from asyncrl.messages.groups import Group
-from asyncrl.telemetry.metrics_line import HIGH_TRUNCATION
+from asyncrl.observe.metrics_line import HIGH_TRUNCATION
 
 SAMPLES = 8
 

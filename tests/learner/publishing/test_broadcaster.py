@@ -17,7 +17,7 @@ from learner.publishing.publications import WAIT_S, make_publication, no_segment
 from probes import make_probe
 
 from asyncrl.config.load import validate_config
-from asyncrl.errors import BroadcastFailed
+from asyncrl.core.errors import BroadcastFailed
 from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
@@ -28,9 +28,9 @@ from asyncrl.messages.weights import (
     BroadcastState,
     WatchBroadcast,
 )
-from asyncrl.runtime.actor import Caller, handler
-from asyncrl.runtime.parking import ParkingLot
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.observe.logging import get_logger
+from asyncrl.rpc.actor import Caller, handler
+from asyncrl.rpc.parking import ParkingLot
 
 NAME = "parameter_server/0"
 PROBE = make_probe()

@@ -12,13 +12,13 @@ from harness import Net, until
 from learner.publishing.publications import make_publication, no_segment_left_open, open_segments
 from virtual import run_virtual
 
-from asyncrl.errors import ProtocolError, RemoteError
+from asyncrl.core.errors import ProtocolError, RemoteError
 from asyncrl.learner.publishing.publisher import Publisher
 from asyncrl.messages import Done
 from asyncrl.messages.weights import KeepPublished, Publish, Published
-from asyncrl.runtime.actor import Caller, handler
-from asyncrl.runtime.parking import ParkingLot
-from asyncrl.telemetry.logging import get_logger
+from asyncrl.observe.logging import get_logger
+from asyncrl.rpc.actor import Caller, handler
+from asyncrl.rpc.parking import ParkingLot
 from asyncrl.weights.held_version import HeldVersion
 
 NAME = "parameter_server/0"

@@ -35,9 +35,9 @@ from asyncrl.messages.weights import (
     Published,
     WatchBroadcast,
 )
-from asyncrl.runtime.actor import Caller, handler
-from asyncrl.telemetry.logging import get_logger
-from asyncrl.telemetry.trace import Trace
+from asyncrl.observe.logging import get_logger
+from asyncrl.observe.trace import Trace
+from asyncrl.rpc.actor import Caller, handler
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 
 NAME = "parameter_server/0"

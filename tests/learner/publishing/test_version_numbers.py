@@ -8,8 +8,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl import files
-from asyncrl.errors import ConfigError
+from asyncrl.core import files
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.publishing import version_numbers
 from asyncrl.learner.publishing.version_numbers import FILE, Used, VersionNumbers, find_used
 

@@ -18,13 +18,13 @@ from virtual import LoopClock
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.messages.weights import Manifest
+from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, Response
 from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import resolve_stops
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.text.stops import resolve_stops
 
 LEAVES_CONTEXTS = [
     pytest.mark.usefixtures("contexts_closed"),

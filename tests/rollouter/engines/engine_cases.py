@@ -17,7 +17,7 @@ import torch
 from published_weights import stage
 from tiny_models import EOS, Publisher, logprobs_of, parameters_of
 
-from asyncrl.errors import BroadcastFailed, WeightsCorrupt
+from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, BucketLayout, Manifest
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest

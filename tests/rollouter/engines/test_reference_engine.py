@@ -34,7 +34,7 @@ from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.core.errors import ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine

@@ -23,7 +23,7 @@ from virtual import run_virtual
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.config.rollout import SimEngineConfig
-from asyncrl.errors import EngineDied
+from asyncrl.core.errors import EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest, TokenDelta

@@ -15,7 +15,7 @@ from conversation_cases import (
     user,
 )
 
-from asyncrl.errors import ChatRefused, InvalidRequest
+from asyncrl.core.errors import ChatRefused, InvalidRequest
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.episode.conversation import Conversation
 from asyncrl.rollouter.episode.message_tree import message_digest

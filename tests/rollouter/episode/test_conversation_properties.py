@@ -7,7 +7,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import EpisodeOver
+from asyncrl.core.errors import EpisodeOver
 from asyncrl.rollouter.episode.conversation import Conversation
 
 TOOLS = [[], [], [], [{"name": "search"}]]

@@ -10,11 +10,11 @@ from inprocess import sim_config
 from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.observe.catalogue import find
+from asyncrl.observe.metrics import Figures, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationFigures
 from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFaults, EpisodeFigures, by_kind
 from asyncrl.rollouter.episode.player import EpisodeFailed
-from asyncrl.telemetry.catalogue import find
-from asyncrl.telemetry.metrics import Figures, Histograms
 
 STATES = st.sampled_from(["start", "queue", "engine", "paused", "user", "close", *(f"tool t{n}" for n in range(30))])
 

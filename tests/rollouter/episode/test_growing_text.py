@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.rollouter.serving.generation import GrowingText
-from asyncrl.tokenizer import ByteTokenizer
+from asyncrl.text.tokenizer import ByteTokenizer
 
 WHOLE = st.text(alphabet="aü世🙂 ", max_size=30).map(lambda text: list(text.encode()))
 ANY = st.lists(st.integers(0, 255), max_size=60)

@@ -9,16 +9,16 @@ from inprocess import sim_config
 from session_cases import HOST, World, played, said, user
 from test_messages import make_group
 
-from asyncrl.chat.prompt import PromptEncoder
-from asyncrl.chat.renderer import make_renderer
+from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.data.jsonl import RawRow
 from asyncrl.dataloader.sources import check_row
-from asyncrl.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.rollouter.episode.player import first_messages, task_seed, total_reward
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
-from asyncrl.tokenizer import load_tokenizer
-from asyncrl.trajectories import sampled_tokens
+from asyncrl.text.chat.prompt import PromptEncoder
+from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.tokenizer import load_tokenizer
 
 WAIT_S, OTHER = 20.0, "episodes/1"
 

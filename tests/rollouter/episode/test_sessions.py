@@ -8,9 +8,9 @@ from chat_models import FAMILIES, write_chat_model
 from harness import replace
 from session_cases import TOOL, World, call_of, result, said, user
 
-from asyncrl.errors import ChatRefused, EpisodeOver
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
-from asyncrl.stops import Stops
+from asyncrl.text.stops import Stops
 
 
 async def test_i3_turns_extend_sampled_tokens_exactly(tmp_path):

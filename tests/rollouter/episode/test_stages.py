@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.episode import EpisodeConfig
-from asyncrl.errors import EpisodeOver
+from asyncrl.core.errors import EpisodeOver
 from asyncrl.rollouter.episode.stages import Stages
 
 CONFIG = EpisodeConfig(

@@ -9,13 +9,13 @@ from inprocess import sim_config
 from test_messages import make_group
 from virtual import LoopClock
 
+from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
 from asyncrl.rollouter.serving.group_events import SampleAccount
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.stops import Stops
-from asyncrl.telemetry.states import StateLedger
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.text.stops import Stops
 
 
 class Letters:

@@ -15,7 +15,7 @@ from virtual import run_virtual
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.monitor import DriftConfig
-from asyncrl.errors import ConfigError, EngineDied, WeightsCorrupt
+from asyncrl.core.errors import ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import (

@@ -7,7 +7,7 @@ from harness import until
 from hosting import Engine, Hosted, simulated
 from virtual import LoopClock, run_virtual
 
-from asyncrl.errors import EngineDied
+from asyncrl.core.errors import EngineDied
 from asyncrl.rollouter.engines.sim_model import content
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.serving.generation import Response
-from asyncrl.stops import Stops
+from asyncrl.text.stops import Stops
 
 
 def decode(tokens):

@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 from session_cases import TOOL, call_of, played, result, said, user
 
-from asyncrl.errors import ChatRefused, EpisodeOver
-from asyncrl.explain.lines import LogLine
-from asyncrl.explain.words import FORKS, words_of
+from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.observe.explain.lines import LogLine
+from asyncrl.observe.explain.words import FORKS, words_of
 from asyncrl.rollouter.episode.conversation import Cause
 from asyncrl.rollouter.serving.group_events import EVENTS_KEPT
 

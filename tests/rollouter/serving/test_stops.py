@@ -11,8 +11,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from asyncrl.config.rollout import RolloutConfig
-from asyncrl.stops import Stops, resolve_stops
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.text.stops import Stops, resolve_stops
+from asyncrl.text.tokenizer import load_tokenizer
 
 END, TURN, CALL, VOCABULARY = 60, 61, 62, 130
 """<|endoftext|>, <|im_end|> and <call>: added tokens, the last not special; the vocabulary is padded beyond them."""

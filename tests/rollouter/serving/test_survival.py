@@ -6,11 +6,11 @@ from harness import until
 from inprocess import System, sim_config
 from run_files import groups
 
-from asyncrl.errors import EngineDied
+from asyncrl.core.errors import EngineDied
 from asyncrl.messages.learner import Holds
 from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.rollouter.engines.sim import SimEngine
-from asyncrl.runtime.calls.handlers import Caller
+from asyncrl.rpc.calls.handlers import Caller
 
 
 def trained_uids(system):

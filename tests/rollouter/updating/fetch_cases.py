@@ -11,13 +11,13 @@ from harness import Net
 from published_weights import as_streamed
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import VersionGone
+from asyncrl.core.errors import VersionGone
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.parameter_server.held_versions import HeldVersions
 from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, fetch
 from asyncrl.rollouter.updating.relay import Relay
-from asyncrl.runtime.actor import Caller, handler
+from asyncrl.rpc.actor import Caller, handler
 from asyncrl.weights.held_version import HeldVersion
 
 

@@ -25,7 +25,7 @@ from structlog.testing import capture_logs
 from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import DeadlineExceeded, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
+from asyncrl.core.errors import DeadlineExceeded, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
 from asyncrl.messages import Request
 from asyncrl.messages.weights import FetchChunk, Offer
 from asyncrl.rollouter.updating import fetch as module

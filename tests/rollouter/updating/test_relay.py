@@ -30,7 +30,7 @@ from structlog.testing import capture_logs
 from virtual import run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
-from asyncrl.errors import InvalidRequest, NotHere, VersionGone
+from asyncrl.core.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
 from asyncrl.rollouter.updating.fetch import IDLE_SHARE, SILENT_SHARE
 from asyncrl.rollouter.updating.relay import Relay

@@ -13,7 +13,7 @@ from published_weights import as_streamed
 from services import services
 from virtual import LoopClock, run_virtual
 
-from asyncrl.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
+from asyncrl.core.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, EngineDied, WeightsCorrupt
 from asyncrl.messages import Done
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
@@ -32,14 +32,14 @@ from asyncrl.messages.weights import (
     RequestPause,
     Update,
 )
+from asyncrl.observe.states import StateLedger
+from asyncrl.observe.trace import Trace
 from asyncrl.parameter_server.held_versions import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
-from asyncrl.runtime.awaits import Awaits
-from asyncrl.telemetry.states import StateLedger
-from asyncrl.telemetry.trace import Trace
+from asyncrl.rpc.awaits import Awaits
 from asyncrl.weights.held_version import hold
 from asyncrl.weights.segments import Segment, layout
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.core.errors import ChatRefused
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, error_type, event
 from asyncrl.episodes.http.dialects.fields import (
     MESSAGES,
@@ -25,7 +26,6 @@ from asyncrl.episodes.http.dialects.fields import (
     strings,
     whole,
 )
-from asyncrl.errors import ChatRefused
 from asyncrl.messages.episodes import ChatReply, ToolCall
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from asyncrl.core.errors import ChatRefused
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, event, openai_failure
 from asyncrl.episodes.http.dialects.fields import (
     CHAT_COMPLETIONS,
@@ -22,7 +23,6 @@ from asyncrl.episodes.http.dialects.fields import (
     strings,
     whole,
 )
-from asyncrl.errors import ChatRefused
 from asyncrl.messages.episodes import ChatReply
 
 MOST_CHOICES = 128

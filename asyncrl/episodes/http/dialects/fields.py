@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from asyncrl.core.errors import ChatRefused
 from asyncrl.episodes.http.dialects.dialect import Body
-from asyncrl.errors import ChatRefused
 
 LARGEST = (1 << 63) - 1
 """Largest number that a message between actors holds."""

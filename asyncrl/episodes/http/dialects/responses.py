@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from asyncrl.core.errors import ChatRefused
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, event, openai_failure
 from asyncrl.episodes.http.dialects.fields import (
     RESPONSES,
@@ -22,7 +23,6 @@ from asyncrl.episodes.http.dialects.fields import (
     string,
     whole,
 )
-from asyncrl.errors import ChatRefused
 from asyncrl.messages.episodes import ChatReply, ToolCall
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")

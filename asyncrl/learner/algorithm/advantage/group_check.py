@@ -15,10 +15,10 @@ import math
 import numpy as np
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.messages.groups import Group, Sequence, Trajectory
 from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT
-from asyncrl.trajectories import past_rewards, sampled_positions, sampled_spans
+from asyncrl.messages.trajectories import past_rewards, sampled_positions, sampled_spans
 
 REWARD = "reward"
 ABOVE_ZERO = 1e-3

@@ -14,8 +14,15 @@ import numpy as np
 
 from asyncrl.config.training import StalenessConfig
 from asyncrl.messages.groups import Group, Trajectory
-from asyncrl.telemetry.metrics import Histograms
-from asyncrl.trajectories import is_late, is_truncated, oldest_version, sampled_spans, sampled_tokens, versions_of
+from asyncrl.messages.trajectories import (
+    is_late,
+    is_truncated,
+    oldest_version,
+    sampled_spans,
+    sampled_tokens,
+    versions_of,
+)
+from asyncrl.observe.metrics import Histograms
 
 
 def rewards_of(group: Group) -> np.ndarray:

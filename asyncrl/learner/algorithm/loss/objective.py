@@ -30,7 +30,7 @@ from torch import Tensor
 
 from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.losses import Loss, Traits
 from asyncrl.learner.algorithm.token_batch import LOG_RATIO_LIMIT, TokenBatch, log_ratio
 

@@ -47,7 +47,7 @@ from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens,
 from asyncrl.learner.algorithm.plan.packing import SharedPrompts, find_sharing, nothing_shared, pack
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.trajectories import (
+from asyncrl.messages.trajectories import (
     is_truncated,
     past_rewards,
     sampled_positions,

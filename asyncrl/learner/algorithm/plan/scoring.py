@@ -26,14 +26,14 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.algorithm import KLConfig
-from asyncrl.errors import NonFiniteStep
+from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.advantage.advantages import Penalties
 from asyncrl.learner.algorithm.plan.batch import GroupScores, SampledSequence, sharing_of
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, make_micro_batches
 from asyncrl.learner.algorithm.plan.packing import pack
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.trajectories import past_rewards
+from asyncrl.messages.trajectories import past_rewards
 
 LOG_RATIO_LIMIT = 20.0
 """Nats at which a log-ratio is clamped, as in a loss."""

@@ -18,8 +18,8 @@ from asyncrl.config import Config
 from asyncrl.learner.algorithm.plan.batch import StepPlan, SupervisedPlan, UpdatePlan
 from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
 from asyncrl.learner.algorithm.plan.packing import nothing_shared, pack
-from asyncrl.sft.conversations import Conversations, TokenizedRow
-from asyncrl.sft.encoding import Encoded
+from asyncrl.text.sft.conversations import Conversations, TokenizedRow
+from asyncrl.text.sft.encoding import Encoded
 
 
 class SupervisedSteps:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asyncrl.config.lora import LoraConfig
-from asyncrl.errors import ConfigError
+from asyncrl.config.algorithm import LoraConfig
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 
 A, B = "lora_A", "lora_B"

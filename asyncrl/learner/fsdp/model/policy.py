@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.attention import connect
 from asyncrl.learner.fsdp.model.head import find_likeliest, head_logits, score_hidden, score_logits

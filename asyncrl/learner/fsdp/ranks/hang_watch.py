@@ -28,8 +28,8 @@ import msgspec
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.telemetry.logging import write_text
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.observe.logging import write_text
 
 BEAT_S = 2.0
 """Seconds between two positions that a rank writes, and between two looks at the clock."""

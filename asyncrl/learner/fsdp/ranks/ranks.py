@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
-from asyncrl.errors import ActorFailed, DeadlineExceeded
+from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0

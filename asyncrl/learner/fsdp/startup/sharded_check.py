@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks

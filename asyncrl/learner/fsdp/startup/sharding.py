@@ -31,9 +31,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from asyncrl.config import Config
-from asyncrl.config.lora import LoraConfig
+from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.numbers import exact
 from asyncrl.learner.algorithm.plan.micro_batch import lay_out
 from asyncrl.learner.algorithm.plan.packing import find_sharing
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
-from asyncrl.text.numbers import exact
 
 LENGTHS = (7, 1, 19, 12, 5)
 """Lengths of the random sequences: short, so that a leak from a neighbour weighs much."""

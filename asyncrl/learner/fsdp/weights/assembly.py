@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.errors import AsyncRLError, DeadlineExceeded
+from asyncrl.core.errors import AsyncRLError, DeadlineExceeded
 from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks

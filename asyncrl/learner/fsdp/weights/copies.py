@@ -3,7 +3,7 @@
 Every parameter of the model appears exactly once, under the name and in the shape that transformers'
 ``save_pretrained`` would give it: a tied head only under the name of the weight that it is tied to, experts and other
 fused weights split again. A weight with an adapter appears with the adapter added in, or the adapters appear alone
-under the names of asyncrl/lora.py.
+under the names of asyncrl/weights/lora.py.
 
 It keeps: a copy is of one moment, and the model is only read. Where adapters are added in, the sum is made in float32
 and then cast; the ranks exchange the matrices A for it, which are small.
@@ -27,7 +27,7 @@ from asyncrl.learner.fsdp.model.lora import A, B, LoraLinear, adapted_layers, me
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.shard_plan import layer_of, own_rows
-from asyncrl.lora import tensor_names
+from asyncrl.weights.lora import tensor_names
 
 
 @dataclass(frozen=True)

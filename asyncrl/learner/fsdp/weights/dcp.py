@@ -43,9 +43,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_contents
 from asyncrl.checkpoint.damage import check_file, refused
-from asyncrl.disk import full_errno
-from asyncrl.errors import CheckpointError, DamagedCheckpoint
-from asyncrl.files import Digest, digest_file, sync, write_file
+from asyncrl.core.disk import full_errno
+from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
+from asyncrl.core.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.model.lora import A
 from asyncrl.learner.fsdp.model.policy import local
 from asyncrl.learner.fsdp.ranks.ranks import Ranks

@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.files import sync
-from asyncrl.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
+from asyncrl.core.files import sync
+from asyncrl.weights.lora import ADAPTER_FILE, PREFIX, SETTINGS_FILE
 
 SHARD_BYTES = 4 << 30
 """Bytes of a file of weights, past which the next one begins."""

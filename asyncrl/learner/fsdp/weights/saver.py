@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from asyncrl.errors import AsyncRLError, CheckpointError, DeadlineExceeded
+from asyncrl.core.errors import AsyncRLError, CheckpointError, DeadlineExceeded
 from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from asyncrl.lora import SETTINGS_FILE
+from asyncrl.weights.lora import SETTINGS_FILE
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LAYER = re.compile(r"^(.*?\.\d+)\.")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl.config import Config
-from asyncrl.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
+from asyncrl.core.errors import AsyncRLError, BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import DeltaStream, EngineLoad, GenerationRequest, PauseMode, TokenDelta

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.errors import ConfigError, WeightsCorrupt
+from asyncrl.core.errors import ConfigError, WeightsCorrupt
 
 _BITS = 52
 

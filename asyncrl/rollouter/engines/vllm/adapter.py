@@ -29,7 +29,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.core.errors import ConfigError, EngineDied
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.engines.vllm import options

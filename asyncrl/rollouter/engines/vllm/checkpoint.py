@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.weights.held_version import HeldVersion, check_complete
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]

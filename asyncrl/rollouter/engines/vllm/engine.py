@@ -24,7 +24,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.config import Config
-from asyncrl.errors import BroadcastFailed, WeightsCorrupt
+from asyncrl.core.errors import BroadcastFailed, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta

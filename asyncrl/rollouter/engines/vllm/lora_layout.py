@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from asyncrl.config.lora import LoraConfig
-from asyncrl.errors import WeightsCorrupt
-from asyncrl.lora import layer_of, tensor_names
+from asyncrl.config.algorithm import LoraConfig
+from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.rollouter.engines.vllm.checkpoint import weight_shapes
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
+from asyncrl.weights.lora import layer_of, tensor_names
 
 _INDEX = re.compile(r"\.\d+\.")
 

@@ -19,9 +19,9 @@ import psutil
 import xxhash
 
 from asyncrl.config import Config
-from asyncrl.config.lora import VLLM_RANKS
-from asyncrl.errors import ConfigError
-from asyncrl.files import lock_is_free
+from asyncrl.config.algorithm import VLLM_RANKS
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files import lock_is_free
 from asyncrl.rollouter.engines.vllm.checkpoint import text_config
 from asyncrl.rollouter.engines.vllm.lora_layout import targets
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.chat.messages import Tool
-from asyncrl.chat.parsers import Parsed, ParsedCall, make_call
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
+from asyncrl.text.chat.messages import Tool
+from asyncrl.text.chat.parsers import Parsed, ParsedCall, make_call
 
 
 def make_parser(

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from asyncrl.errors import EngineDied
+from asyncrl.core.errors import EngineDied
 
 
 class Watch:

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from segment_reading import weights_of
 from torch import nn
 
-from asyncrl.config.lora import LoraConfig
+from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.training import ModelConfig
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.core.errors import CheckpointError, ConfigError
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, adapted_layers, add_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import load_policy, make_row
 from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
@@ -35,7 +35,7 @@ from asyncrl.learner.fsdp.weights import assembly
 from asyncrl.learner.fsdp.weights.dcp import load_weights
 from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
-from asyncrl.lora import PREFIX, tensor_names
+from asyncrl.weights.lora import PREFIX, tensor_names
 
 RANK, ALPHA = 3, 6.0
 SCALE = ALPHA / RANK

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import Policy, empty_policy, load_policy
 from asyncrl.learner.fsdp.startup import startup_check as check

@@ -18,7 +18,7 @@ from learner.learner_cases import make_config
 from model_matrix import make_family
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy
 from asyncrl.learner.fsdp.startup import sharded_check

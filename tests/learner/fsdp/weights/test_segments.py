@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from segment_reading import read_manifest
 
-from asyncrl.errors import WeightsCorrupt
+from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Manifest
 from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.segments import SEALS, Segment, fill_buckets, layout

@@ -11,7 +11,7 @@ from learner.learner_cases import make_config, read_checkpoint, same, save_small
 from segment_reading import weights_of
 
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 ALONE, WHOLE, CUT = (1, 1), (2, 2), (4, 2)
 """(ranks, replicas): two whole copies; two copies of two shards each."""

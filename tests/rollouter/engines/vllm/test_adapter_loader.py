@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.rollouter.engines.vllm.adapter import _require_lora_support
 from asyncrl.rollouter.engines.vllm.architectures import WITHOUT_ADAPTERS
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID, _layers, _replace

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.config.lora import LoraConfig
-from asyncrl.errors import WeightsCorrupt
-from asyncrl.lora import tensor_names
+from asyncrl.config.algorithm import LoraConfig
+from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters, targets
+from asyncrl.weights.lora import tensor_names
 
 LAYERS = {
     **{f"model.layers.{index}.self_attn.q_proj": (12, 8) for index in range(2)},

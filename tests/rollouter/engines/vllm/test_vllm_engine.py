@@ -31,7 +31,7 @@ from rollouter.engines.engine_cases import (
 )
 from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model, sharp_model
 
-from asyncrl.errors import BroadcastFailed, ConfigError, EngineDied
+from asyncrl.core.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import EngineLoad

@@ -20,7 +20,7 @@ from rollouter.engines.engine_cases import PROMPT, Answer, ask, collect, load, u
 from tiny_adapters import ALPHA, RANK, make_adapter, with_adapter
 from tiny_models import Publisher, logprobs_of, make_model, parameters_of, save_model
 
-from asyncrl.errors import EngineDied, WeightsCorrupt
+from asyncrl.core.errors import EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import Manifest
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from asyncrl.rollouter.engines import engine_parsers
 from asyncrl.rollouter.engines.vllm.vllm_parser import make_parser
 

@@ -23,7 +23,7 @@ from virtual import run_virtual
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.errors import ConfigError, EngineDied
+from asyncrl.core.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine

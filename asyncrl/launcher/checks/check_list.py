@@ -1,0 +1,325 @@
+"""The list of checks, and their run on one host.
+
+``asyncrl-launch`` runs the list on every host before a start; errors prevent the start, and warnings are printed.
+``asyncrl-doctor`` runs the same list and adds the checks that compare hosts with each other. No check imports torch or
+starts an actor. The user's files and code are read and called in processes of their own, under deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+
+from asyncrl.checkpoint.folder import checkpoint_dir
+from asyncrl.config import Config
+from asyncrl.config.learnable import obstacles
+from asyncrl.core.roles import ROLES, role_of
+from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
+from asyncrl.launcher.checks.inputs import Inputs, check_inputs
+from asyncrl.launcher.checks.model import check_model, check_served, check_window
+from asyncrl.launcher.checks.needs import (
+    ModelSize,
+    Need,
+    checkpoints_need,
+    count,
+    descriptors_need,
+    memory_need,
+    run_dir_need,
+)
+from asyncrl.launcher.checks.network import ANY_PORT, check_ports, infiniband_devices, judge_nccl, ports_needed
+from asyncrl.launcher.checks.resources import (
+    check_folder,
+    judge_descriptors,
+    judge_memory,
+    judge_shm,
+    memory_bytes,
+    same_disk,
+    shm_bytes,
+)
+from asyncrl.launcher.checks.scoring_models import reference_path
+from asyncrl.launcher.checks.user_code import RewardTrial, check_algorithm, check_episode
+from asyncrl.observe.metrics_line import busy_s, read_metrics
+from asyncrl.rpc.linux import descriptor_limit
+
+SINK_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "prometheus_client": "prometheus"}
+"""Packages that sinks need, each with the extra of asyncrl that installs it."""
+METRICS = "metrics.jsonl"
+LAST_STEPS = 20
+
+
+@dataclass(kw_only=True)
+class CheckedHost:
+    """One host and its part of a run. Results that several checks use are computed once."""
+
+    config: Config | None
+    """None if asyncrl-doctor has no configuration: checks that need one find nothing."""
+    actors: Sequence[str]
+    address: str
+    run: Path
+    """The run folder, or where it would be."""
+    is_head: bool = True
+    several: bool = False
+    """Whether the run has several hosts."""
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """Address by network interface."""
+    interface: str = ""
+    """The interface that actors use; empty if unknown."""
+    has_gpus: bool = False
+    known: KnownPrompts | None = None
+    """Training prompts of the run that is resumed."""
+    resumed: Path | None = None
+    """Folder of the run that is resumed."""
+
+    def has(self, role: str) -> bool:
+        """Whether an actor of this role is on the host."""
+        return bool(count(self.actors, role))
+
+    @property
+    def computes(self) -> bool:
+        """Whether torch or vLLM computes here."""
+        if self.config is None:
+            return True
+        engines = self.has("rollouter") and not self.config.rollout.traits.makes_up
+        return engines or (self.has("learner") and self.config.learner.backend != "sim")
+
+    @cached_property
+    def model(self) -> asyncio.Task[tuple[Finding | None, ModelSize | None]]:
+        """The finding on the model's folder, and the model's size if the folder passes."""
+        return asyncio.create_task(self._model())
+
+    async def _model(self) -> tuple[Finding | None, ModelSize | None]:
+        if self.config is None or not any(ROLES[role_of(actor)].reads_model for actor in self.actors):
+            return None, None
+        return await asyncio.to_thread(check_model, self.config.model.path, self.config.lora)
+
+    @cached_property
+    def inputs(self) -> asyncio.Task[Inputs]:
+        """The findings on tokenizer, data and scoring models, and sample rows."""
+        return asyncio.create_task(self._inputs())
+
+    async def _inputs(self) -> Inputs:
+        config = self.config
+        if config is None:
+            return Inputs()
+        for_learner = "learner/0" in self.actors and learner_reads_more(config)
+        if not for_learner and not any(ROLES[role_of(actor)].reads_tokenizer for actor in self.actors):
+            return Inputs()
+        rows = self.has("dataloader")
+        return await check_inputs(config, with_rows=rows, for_learner=for_learner, known=self.known)
+
+    @cached_property
+    def folders(self) -> asyncio.Task[list[Finding]]:
+        """The findings on the run folder and the folder of checkpoints."""
+        return asyncio.create_task(self._folders())
+
+    async def _folders(self) -> list[Finding]:
+        _, size = await self.model
+        return await asyncio.to_thread(check_folders, self, size)
+
+
+def learner_reads_more(config: Config) -> bool:
+    """Whether rank 0 of the learner also reads conversations or scoring models."""
+    learner = config.learner
+    return config.sft.data is not None or learner.teacher is not None or reference_path(learner) is not None
+
+
+Run = Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]
+
+
+async def _nccl(host: CheckedHost) -> list[Finding]:
+    used = host.interface if host.several else ""
+    return [judge_nccl(os.environ, host.interfaces, infiniband_devices(), used=used, several=host.several)]
+
+
+async def _ports(host: CheckedHost) -> list[Finding]:
+    if host.config is None:
+        return [check_ports(host.address, ANY_PORT, 0, 0)]
+    network = host.config.network
+    controller_port = network.controller_port if host.is_head else 0
+    return [check_ports(host.address, network.ports, controller_port, ports_needed(host.config, host.actors))]
+
+
+async def _model(host: CheckedHost) -> list[Finding | None]:
+    found: list[Finding | None] = [(await host.model)[0]]
+    if host.config is not None and host.has("rollouter"):
+        found += [await asyncio.to_thread(check, host.config) for check in (check_window, check_served)]
+    return [*found, *await _of_inputs("model")(host)]
+
+
+def _of_inputs(check: str) -> Callable[[CheckedHost], Awaitable[list[Finding]]]:
+    async def run(host: CheckedHost) -> list[Finding]:
+        return [finding for finding in (await host.inputs).findings if finding.check == check]
+
+    return run
+
+
+async def _reward(host: CheckedHost) -> list[Finding]:
+    config = host.config
+    if config is None or not host.has("reward") or config.reward.function == "episode":
+        return []
+    async with RewardTrial(config) as trial:
+        inputs, problem = await asyncio.gather(host.inputs, trial.start())
+        # With episodes the function scores whole conversations, and no sample has one.
+        samples = inputs.samples if config.episode.kind == "single" else []
+        return [problem or await trial.call(samples)]
+
+
+async def _algorithm(host: CheckedHost) -> list[Finding | None]:
+    return [await check_algorithm(host.config)] if host.config is not None and host.has("learner") else []
+
+
+async def _learning(host: CheckedHost) -> list[Finding]:
+    if host.config is None or not host.has("learner"):
+        return []
+    return [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(host.config)]
+
+
+async def _episode(host: CheckedHost) -> list[Finding]:
+    return [await check_episode(host.config)] if host.config is not None and host.has("episodes") else []
+
+
+async def _sinks(host: CheckedHost) -> list[Finding]:
+    if host.config is None or not host.is_head:
+        return []
+    sinks = host.config.sinks
+    wanted = {
+        "tensorboard": ("sinks.tensorboard", sinks.tensorboard),
+        "wandb": ("sinks.wandb.mode", sinks.wandb.mode != "off"),
+        "prometheus_client": ("sinks.prometheus.enabled", sinks.prometheus.enabled),
+    }
+    found = []
+    for package, (key, is_wanted) in wanted.items():
+        if is_wanted and is_installed(package):
+            found.append(ok("sinks", f"{package} is installed", key=key))
+        elif is_wanted:
+            fix = f"pip install 'asyncrl[{SINK_PACKAGES[package]}]'"
+            found.append(fail("sinks", f"the package {package} is not installed", fix, key=key))
+    return found
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported; not a mere folder of its name, which wandb creates."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+async def _grace(host: CheckedHost) -> list[Finding]:
+    if host.config is None or not host.is_head:
+        return []
+    return await asyncio.to_thread(check_grace, host.config, host.resumed)
+
+
+def check_grace(config: Config, resumed: Path | None = None) -> list[Finding]:
+    """Compare preempt.grace_s with the time of a step, if a simulated learner or the run in ``resumed`` shows it."""
+    lines = read_metrics(resumed / METRICS, ("train",)) if resumed is not None else []
+    steps_s = [step_s for line in lines[-LAST_STEPS:] if (step_s := busy_s(line)) is not None]
+    if not steps_s and config.learner.backend == "sim":
+        steps_s = [config.learner.sim.step_s]
+    problem, fix = config.preempt.too_short(statistics.median(steps_s)) if steps_s else ("", "")
+    return [warn("grace", problem, fix, key="preempt.grace_s")] if problem else []
+
+
+def _of_folders(check: str) -> Callable[[CheckedHost], Awaitable[list[Finding]]]:
+    async def run(host: CheckedHost) -> list[Finding]:
+        return [finding for finding in await host.folders if finding.check == check]
+
+    return run
+
+
+def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
+    """Whether the run folder and the folder of checkpoints can be written to, and have room."""
+    config, run, found, shared = host.config, host.run.absolute(), list[Finding](), False
+    if config is None:
+        return [check_folder("run_dir", "run.dir", run, Need(least=0, wanted=0))]
+    need = run_dir_need(config, size, is_head=host.is_head)
+    if host.has("learner") and config.learner.backend != "sim":
+        checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
+        key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir"
+        if shared := same_disk(run, checkpoints):
+            each += need
+        found.append(check_folder("checkpoint_dir", key, checkpoints, each))
+    records = check_folder("run_dir", "run.dir", run, need)
+    # If both are on one disk, its lack of room is reported once.
+    if not (shared and records.result == found[0].result == "warn"):
+        found.append(records)
+    return found
+
+
+async def _memory(host: CheckedHost) -> list[Finding]:
+    config = host.config
+    if config is None:
+        return []
+    _, size = await host.model
+    on_gpu = config.learner.device == "cuda" or (config.learner.device == "auto" and host.has_gpus)
+    return [judge_memory(*memory_bytes(), memory_need(config, host.actors, size, on_gpu=on_gpu))]
+
+
+async def _shm(host: CheckedHost) -> list[Finding]:
+    return [judge_shm(shm_bytes())] if host.computes else []
+
+
+async def _descriptors(host: CheckedHost) -> list[Finding]:
+    _, size = await host.model
+    return [judge_descriptors(descriptor_limit(), descriptors_need(host.config, size))]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. Its findings are ok, warn or fail, and say what, where and what to do."""
+
+    name: str
+    looks_at: str
+    run: Run | None = None
+    """The check on one host; None if only asyncrl-doctor runs it, because it compares hosts or removes leftovers."""
+
+
+CHECKS = (
+    Check("ssh", "whether the host answers"),
+    Check("identity", "whether two names are one machine"),
+    Check("clock", "the difference of the clocks"),
+    Check("versions", "Python, asyncrl, and packages that the actors import"),
+    Check("placement", "whether the actors fit on the hosts"),
+    Check("gpus", "drivers, kinds, and memory in use"),
+    Check("interface", "the address by which other hosts reach this one"),
+    Check("nccl", "environment variables that NCCL and gloo obey", _nccl),
+    Check("ports", "free ports of network.ports, and network.controller_port", _ports),
+    Check("reach", "connections from each host to each other"),
+    Check("model", "the model's files, the engine's support, the context length", _model),
+    Check("tokenizer", "whether it loads, and whether scoring models have the same", _of_inputs("tokenizer")),
+    Check("teacher", "a teacher's server: answers, tokenizer, context length", _of_inputs("teacher")),
+    Check("chat", "whether the chat template extends a conversation", _of_inputs("chat")),
+    Check("data", "rows of data, eval and sft: readable, usable, unchanged at a resume", _of_inputs("data")),
+    Check("prompt", "the first prompt of each set, as the model gets it", _of_inputs("prompt")),
+    Check("reward", "calls of the reward function on sample rows", _reward),
+    Check("algorithm", "calls of the loss and the advantage", _algorithm),
+    Check("learning", "settings with which nothing is learnt", _learning),
+    Check("episode", "imports of the episode's code, or its program", _episode),
+    Check("sinks", "packages of the configured sinks", _sinks),
+    Check("grace", "preempt.grace_s against the time of a step", _grace),
+    Check("run_dir", "rights and room for the run folder", _of_folders("run_dir")),
+    Check("checkpoint_dir", "rights and room for checkpoints; one folder for all ranks", _of_folders("checkpoint_dir")),
+    Check("memory", "memory of the host against an estimate", _memory),
+    Check("shm", "/dev/shm: rights and room", _shm),
+    Check("descriptors", "the limit of open files against an estimate", _descriptors),
+    Check("leftovers", "files and processes of runs that were killed"),
+)
+"""Every check, in the order of the findings."""
+NAMES = tuple(check.name for check in CHECKS)
+
+
+async def check_host(host: CheckedHost) -> list[Finding]:
+    """Run the list on this host: the findings in the order of the list. A missing resource never raises."""
+    found = await asyncio.gather(*(check.run(host) for check in CHECKS if check.run is not None))
+    return [finding for findings in found for finding in findings if finding is not None]
+
+
+def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
+    """Findings of all hosts first, then host by host, each in the order of CHECKS."""
+    places = {name: number for number, name in enumerate(("", *hosts))}
+    return sorted(findings, key=lambda finding: (places[finding.host], NAMES.index(finding.check)))

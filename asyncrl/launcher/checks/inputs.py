@@ -1,0 +1,330 @@
+"""Checks of tokenizer, chat template, prompts and conversations, which are read and tokenized as in the run.
+
+A tokenizer may bring its own code, and libraries that read rows import slowly or crash on a broken file. So a process
+of its own reads them (``python -m asyncrl.launcher.checks.inputs``) under a deadline. It answers with findings, and
+with sample rows on which the reward function is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.config.load import config_from_json, config_to_json
+from asyncrl.config.training import DataConfig
+from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.core.printable import printable
+from asyncrl.data.jsonl import RawRow
+from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.sources import BadRow, TooFewUsable, check_row, collect, open_source, unpack
+from asyncrl.launcher.checks.chat import CONVERSATIONS, check_chat, check_conversations, in_rows
+from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
+from asyncrl.launcher.checks.process import ask_process
+from asyncrl.launcher.checks.scoring_models import check_scoring_models
+from asyncrl.text.chat.prompt import PromptEncoder
+from asyncrl.text.stops import resolve_stops
+from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
+
+MODULE = "asyncrl.launcher.checks.inputs"
+READ_S = 45.0
+"""Longest time of the process (s); importing transformers, for a tokenizer that needs it, takes most."""
+SETS_S = 5.0
+"""Longest time for the rows of all sets (s); about two hundred thousand short rows take that long."""
+TOKENIZED_AT_ONCE = 100
+CHEAP_ROWS = 10_000
+"""Synthetic rows that take a moment."""
+SAMPLES = 3
+"""Training rows on which the reward function is tried; each other set gives one."""
+LOOKED_AT = 1000
+"""Rows among which usable ones are searched."""
+SHOWN_START, SHOWN_END = 300, 120
+"""Characters at the start and at the end of a prompt that a finding shows."""
+MODEL = "model.path"
+STOPS = "rollout.stop_token_ids"
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """A row as a reward function gets it. ``place`` is FILE:LINE, ``key`` names the set."""
+
+    key: str
+    place: str
+    prompt: str
+    row: dict[str, Any]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """The order to the process, with the arguments of check_inputs."""
+
+    config: str
+    with_rows: bool
+    for_learner: bool
+    known: KnownPrompts | None = None
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """The answer to an Order."""
+
+    findings: list[Finding] = []
+    samples: list[Sample] = []
+
+
+async def check_inputs(
+    config: Config,
+    *,
+    with_rows: bool = True,
+    for_learner: bool = False,
+    known: KnownPrompts | None = None,
+    limit_s: float = READ_S,
+) -> Inputs:
+    """Findings on the tokenizer and the chat template of episodes. Never raises.
+
+    ``with_rows`` adds each set of prompts, for the host of the dataloader; the check fails if the training prompts are
+    not the ``known``. ``for_learner`` adds the conversations of sft.data and the scoring models, for the learner's
+    rank 0.
+    """
+    sets = _sets(config) if with_rows else {}
+    synthetic = all(data.source == "synthetic" and data.size <= CHEAP_ROWS for data in sets.values())
+    if not for_learner and config.model.path is None and synthetic:
+        # Our own code and data, and cheap.
+        return read_inputs(config, with_rows=with_rows, for_learner=False, known=known)
+    keys = [MODEL] * (config.model.path is not None) + list(sets)
+    keys += [CONVERSATIONS] * (for_learner and config.sft.data is not None)
+    key = ", ".join(keys)
+    if config.episode.kind != "single":
+        limit_s += config.chat.check_timeout_s
+    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, for_learner, known))
+    try:
+        answer, ended = await ask_process(MODULE, (), order, limit_s)
+        return msgspec.msgpack.decode(answer, type=Inputs)
+    except TimeoutError:
+        text = f"the tokenizer and the rows were not read within {limit_s:g} s"
+        fix = "copy these files to a faster disk; the run itself waits longer for them"
+        return Inputs([warn("data", text, fix, key=key)])
+    except msgspec.DecodeError:
+        fix = "see what is wrong with these files, or the package that reads them"
+        return Inputs([fail("data", f"the process that reads them ended: {ended}", fix, key=key)])
+
+
+def read_inputs(
+    config: Config, *, with_rows: bool, for_learner: bool = False, known: KnownPrompts | None = None
+) -> Inputs:
+    """The answer of check_inputs, found in this process."""
+    findings, samples, tokenizer = list[Finding](), list[Sample](), None
+    # The check of the model reports a folder that is missing.
+    if config.model.path is None or Path(config.model.path).is_dir():
+        finding, tokenizer = _check_tokenizer(config)
+        findings.append(finding)
+        if tokenizer is not None and config.episode.kind != "single":
+            findings.append(check_chat(config, tokenizer))
+    sets = _sets(config) if with_rows else {}
+    checked: list[list[Finding]] = []
+    end = time.monotonic() + SETS_S
+    # The training prompts come last and get the time that the other sets leave.
+    for key, data in reversed(sets.items()):
+        seconds = max(0.0, end - time.monotonic()) / (len(sets) - len(checked))
+        checked.append(_check_set(key, data, tokenizer, seconds, known if key == "data" else None, config))
+    for (key, data), found in zip(sets.items(), reversed(checked), strict=True):
+        findings += found
+        with contextlib.suppress(DataError):
+            first = islice(first_rows(config, data, tokenizer), SAMPLES if key == "data" else 1)
+            samples += [Sample(key, each.place, each.text, each.row) for each in first]
+    if for_learner and tokenizer is not None:
+        if config.sft.data is not None:
+            findings += check_conversations(config, tokenizer, SETS_S)
+        findings += check_scoring_models(config, tokenizer)
+    return Inputs(findings, samples)
+
+
+class FirstRow(msgspec.Struct, frozen=True):
+    """A usable row at the start of a set. ``text`` is the prompt as the model gets it, or raw without an encoder."""
+
+    place: str
+    text: str
+    row: dict[str, Any]
+    ids: np.ndarray | None
+    """Tokens of the prompt, int32 [P]; None if it cannot be tokenized."""
+
+
+def first_rows(
+    config: Config, data: DataConfig, tokenizer: Tokenizer | None, *, strict: bool = False
+) -> Iterator[FirstRow]:
+    """Usable rows at the start of a set, in order. Raises DataError; if ``strict``, ConfigError for a chat template."""
+    encoder = PromptEncoder(tokenizer, data, config) if tokenizer is not None else None
+    for row in islice(open_source(data)[1], LOOKED_AT):
+        try:
+            checked = check_row(row, data)
+        except BadRow:
+            continue
+        ids, text = None, checked.prompt if isinstance(checked.prompt, str) else ""
+        if encoder is not None:
+            try:
+                tokens, text = encoder(checked.prompt, checked.tools)
+                ids = np.array(tokens, np.int32)
+            except ValueError as error:
+                if strict and isinstance(error, ConfigError):
+                    raise
+        yield FirstRow(f"{row.path}:{row.line}", text, unpack(checked.packed), ids)
+
+
+def _sets(config: Config) -> dict[str, DataConfig]:
+    return {"data": config.data} | {f"eval.{name}.data": each.data for name, each in config.eval.items()}
+
+
+def _check_tokenizer(config: Config) -> tuple[Finding, Tokenizer | None]:
+    model = config.model
+    try:
+        tokenizer = tokenizer_of(config)
+    except ConfigError as error:
+        text = "; ".join(problem.removeprefix(f"{MODEL}: ") for problem in error.problems)
+        fix = "copy all files of the tokenizer into the model's folder"
+        return fail("tokenizer", text, fix, key=MODEL), None
+    try:
+        stops = resolve_stops(config.rollout, tokenizer)
+    except ConfigError as error:
+        text = "; ".join(problem.removeprefix(f"{STOPS}: ") for problem in error.problems)
+        return fail("tokenizer", text, "take ids of the model's own tokens", key=STOPS), tokenizer
+    if model.path is None:
+        return ok("tokenizer", "none: text is taken as bytes", key=MODEL), tokenizer
+    if not tokenizer.eos_ids and not stops.token_ids:
+        text = f"the tokenizer of {model.path} has no end-of-sequence token: responses end at rollout.max_tokens"
+        fix = "name eos_token_id in config.json or generation_config.json, or set rollout.stop_token_ids"
+        return warn("tokenizer", text, fix, key=MODEL), tokenizer
+    return ok("tokenizer", f"that of {model.path} can be read", key=MODEL), tokenizer
+
+
+def _check_set(
+    key: str,
+    data: DataConfig,
+    tokenizer: Tokenizer | None,
+    seconds: float,
+    known: KnownPrompts | None,
+    config: Config,
+) -> list[Finding]:
+    """Read and tokenize a set as the dataloader does, for about so many seconds at most."""
+    end = time.monotonic() + seconds
+    try:
+        name, rows = open_source(data)
+        # Half of the time is for reading, the rest for tokenizing.
+        reading = _Reading(rows, end - seconds / 2)
+        try:
+            dataset = collect(name, reading, data)
+            if tokenizer is None:
+                return [ok("data", f"{name}: {in_rows(len(dataset.rows))} can be read", key=key)]
+            prompts = PromptSet(dataset, data, tokenizer, config)
+            is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
+            while not is_whole and time.monotonic() < end:
+                is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
+        except TooFewUsable as error:
+            judged = warn if reading.is_cut else fail
+            text = f"{error.told}; not read beyond {reading.place}" if reading.is_cut else error.told
+            return [judged("data", _of_set(key, text), _of_set(key, error.fix), key=key)]
+    except DataError as error:
+        fix = _of_set(key, error.fix) or f"correct {key}.path, or put the data there on this host"
+        return [fail("data", _of_set(key, error.told), fix, key=key)]
+    except ConfigError as error:
+        # The chat template is missing or cannot be used.
+        text = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
+        fix = "take a model that has one, or put chat_template.jinja into its folder"
+        return [fail("data", text, fix, key=f"{key}.template")]
+    found = [warn("data", remark.told, remark.fix, key=key) for remark in prompts.remarks(key)]
+    is_plain = data.template == "plain" and config.model.path is not None
+    ignores_template = is_plain and tokenizer.template_text(with_tools=False) is not None
+    shown = _first_prompt(key, prompts, ignores_template=ignores_template)
+    text = f"{name}: {in_rows(len(prompts))} can be read; the longest prompt has {prompts.longest[0]} tokens"
+    if reading.is_cut or not is_whole:
+        until = f"read up to {reading.place} and tokenized up to {prompts.place}"
+        text += f"; {until} in {seconds:.2g} s, and the run reads the rest"
+    elif known is not None and known.fingerprint != prompts.fingerprint:
+        return [*found, _changed(key, name, len(prompts), known)]
+    elif found:
+        return [*found, *shown]
+    return [*found, ok("data", text, key=key), *shown]
+
+
+def _first_prompt(key: str, prompts: PromptSet, *, ignores_template: bool) -> list[Finding]:
+    """The first prompt as the model gets it, for a person to look at; nothing if no prompt is tokenized yet."""
+    for index in range(len(prompts)):
+        if index not in prompts.oversize:
+            ids, text, _ = prompts.prompt(index)
+            said = f'the first has {len(ids)} tokens: "{_shown(text)}"'
+            if ignores_template:
+                said += f'; the chat template of the model is not used: {key}.template = "plain"'
+            return [ok("prompt", said, key=key)]
+    return []
+
+
+def _shown(text: str) -> str:
+    """A text in one line, without its middle if it is long: the end shows how the model is asked to answer."""
+    if len(text) > SHOWN_START + SHOWN_END:
+        left_out = len(text) - SHOWN_START - SHOWN_END
+        return f"{printable(text[:SHOWN_START])} [... {left_out:,} characters ...] {printable(text[-SHOWN_END:])}"
+    return printable(text)
+
+
+def _changed(key: str, name: str, count: int, known: KnownPrompts) -> Finding:
+    was = f"it had {in_rows(known.count)}" if known.count else "it had others"
+    if known.count == count:
+        was = "it had as many, but others or in another order"
+    text = f"the prompts are not those of the run that is resumed: {name} has {in_rows(count)} now; {was}"
+    return fail("data", text, "restore them, or take the new ones with --allow-changed-data", key=key)
+
+
+def _of_set(key: str, text: str) -> str:
+    """The text with the keys of the training prompts replaced by those of this set."""
+    return re.sub(
+        r"\bdata\.(source|split|path|on_bad_row|prompt_key|tools_key|continue_final_message|system|max_prompt_tokens|"
+        r"max_left_out_fraction)\b",
+        rf"{key}.\1",
+        text,
+    )
+
+
+class _Reading:
+    """The rows of a source, until a time is over."""
+
+    def __init__(self, rows: Iterator[RawRow], end: float) -> None:
+        self.place = ""
+        """FILE:LINE of the last row that was read."""
+        self.is_cut = False
+        """Whether rows are left."""
+        self._rows, self._end = rows, end
+
+    def __iter__(self) -> Iterator[RawRow]:
+        for row in self._rows:
+            self.place = f"{row.path}:{row.line}"
+            yield row
+            if time.monotonic() >= self._end:
+                self.is_cut = next(self._rows, None) is not None
+                return
+
+
+def main() -> int:
+    """Answer the order on standard input."""
+    answers = os.dup(1)
+    # Imported or called code must not write between the answers.
+    os.dup2(2, 1)
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
+    answer = read_inputs(
+        config_from_json(order.config), with_rows=order.with_rows, for_learner=order.for_learner, known=order.known
+    )
+    data = msgspec.msgpack.encode(answer)
+    while data:
+        data = data[os.write(answers, data) :]
+    sys.stderr.flush()
+    # A library's threads must not keep the process alive.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

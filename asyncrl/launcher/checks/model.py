@@ -1,0 +1,139 @@
+"""Checks of the model's folder: readable, whole, trainable and served by the engine; its size and context length.
+
+Headers are read, tensors are not (weights.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.config.algorithm import LoraConfig
+from asyncrl.core.disk import in_bytes
+from asyncrl.data.hub import fetch_advice
+from asyncrl.launcher.checks.findings import Finding, fail, listed, ok
+from asyncrl.launcher.checks.needs import ModelSize
+from asyncrl.launcher.checks.weights import (
+    DOWNLOAD,
+    Unreadable,
+    check_form,
+    check_tensors,
+    read_header,
+    read_json,
+    weight_files,
+)
+
+BYTES_OF_DTYPE = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""Bytes of a number, by the name of its dtype in config.json."""
+KEY = "model.path"
+
+
+def measure(folder: Path, lora: LoraConfig | None = None) -> ModelSize:
+    """The size of a model that can be trained. Raises Unreadable (Untrainable) or OSError."""
+    parameters = size = adapters = 0
+    for file, named in weight_files(folder).items():
+        file_bytes = file.stat().st_size
+        size += file_bytes
+        if file.suffix == ".safetensors":
+            tensors = read_header(file)
+            if missing := [tensor for tensor in named if tensor not in tensors]:
+                raise Unreadable(f"{file.name} lacks {listed(missing, 4)}, which its index lists")
+            check_tensors(file, tensors)
+            parameters += sum(math.prod(tensor.shape) for tensor in tensors.values())
+            if lora is not None:
+                adapters += sum(_adapter(name, tensor.shape, lora) for name, tensor in tensors.items())
+        else:
+            # A .bin file is a pickle and is not opened; its length gives the size.
+            config = read_json(folder / "config.json")
+            dtype = str(config.get("torch_dtype") or config.get("dtype") or "float32")
+            parameters += file_bytes // BYTES_OF_DTYPE.get(dtype, 4)
+    return ModelSize(parameters=parameters, bytes=size, adapters=adapters)
+
+
+def _adapter(name: str, shape: tuple[int, ...], lora: LoraConfig) -> int:
+    """Estimated numbers of the tensor's adapter; each matrix in a numbered layer has one."""
+    layer, own = name.removesuffix(".weight"), name.endswith(".weight") and len(shape) == 2
+    if not own or not any(part.isdecimal() for part in layer.split(".")):
+        return 0
+    is_target = lora.targets == "all-linear" or any(layer.endswith(f".{target}") for target in lora.targets)
+    return lora.rank * sum(shape) if is_target else 0
+
+
+def digest(folder: Path) -> str:
+    """Digest of config.json and of the names and sizes of the weights' files; hosts with the same model share it."""
+    found = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weight_files(folder):
+        found.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return found.hexdigest()
+
+
+def check_model(
+    path: str | None, lora: LoraConfig | None = None, *, key: str = KEY
+) -> tuple[Finding, ModelSize | None]:
+    """Check the folder that ``key`` names: the finding and, if it passes, the size with the adapters of ``lora``."""
+    if path is None:
+        return ok("model", "none: everything is simulated", key=key), None
+    folder = Path(path)
+    if not folder.is_dir():
+        # The text and not the Path, which would drop a slash of an address.
+        fix = fetch_advice(path, key) or "give a Hugging Face model folder, at the same place on each host"
+        return fail("model", f"{path} is not a folder here", fix, key=key), None
+    try:
+        is_model = (folder / "config.json").is_file()
+        check_form(folder, read_json(folder / "config.json") if is_model else {})
+        weight_files(folder)
+        if not is_model:
+            raise Unreadable("there is no config.json, so it is not a Hugging Face model folder")
+        size = measure(folder, lora)
+    except OSError as error:
+        return fail("model", f"{error.filename}: {error.strerror}", DOWNLOAD, key=key), None
+    except Unreadable as error:
+        return fail("model", f"{folder}: {error}", error.fix, key=key), None
+    return ok("model", f"{folder}: {size.parameters:,} parameters, {in_bytes(size.bytes)}", key=key), size
+
+
+def check_window(config: Config) -> Finding | None:
+    """Whether the longest prompt and response fit into the model's positions; None if they do or that is unknown."""
+    window = window_of(config) if not config.rollout.traits.makes_up else None
+    need = config.rollout.engine_context or config.longest_sequence
+    if window is None or need <= window:
+        return None
+    text = (
+        f"the model has max_position_embeddings = {window}, and a prompt of up to data.max_prompt_tokens = "
+        f"{config.data.max_prompt_tokens} and a response of up to rollout.max_tokens = {config.rollout.max_tokens} "
+        f"take {need} tokens"
+    )
+    fix = f"lower them (and those of eval) to {window} together; the longest prompt decides what the first can be"
+    return fail("model", text, fix, key="data.max_prompt_tokens")
+
+
+def check_served(config: Config) -> Finding | None:
+    """Whether the engine computes this architecture as the learner does; None if so, or if that is unknown."""
+    judge, model = config.rollout.traits.judge, _settings(config)
+    problem = pkgutil.resolve_name(judge)(config, model) if judge and model is not None else None
+    return fail("model", problem.told, problem.fix, key=problem.key) if problem else None
+
+
+def window_of(config: Config) -> int | None:
+    """The number of the model's positions; None if unknown, or if the model stretches them (rope_scaling)."""
+    model = _settings(config)
+    if model is None:
+        return None
+    text = model.get("text_config") or model
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    window = text.get("max_position_embeddings")
+    return window if isinstance(window, int) and "factor" not in rope else None
+
+
+def _settings(config: Config) -> dict[str, Any] | None:
+    """The model's config.json; None if it cannot be read."""
+    if config.model.path is None:
+        return None
+    try:
+        return read_json(Path(config.model.path) / "config.json")
+    except (OSError, Unreadable):
+        return None

@@ -1,0 +1,125 @@
+"""Estimates of the disk room, memory and open files that a run needs. Pure.
+
+A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each number that is trained, of
+the model or of its adapters. Published weights are in shared memory, two versions of them during an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncrl.core.disk import in_bytes
+from asyncrl.core.roles import role_of
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+CHECKPOINT_BYTES = 12
+"""Bytes for each number that is trained."""
+WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
+"""Bytes on a learner that trains on CPU: of each number, and of each that is trained."""
+VERSIONS_AT_ONCE = 2
+RECORDS_BYTES = 1 << 30
+"""Room for logs, metrics and samples."""
+PROCESS_BYTES = 100 << 20
+LEAST_DESCRIPTORS = 64
+"""Open files of any actor."""
+LEAST_DESCRIPTORS_OF_A_PEER = 5
+"""Open files for each other actor: the dataloader of 12 rollouters has 97, of 32 rollouters 197."""
+WANTED_DESCRIPTORS = 512
+"""Open files with a reserve for users' code, torch and vLLM."""
+WANTED_DESCRIPTORS_OF_A_PEER = 8
+DESCRIPTORS_OF_A_BUCKET = 6
+"""Open files of two versions of a bucket, as published, staged and loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Size of the model's weights."""
+
+    parameters: int
+    bytes: int
+    adapters: int = 0
+    """Numbers of the adapters that are trained in place of the model; 0 without adapters."""
+
+    @property
+    def trained(self) -> int:
+        """Numbers that are trained."""
+        return self.adapters or self.parameters
+
+    def published(self, config: Config) -> int:
+        """Bytes of a published version."""
+        alone = self.adapters and config.publishes_adapter
+        return WEIGHT_BYTES * self.adapters if alone else self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A need: ``least`` for the start, ``wanted`` until the end of the run."""
+
+    least: int
+    wanted: int
+    made_of: tuple[str, ...] = ()
+    """Parts of ``wanted``, in words."""
+
+    def __add__(self, other: Need) -> Need:
+        return Need(self.least + other.least, self.wanted + other.wanted, self.made_of + other.made_of)
+
+
+def run_dir_need(config: Config, size: ModelSize | None, *, is_head: bool) -> Need:
+    """Room for the run folder on one host, without checkpoints. A short run needs next to nothing."""
+    need = Need(0, RECORDS_BYTES, (f"{in_bytes(RECORDS_BYTES)} for logs, metrics and samples of a long run",))
+    if is_head and size is not None and config.checkpoint.export_at_end:
+        need += Need(0, size.bytes, (f"{in_bytes(size.bytes)} for the exported model",))
+    return need
+
+
+def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
+    """Room for the checkpoints that are kept and the one that is being written."""
+    checkpoint = config.checkpoint
+    if size is None:
+        return Need(least=0, wanted=0)
+    kept = checkpoint.keep + 1
+    if checkpoint.keep_every_steps:
+        kept += config.learner.steps // checkpoint.keep_every_steps
+    each = size.trained * CHECKPOINT_BYTES
+    if not checkpoint.every_versions:
+        return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint if the run is preempted",))
+    return Need(least=each, wanted=each * kept, made_of=(f"{in_bytes(each)} for each of {kept} checkpoints",))
+
+
+def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> Need:
+    """Memory of one host with these actors: ``least`` for weights and training, ``wanted`` with all processes."""
+    ranks, replicas = count(actors, "learner"), count(actors, "rollouter")
+    published = size.published(config) if size is not None else config.learner.sim.publish_bytes
+    need = 0
+    if ranks or replicas:
+        need += VERSIONS_AT_ONCE * published
+    if size is not None and ranks and not on_gpu:
+        # All numbers have weights; those that are trained have moments and gradients too.
+        training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
+        need += training * ranks * config.learner.replicas // config.learner.ranks
+    traits = config.rollout.traits
+    if size is not None and not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):
+        need += replicas * (size.bytes + (config.rollout.value_of(traits.cpu_cache_key) or 0))
+    processes = len(actors) + config.episode.workers * count(actors, "episodes")
+    return Need(need, need + PROCESS_BYTES * processes)
+
+
+def descriptors_need(config: Config | None, size: ModelSize | None) -> Need:
+    """Open files of the actor that opens most."""
+    if config is None:
+        return Need(least=LEAST_DESCRIPTORS, wanted=WANTED_DESCRIPTORS)
+    peers = len(config.actors)
+    buckets = DESCRIPTORS_OF_A_BUCKET * (1 + (size.bytes // config.weights.bucket_bytes if size is not None else 0))
+    return Need(
+        least=LEAST_DESCRIPTORS + LEAST_DESCRIPTORS_OF_A_PEER * peers + buckets,
+        wanted=WANTED_DESCRIPTORS + WANTED_DESCRIPTORS_OF_A_PEER * peers + buckets,
+    )
+
+
+def count(actors: Sequence[str], role: str) -> int:
+    """Number of the actors of a role."""
+    return sum(role_of(name) == role for name in actors)

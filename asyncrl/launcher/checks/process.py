@@ -1,0 +1,63 @@
+"""A process that answers once, under a deadline: it reads the user's files or calls the user's code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+
+from asyncrl.core.disk import in_bytes
+from asyncrl.rpc.lifecycle.supervision import describe_exit
+from asyncrl.workers import warden
+
+END_S = 5.0
+READ_BYTES = 1 << 16
+LONGEST_ANSWER_BYTES = 256 << 20
+ERROR_BYTES = 1 << 16
+"""Bytes at the end of standard error that are searched for its last line."""
+
+
+async def ask_process(
+    module: str, arguments: Sequence[str], order: bytes, limit_s: float, *, env: Mapping[str, str] | None = None
+) -> tuple[bytes, str]:
+    """Run ``python -m MODULE ARGUMENTS...`` below a warden (workers/warden.py), with ``order`` as its input.
+
+    Returns its output, and how it ended with the last line of its standard error. The process and its descendants have
+    ended by then. ``env`` is added to the environment. Output over LONGEST_ANSWER_BYTES counts as empty. Raises
+    TimeoutError.
+    """
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:
+        # A pipe would fill up if the process did not read its order.
+        given.write(order)
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *warden.command(module, *arguments)),
+            stdin=given,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            process_group=0,
+            env={**os.environ, **(env or {})},
+        )
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(limit_s):
+                answer = bytearray()
+                while chunk := await process.stdout.read(READ_BYTES):
+                    answer += chunk[: LONGEST_ANSWER_BYTES + 1 - len(answer)]
+                await process.wait()
+        finally:
+            if process.returncode is None:
+                warden.end(process.pid)
+            try:
+                async with asyncio.timeout(END_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERROR_BYTES))
+        last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    if len(answer) > LONGEST_ANSWER_BYTES:
+        return b"", f"it wrote more than {in_bytes(LONGEST_ANSWER_BYTES)}"
+    code = process.returncode
+    return bytes(answer), ": ".join([describe_exit(-9 if code is None else code), *last])

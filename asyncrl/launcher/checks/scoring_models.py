@@ -1,0 +1,163 @@
+"""Checks of the models that only score, the reference and the teacher.
+
+They must be whole, not quantized, and have the policy's tokens: a sequence goes to them as ids, so with another
+tokenizer each log-prob would belong to another word, and no later check would notice. The check compares the token of
+each id. A scoring model may have more tokens than the policy, and rows for more tokens than exist. A teacher's server
+is asked for the text of some ids and for their scores, with the policy's highest id as the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.config.training import LearnerConfig
+from asyncrl.core.errors import ConfigError
+from asyncrl.data.hub import fetch_advice
+from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
+from asyncrl.launcher.checks.model import check_model
+from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
+from asyncrl.text.tokenizer import Tokenizer, load_tokenizer
+
+REFERENCE, TEACHER = "learner.kl.path", "learner.teacher"
+SAMPLES = ("Let f(x) = 3x^2 + 17.\n\nÄpfel, naïve 日本語: 'quoted' <b>words</b>\t42 %", "a", "0")
+"""Texts to encode; toy vocabularies cannot encode the first."""
+ASK_S = 20.0
+"""Longest time for all questions to a server (s)."""
+OTHERS = "take a model with the policy's own tokenizer, for example a larger one of its family"
+
+
+def check_scoring_models(config: Config, tokenizer: Tokenizer) -> list[Finding]:
+    """A finding for each model that only scores."""
+    learner, found = config.learner, []
+    if learner.backend == "sim" or config.model.path is None:
+        return []
+    folders = {REFERENCE: reference_path(learner)}
+    if learner.teacher_url is None:
+        folders[TEACHER] = learner.teacher
+    for key, path in folders.items():
+        if path is None:
+            continue
+        whole, _ = check_model(path, key=key)
+        if whole.result == "fail":
+            found.append(whole)
+        elif problem := compare(Path(config.model.path), Path(path), tokenizer):
+            fix = OTHERS if Path(path).is_dir() else fetch_advice(path, key) or OTHERS
+            found.append(fail("tokenizer", problem, fix, key=key))
+        else:
+            found.append(ok("tokenizer", f"{path} has the policy's tokens", key=key))
+    if learner.teacher_url is not None:
+        found.append(asyncio.run(check_server(learner.teacher_url, config, tokenizer)))
+    return found
+
+
+def reference_path(learner: LearnerConfig) -> str | None:
+    """Folder of the reference if it may be loaded; a user's loss may ask for it at any coefficient."""
+    return learner.kl.path if learner.kl.coefficient or ":" in learner.loss else None
+
+
+def compare(policy: Path, other: Path, tokenizer: Tokenizer) -> str:
+    """Why ids of the policy are other tokens in the model of folder ``other``; empty if they are the same."""
+    if not (other / "config.json").is_file():
+        return f"{other} holds no config.json, so it is not a Hugging Face model folder"
+    ours, theirs = tokens_of(policy), tokens_of(other)
+    rows = _vocabulary(other)
+    if ours is not None and theirs is not None:
+        for id, token in sorted(ours.items()):
+            if theirs.get(id) != token:
+                there = repr(theirs[id]) if id in theirs else "none"
+                return f"{other} has another tokenizer than model.path: id {id} is {token!r} here and {there} there"
+        highest = max(ours, default=0)
+        if rows and rows <= highest:
+            return f"{other} has {rows} tokens in its vocab_size, and ids of the policy go up to {highest}"
+        return ""
+    try:
+        another = load_tokenizer(str(other))
+    except ConfigError:
+        # A scoring model needs no tokenizer, and without one only the sizes can be compared.
+        if rows == tokenizer.vocabulary:
+            return ""
+        return f"{other} holds no tokenizer, and {rows} tokens in its vocab_size where the policy has another number"
+    text, ids = _sample(tokenizer)
+    with contextlib.suppress(ValueError):
+        if another.encode(text) == ids:
+            return ""
+    return f"{other} has another tokenizer than model.path: a sample becomes other ids"
+
+
+def tokens_of(folder: Path) -> dict[int, str] | None:
+    """Token by id from tokenizer.json; None if the file is missing or has another form."""
+    try:
+        whole = json.loads((folder / "tokenizer.json").read_bytes())
+        vocabulary = whole["model"]["vocab"]
+        found = (
+            {id: token for token, id in vocabulary.items()}
+            if isinstance(vocabulary, Mapping)
+            else {id: piece[0] for id, piece in enumerate(vocabulary)}
+        )
+        return found | {each["id"]: each["content"] for each in whole.get("added_tokens") or []}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+async def check_server(url: str, config: Config, tokenizer: Tokenizer) -> Finding:
+    """Ask a teacher's server what a run asks of it."""
+    settings = config.learner.teacher_server
+    client = TeacherClient(url, settings.model_copy(update={"timeout_s": min(settings.timeout_s, ASK_S)}))
+    try:
+        async with asyncio.timeout(ASK_S):
+            name, longest = await client.model()
+            _, ids = _sample(tokenizer)
+            theirs = await client.text(ids)
+            await client.logprobs([*ids, highest_id(config, tokenizer)], np.arange(1, len(ids) + 1))
+    except TeacherFailed as error:
+        fix = "start the server, or correct the URL, learner.teacher_server.model or the key"
+        return fail("teacher", error.reason, fix, key=TEACHER)
+    except TimeoutError:
+        return fail("teacher", f"{url} did not answer within {ASK_S:g} s", "look at the server's log", key=TEACHER)
+    finally:
+        await client.close()
+    # Tokenizers with the same tokens may treat blanks differently.
+    if theirs is not None and "".join(theirs.split()) != "".join((ours := tokenizer.decode(ids)).split()):
+        text = f"{url} serves {name}, which has another tokenizer than model.path: ids of {ours!r} are {theirs!r} there"
+        return fail("teacher", text, OTHERS, key=TEACHER)
+    # Servers insist on sampling one token, which is thrown away.
+    need = config.longest_sequence + 1
+    if longest is not None and longest < need:
+        text = f"{url} takes sequences of up to {longest} tokens, and the longest of the run needs {need}"
+        return fail("teacher", text, "serve it with a larger window (--max-model-len)", key=TEACHER)
+    if theirs is None:
+        text = f"{url} serves {name} and scores, but does not show its tokens"
+        return warn("teacher", text, "make sure that they are the policy's", key=TEACHER)
+    return ok("teacher", f"{url} serves {name} and scores; the policy's ids are the same words there", key=TEACHER)
+
+
+def _sample(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+    """A text and its ids, at least one."""
+    for text in SAMPLES:
+        with contextlib.suppress(ValueError):
+            if ids := tokenizer.encode(text):
+                return text, ids
+    return "", [0]
+
+
+def highest_id(config: Config, tokenizer: Tokenizer) -> int:
+    """Highest id of the policy's tokens."""
+    tokens = tokens_of(Path(config.model.path)) if config.model.path is not None else None
+    return max(tokens) if tokens else tokenizer.vocabulary - 1
+
+
+def _vocabulary(folder: Path) -> int:
+    """vocab_size; 0 if unknown."""
+    try:
+        model: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        return int((model.get("text_config") or model).get("vocab_size") or 0)
+    except (OSError, ValueError, AttributeError):
+        return 0

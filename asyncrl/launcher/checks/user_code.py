@@ -1,0 +1,259 @@
+"""Checks of the user's code, each in a process of its own: reward function, episode code, loss and advantage.
+
+Code that exits, hangs, eats memory or prints without end harms that process only. The reward function is called on
+sample rows, loss and advantage on a few made-up tokens. An episode's code is imported and not played; for a command,
+its program is looked up, and the script that an interpreter is given.
+
+One call of a reward function may fail because of its sample, or of a completion that no model would write. So a
+function that fails on every sample of a set is an error, and one that fails on some a warning. A call over its time is
+a warning too, unless every call that there was time for timed out and reward.on_timeout gives no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.config.training import LearnerConfig, RewardConfig
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
+from asyncrl.core.printable import printable
+from asyncrl.data.columns import column_of
+from asyncrl.episodes.episode_pool import EpisodePool
+from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
+from asyncrl.launcher.checks.inputs import Sample
+from asyncrl.launcher.checks.process import ask_process
+from asyncrl.messages.reward import Completion, Score, Scores
+from asyncrl.reward.judges import JUDGES
+from asyncrl.reward.judges.judge_pool import JudgePool, for_trial
+from asyncrl.reward.scoring.reward_pool import RewardPool
+from asyncrl.workers.confinement import Confinement
+
+IMPORT_S = 45.0
+"""Longest time for importing the user's module (s); the run allows more, so that more is only a warning."""
+CALLS_S = 12.0
+"""Longest time for all calls together (s); reward.timeout_s bounds each of them too."""
+PLAIN = "I am not sure. The answer is 42."
+"""A completion that a model might give to any prompt."""
+SHOWN_COMPLETION = 40
+"""Characters of a completion that a finding shows."""
+KEY = "reward.function"
+NOWHERE = "http://127.0.0.1:9/v1"
+"""Address of an endpoint that is never called."""
+ALGORITHM = "asyncrl.learner.functions.trial"
+TRIAL_S = 60.0
+"""Longest time for the trial (s); importing torch takes most."""
+KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")
+
+
+@dataclass
+class Trial:
+    """The outcome of the calls on the samples of one set of prompts."""
+
+    rewards: list[float] = field(default_factory=list)
+    """Rewards of the completions; a call on a whole group gives one for each of them."""
+    errors: list[str] = field(default_factory=list)
+    """The reason of each call that failed, with the place of the row."""
+    answered: int = 0
+    """Calls that gave rewards."""
+    shown: list[str] = field(default_factory=list)
+    """Each reward with its components and its completion, for a person."""
+
+    def add(self, scores: Scores, completions: Sequence[Completion]) -> None:
+        """Add the answer to one call."""
+        self.answered += 1
+        self.rewards += scores.rewards
+        for reward, components, completion in zip(scores.rewards, scores.components, completions, strict=True):
+            self.shown.append(f'{reward:.4g}{_parts(components)} for "{printable(completion.text[:SHOWN_COMPLETION])}"')
+
+
+def _parts(components: Mapping[str, float]) -> str:
+    return f" ({', '.join(f'{name} {value:.4g}' for name, value in components.items())})" if components else ""
+
+
+class RewardTrial:
+    """A process with the reward function; use it as a context. It may start while the samples are read."""
+
+    def __init__(self, config: Config, *, import_s: float = IMPORT_S, calls_s: float = CALLS_S) -> None:
+        self._reward, self._n = config.reward, config.rollout.samples_per_prompt
+        self._import_s, self._calls_s = import_s, calls_s
+        one = self._reward.model_copy(update={"workers": 1})
+        given: dict[str, Any] = {
+            "max_tokens": config.rollout.max_tokens,
+            "confined": Confinement(config.security.user_environment),
+            "start_timeout_s": import_s,
+        }
+        self._pool: RewardPool | JudgePool
+        if one.function in JUDGES:
+            self._pool = JudgePool(for_trial(one), **given)
+        else:
+            self._pool = RewardPool(one, **given)
+
+    async def __aenter__(self) -> RewardTrial:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()
+
+    async def start(self) -> Finding | None:
+        """Start the process; a finding if the function cannot be called, else None."""
+        fix = "correct reward.function and reward.options; install the module, or put it where you launch"
+        try:
+            await self._pool.start()
+        except ConfigError as error:
+            return fail("reward", listed(error.problems), fix)
+        except RewardFailed as error:
+            return fail("reward", f"importing {self._reward.function}: it {error.reason}", fix, key=KEY)
+        except DeadlineExceeded:
+            text = f"importing {self._reward.function} takes more than {self._import_s:g} s, so it was not called"
+            fix = "see what its module does when it is imported; each worker of the pool imports it too"
+            return warn("reward", text, fix, key=KEY)
+        return None
+
+    async def score(self, request: Score) -> Scores:
+        """Rewards by the function. Raises RewardFailed."""
+        return await self._pool.score(request)
+
+    async def call(self, samples: Sequence[Sample]) -> Finding:
+        """Call the function on each sample, until the time is over."""
+        trials: dict[str, Trial] = {}
+        calls = list(_calls(self._reward, samples, self._n))
+        try:
+            async with asyncio.timeout(self._calls_s):
+                for sample, completions in calls:
+                    trial = trials.setdefault(sample.key, Trial())
+                    request = Score(uid="1/0", prompt=sample.prompt, row=sample.row, completions=completions)
+                    try:
+                        trial.add(await self._pool.score(request), completions)
+                    except RewardFailed as error:
+                        trial.errors.append(f"{error.reason}, on {sample.place}")
+        except TimeoutError:
+            if not any(trial.rewards or trial.errors for trial in trials.values()):
+                text = f"{self._reward.function} was called, and did not answer within {self._calls_s:g} s"
+                fix = f"make it end within reward.timeout_s = {self._reward.timeout_s:g}"
+                return warn("reward", text, fix, key=KEY)
+        return judge(self._reward, trials, calls=len(calls), timed_out=self._pool.counters.timed_out)
+
+
+def _calls(reward: RewardConfig, samples: Sequence[Sample], n: int) -> Iterator[tuple[Sample, list[Completion]]]:
+    """Each sample with completions that a model may give: the row's answer, if it has one, and PLAIN."""
+    column = reward.options.get("answer_key", "answer")
+    for sample in samples:
+        answer = column_of(sample.row, column)
+        texts = [str(answer), PLAIN] if isinstance(answer, str | int | float) else [PLAIN]
+        said = [Completion(text=text, finish_reason="stop", tokens=max(1, len(text.split()))) for text in texts]
+        if reward.per == "group":
+            yield sample, (said * n)[:n]
+        else:
+            yield from ((sample, [one]) for one in said)
+
+
+def judge(reward: RewardConfig, trials: dict[str, Trial], *, calls: int, timed_out: int) -> Finding:
+    """Judge the trials, by set of samples. Pure. ``timed_out`` of the ``calls`` timed out."""
+    function = reward.function
+    errors = [error for trial in trials.values() for error in trial.errors]
+    shown = [text for trial in trials.values() for text in trial.shown]
+    is_scored = any(trial.rewards for trial in trials.values())
+    broken = [trial for trial in trials.values() if trial.errors and not trial.rewards]
+    faster = "make it faster, raise reward.timeout_s, or set reward.on_timeout to the reward of such a response"
+    if timed_out and not is_scored:
+        text = f"{function} fails on each sample that it was called on: {errors[0]}"
+        if len(errors) < calls:
+            text += f"; there was time for {len(errors)} of {calls} calls"
+        return fail("reward", text, faster, key=KEY)
+    if broken and not timed_out:
+        text = f"{function} fails on each sample that it was called on: {broken[0].errors[0]}"
+        fix = "make it return a number for any completion; nothing can be trained if it raises or returns None"
+        return fail("reward", text, fix, key=KEY)
+    if errors:
+        called = len(errors) + sum(trial.answered for trial in trials.values())
+        text = f"{function} fails on {len(errors)} of {called} samples: {errors[0]}"
+        fix = "make it return a number for any completion: each failure costs a trajectory or its group"
+        return warn("reward", text, faster if timed_out else fix, key=KEY)
+    if timed_out:
+        text = (
+            f"{function} runs longer than {reward.timeout_s:g} s (reward.timeout_s) on {timed_out} of {calls} samples"
+        )
+        then = "such a response counts as failed"
+        if isinstance(reward.on_timeout, float):
+            then = f"such a response gets the reward {reward.on_timeout:g} (reward.on_timeout)"
+        return warn("reward", f"{text}; {then}", "make it faster, or raise reward.timeout_s", key=KEY)
+    if not is_scored:
+        return ok("reward", f"{function} can be called", key=KEY)
+    return ok("reward", f"{function} can be called, and gives on samples: {listed(shown)}", key=KEY)
+
+
+async def check_episode(config: Config, *, import_s: float = IMPORT_S) -> Finding:
+    """Whether the configured episode can be played."""
+    episode = config.episode
+    if importlib.util.find_spec("aiohttp") is None:
+        fix = "pip install 'asyncrl[episodes]', on each host that plays episodes"
+        return fail("episode", "the endpoint of episodes needs aiohttp, which is not installed", fix)
+    key = f"episode.{episode.kind}"
+    if episode.kind == "command":
+        return check_command(episode.command)
+    one = episode.model_copy(update={"workers": 1})
+    confined = Confinement(config.security.user_environment)
+    pool = EpisodePool(one, model="", base_url=NOWHERE, confined=confined, start_timeout_s=import_s)
+    code = ", ".join(episode.tools) or episode.function or episode.env
+    try:
+        await pool.start()
+    except ConfigError as error:
+        fix = f"correct {key} and episode.options; install modules, or put them where you launch"
+        return fail("episode", listed(error.problems), fix)
+    except EpisodeWorkersEnded as error:
+        return fail("episode", f"importing {code}: it {error.reason}", f"correct the import of {code}", key=key)
+    except DeadlineExceeded:
+        text = f"importing {code} takes more than {import_s:g} s"
+        return warn("episode", text, "see what its module does when it is imported; each worker imports it", key=key)
+    finally:
+        await pool.close()
+    return ok("episode", f"{code} can be played", key=key)
+
+
+def check_command(command: list[str]) -> Finding:
+    """Whether the program and its script exist."""
+    program = shutil.which(command[0])
+    if program is None:
+        problem = "is no program that can be run" if os.path.exists(command[0]) else "is missing"
+        fix = "install it where you launch, on each host with rollouters, or give its path"
+        return fail("episode", f"{command[0]} {problem}", fix, key="episode.command")
+    script = next((word for word in command[1:2] if word.endswith((".py", ".sh", ".js"))), None)
+    if script is not None and not Path(script).exists():
+        fix = f"correct it: paths are relative to where you launch ({os.getcwd()})"
+        return fail("episode", f"{script} is missing", fix, key="episode.command")
+    return ok("episode", f"{program} can be run", key="episode.command")
+
+
+def is_default(config: LearnerConfig) -> bool:
+    """Whether loss and advantage are the defaults, so that there is nothing to try."""
+    default = LearnerConfig()
+    return config.backend == "sim" or all(getattr(config, key) == getattr(default, key) for key in KEYS)
+
+
+async def check_algorithm(config: Config, *, limit_s: float = TRIAL_S) -> Finding | None:
+    """Whether loss and advantage can be called; None if they are the defaults."""
+    learner = config.learner
+    if is_default(learner):
+        return None
+    try:
+        arguments = [str(config.rollout.samples_per_prompt)]
+        answer, ended = await ask_process(ALGORITHM, arguments, learner.model_dump_json().encode(), limit_s)
+        problems = json.loads(answer)
+    except TimeoutError:
+        text = f"the trial of {learner.loss} and {learner.advantage} did not end within {limit_s:g} s"
+        return warn("algorithm", text, "see what their modules do when they are imported", key="learner.loss")
+    except ValueError:
+        text = f"the process that tries them ended: {ended}"
+        return fail("algorithm", text, "correct the import of their modules", key="learner.loss")
+    if problems:
+        fix = "correct these keys; install modules of your own, or put them where you launch"
+        return fail("algorithm", listed(problems), fix)
+    return ok("algorithm", f"{learner.loss} with {learner.advantage} can be called", key="learner.loss")

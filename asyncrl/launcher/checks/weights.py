@@ -1,0 +1,213 @@
+"""The weights in a model's folder: the files that transformers loads, and whether they can be trained.
+
+Only the headers of safetensors files are read: they hold the dtype, the shape and the place of every tensor. That
+reveals a file that was cut off, and a tensor that the index names and no file holds.
+
+Invariant: a folder passes only if it holds one whole model with weights in floating point of 16 bits or more.
+Quantized weights and adapters are refused whether or not the package that would read them is installed.
+
+Raises Unreadable or Untrainable, which say what the folder holds and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.launcher.checks.findings import listed
+from asyncrl.weights.lora import ADAPTER_FILE, SETTINGS_FILE
+
+# safetensors itself refuses a header of more than 100 MB.
+MOST_HEADER_BYTES = 100 << 20
+LOADED = (
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+)
+"""Files that transformers looks for, in this order; it loads the first. transformers_weights in config.json wins."""
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
+"""Endings of files that may hold weights that transformers does not load."""
+ADAPTERS = (SETTINGS_FILE, ADAPTER_FILE, "adapter_model.bin")
+DOWNLOAD = "copy or download the whole model folder again, readable for this user"
+_LENGTH = struct.Struct("<Q")
+_FLOATS = ("F16", "BF16", "F32", "F64")
+# Older checkpoints also have masks and positions, which are integers and no weights.
+_WEIGHT = re.compile(r"weight|packed|blocks|qzeros")
+
+
+class Unreadable(ValueError):
+    """A file of the model is missing or damaged."""
+
+    fix = DOWNLOAD
+
+
+class Untrainable(Unreadable):
+    """The folder is whole, and asyncrl cannot train its weights. ``fix`` is the next step."""
+
+    def __init__(self, text: str, fix: str) -> None:
+        super().__init__(text)
+        self.fix = fix
+
+
+class Tensor(NamedTuple):
+    """A tensor as a header describes it."""
+
+    dtype: str
+    """Name in safetensors, for example BF16."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    size: int
+    """Bytes."""
+
+
+def weight_files(folder: Path) -> dict[Path, list[str]]:
+    """The files that transformers would load, by name, with the tensors that an index lists for each.
+
+    Raises Unreadable, also for a file that an index names and that is missing; Untrainable where there is no such file.
+    """
+    config = folder / "config.json"
+    chosen = read_json(config).get("transformers_weights") if config.is_file() else None
+    for name in (chosen, *LOADED) if isinstance(chosen, str) else LOADED:
+        if not (folder / name).is_file():
+            continue
+        if not name.endswith(".json"):
+            return {folder / name: []}
+        places = read_json(folder / name).get("weight_map") or {}
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise Unreadable(f"{name}: weight_map does not map each tensor to a file")
+        named: dict[Path, list[str]] = {folder / file: [] for file in sorted(set(places.values()))}
+        if missing := [file.name for file in named if not file.is_file()]:
+            raise Unreadable(f"{name} names files that are missing: {listed(missing, 4)}")
+        for tensor, file in places.items():
+            named[folder / file].append(tensor)
+        if named:
+            return named
+    raise _without_weights(folder)
+
+
+def check_form(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Check that the folder holds no adapter and that its config.json names no quantization. Raises Untrainable.
+
+    ``settings`` are config.json; empty if the folder has no such file.
+    """
+    if found := [name for name in ADAPTERS if (folder / name).is_file()]:
+        raise _adapter(folder, found, alone=not any((folder / name).is_file() for name in LOADED))
+    for part in (settings, settings.get("text_config"), settings.get("llm_config")):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(part, Mapping) and part.get(key):
+                raise _quantized(f"config.json has {key}: the method is {_method(part[key])}")
+
+
+def check_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Check that no weight of a file is quantized. Raises Untrainable."""
+    found = [name for name, tensor in tensors.items() if _is_quantized(name, tensor)]
+    if found:
+        first = f"{found[0]} is {tensors[found[0]].dtype}"
+        raise _quantized(
+            f"{file.name} holds {len(found)} tensors that are not floating point of 16 bits or more: {first}"
+        )
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, by name. Raises Unreadable or OSError.
+
+    The tensors fill the file to its last byte (https://github.com/huggingface/safetensors, Format).
+    """
+    there = file.stat().st_size
+    with file.open("rb") as source:
+        head = source.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            raise Unreadable(f"{file.name} is cut off: it has {there} bytes")
+        (length,) = _LENGTH.unpack(head)
+        if length > MOST_HEADER_BYTES:
+            raise Unreadable(f"{file.name} is not a safetensors file (is it a pointer of git-lfs?)")
+        if length > there - _LENGTH.size:
+            raise Unreadable(f"{file.name} is cut off: it has {there} bytes, and its header alone takes {length}")
+        try:
+            entries = json.loads(source.read(length))
+            tensors = {name: entry for name, entry in entries.items() if name != "__metadata__"}
+            found = {name: _tensor(entry, _LENGTH.size + length) for name, entry in tensors.items()}
+            end = max((tensor.start + tensor.size for tensor in found.values()), default=_LENGTH.size + length)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise Unreadable(f"the header of {file.name} cannot be read") from None
+    if end > there:
+        raise Unreadable(f"{file.name} is cut off: it has {there} bytes, and its header describes {end}")
+    if end < there:
+        raise Unreadable(f"{file.name} has {there} bytes, and its header describes {end}")
+    return found
+
+
+def _tensor(entry: Mapping[str, Any], start: int) -> Tensor:
+    first, end = map(int, entry["data_offsets"])
+    return Tensor(str(entry["dtype"]), tuple(map(int, entry["shape"])), start + first, end - first)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the model's folder. Raises Unreadable or OSError."""
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        raise Unreadable(f"{path.name} is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise Unreadable(f"{path.name} is not a JSON object")
+    return value
+
+
+def _is_quantized(name: str, tensor: Tensor) -> bool:
+    if tensor.dtype in _FLOATS or tensor.dtype.startswith("C"):
+        return False
+    # Floating point of 8 bits or fewer is F8_E4M3, F8_E5M2, F8_E8M0, F6..., F4.
+    return tensor.dtype.startswith("F") or (tensor.dtype != "BOOL" and bool(_WEIGHT.search(name.rpartition(".")[2])))
+
+
+def _method(quantization: Any) -> str:
+    if not isinstance(quantization, Mapping):
+        return "unknown"
+    if method := quantization.get("quant_method") or quantization.get("quant_algo"):
+        return str(method)
+    return "bitsandbytes" if any(quantization.get(f"load_in_{bits}bit") for bits in (4, 8)) else "unknown"
+
+
+def _quantized(text: str) -> Untrainable:
+    return Untrainable(
+        f"its weights are quantized, and asyncrl trains weights in bfloat16, float16 or float32: {text}",
+        "take the release of this model that is not quantized, usually the one in bfloat16, or save a dequantized "
+        "copy; transformers makes one of fp8 and mxfp4 (dequantize=True)",
+    )
+
+
+def _adapter(folder: Path, found: list[str], *, alone: bool) -> Untrainable:
+    base = None
+    if SETTINGS_FILE in found:
+        base = read_json(folder / SETTINGS_FILE).get("base_model_name_or_path")
+    of_base = f" of {base}" if base else ""
+    merge = "merge the adapter into its base with peft (merge_and_unload, then save_pretrained) and give that folder"
+    if alone:
+        return Untrainable(
+            f"holds an adapter{of_base} and no model ({', '.join(found)})",
+            f"{merge}; or give the folder of the base, to train it without the adapter",
+        )
+    return Untrainable(
+        f"holds a model and an adapter{of_base} ({', '.join(found)}): the adapter would be ignored",
+        f"{merge}; or move {', '.join(found)} elsewhere, to train the model without the adapter",
+    )
+
+
+def _without_weights(folder: Path) -> Unreadable:
+    files = sorted(file.name for file in folder.iterdir() if file.is_file())
+    if found := [name for name in files if name.endswith(".gguf")]:
+        return Untrainable(
+            f"holds its weights in GGUF only ({listed(found, 4)}), which cannot be trained",
+            "take the release of this model in Hugging Face format, with config.json and model.safetensors",
+        )
+    wanted = "model.safetensors or pytorch_model.bin, or the index of either"
+    if found := [name for name in files if name.endswith(OTHER_WEIGHTS)]:
+        return Untrainable(
+            f"holds no weights that transformers would load, which are {wanted}; it holds {listed(found, 4)}",
+            "take the release of this model in Hugging Face format, or convert it; rename files that were renamed",
+        )
+    return Unreadable(f"there are no weights: neither {wanted}")

@@ -1,0 +1,417 @@
+"""Plays one episode outside a run: of the user's agent against a scripted policy, or against an engine.
+
+Endpoint, sessions, conversation, renderer, deadlines and the processes that run the agent are those of a run. Without
+a model, tokens are bytes, and the chat template extends every answer, so that each fork is caused by the agent.
+
+Invariant: no process of the agent is left when ``LoneEpisode.play`` returns. Raises ConfigError if the user's code
+cannot be found, and CannotPlay if its import fails or there is no task. Every fault of the agent is in the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import structlog
+
+from asyncrl.config import Config
+from asyncrl.config.episode import OWN_REASONING_PARSERS
+from asyncrl.config.load import validate_config
+from asyncrl.core.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
+from asyncrl.episodes.episode_pool import EpisodePool
+from asyncrl.episodes.http.endpoint import PolicyEndpoint
+from asyncrl.episodes.programs import Programs
+from asyncrl.episodes.session import PolicySession
+from asyncrl.launcher.checks.inputs import check_inputs
+from asyncrl.launcher.doctor.agent.played import Played, PlayedTurn
+from asyncrl.launcher.doctor.agent.script import Script
+from asyncrl.messages import Message, Request
+from asyncrl.messages.episodes import (
+    Chat,
+    ChatDelta,
+    ChatReply,
+    EpisodeBegan,
+    EpisodeDone,
+    RunEpisode,
+    TurnReward,
+    TurnRewarded,
+)
+from asyncrl.messages.groups import Lease, Trajectory
+from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.rollouter.episode.figures import EpisodeFigures
+from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
+from asyncrl.rollouter.episode.sessions import Session, Sessions
+from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rpc.clock import Clock
+from asyncrl.text.chat.parsers import END_THINK, THINK
+from asyncrl.text.chat.renderer import Renderer, make_renderer
+from asyncrl.text.chat.shown import hidden_tools
+from asyncrl.text.stops import resolve_stops
+from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
+from asyncrl.workers.confinement import Confinement
+
+if TYPE_CHECKING:
+    from asyncrl.episodes.session import OnDelta
+    from asyncrl.rollouter.serving.generation import Response
+    from asyncrl.rollouter.serving.group_events import CallAccount
+
+HOST = "episodes/0"
+ROOM = 1 << 20
+"""Tokens of an episode without a model."""
+MOST_PRINTED = 2000
+"""Characters at the end of the agent's output that are kept."""
+RETRY_S = 0.05
+"""Pause before an episode starts again whose worker died."""
+MOST_BEGUN = 5
+"""Starts of an episode that its host ended."""
+SPARE_S = 60.0
+"""Seconds that an episode gets in addition to its own deadlines."""
+
+QUESTION = "What is the weather in Bern?"
+
+_asked: ContextVar[Chat] = ContextVar("asked")
+"""The call of the policy that this task answers."""
+
+
+class CannotPlay(Exception):
+    """No episode can be played; the text is the reason."""
+
+
+def for_script(config: Config, command: Sequence[str], longest_s: float) -> Config:
+    """The configuration for a scripted policy, with ``command`` as the agent if there is one.
+
+    The start and each turn end within ``longest_s``. Raises ConfigError.
+    """
+    if not command and config.episode.kind == "single":
+        raise ConfigError(["episode: no function, env, tools or command is set; there is no agent to play with"])
+    tree = config.model_dump(mode="json")
+    episode, chat = tree["episode"], tree["chat"]
+    if command:
+        episode |= {"function": None, "env": None, "tools": [], "options": {}, "command": list(command)}
+    for key in ("start_timeout_s", "turn_timeout_s"):
+        episode[key] = min(episode[key], longest_s)
+    episode["workers"] = 1
+    # The script writes calls in the form of our own parser; vLLM's parsers need vLLM.
+    if chat["tool_parser"] != "none":
+        chat["tool_parser"] = "json"
+    if chat["reasoning_parser"] not in OWN_REASONING_PARSERS:
+        chat["reasoning_parser"] = "think"
+    tree["rollout"]["retry_backoff_s"] = RETRY_S
+    if config.model.path is None:
+        episode["max_context_tokens"] = tree["rollout"]["max_tokens"] = ROOM
+    return validate_config(tree)
+
+
+async def play_scripted(config: Config, *, with_data: bool) -> Played:
+    """One attempt at the first task of the data, or at QUESTION. Raises ConfigError, CannotPlay."""
+    prompt, row = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION})
+    tokenizer = tokenizer_of(config)
+    stops = resolve_stops(config.rollout, tokenizer)
+    renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
+    episode = LoneEpisode(config, tokenizer, renderer, Clock())
+    await episode.play(lone_lease(config, 0, np.zeros(1, np.int32), prompt, row))
+    return episode.played()
+
+
+async def _task(config: Config) -> tuple[str, dict[str, Any]]:
+    """Prompt and row. Raises CannotPlay."""
+    inputs = await check_inputs(config)
+    task = next((sample for sample in inputs.samples if sample.key == "data"), None)
+    if task is None:
+        failed = [finding.text for finding in inputs.findings if finding.result != "ok"]
+        raise CannotPlay(f"the data have no usable task: {'; '.join(failed) or 'no row fits'}")
+    return task.prompt, task.row
+
+
+def lone_lease(
+    config: Config, number: int, prompt_ids: np.ndarray, prompt: str, row: dict[str, Any], *, samples: int = 1
+) -> Lease:
+    """The lease of a group outside a run. ``prompt_ids``: int32 [P]."""
+    return Lease(
+        uid=f"0-{number}",
+        number=1,
+        purpose="train",
+        epoch=0,
+        index=number,
+        param_version=0,
+        prompt_ids=prompt_ids,
+        prompt=prompt,
+        row=row,
+        samples=samples,
+        temperature=config.rollout.temperature,
+        max_tokens=config.rollout.max_tokens,
+    )
+
+
+class LoneEpisode:
+    """Stands in for the rollouter and the episode host around the parts of a run.
+
+    It is the only host of the player and the Core of the endpoint. ``policy`` is the policy of the sessions; by default
+    it is scripted.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        renderer: Renderer,
+        clock: Clock,
+        policy: Any = None,
+    ) -> None:
+        self.model = config.run.name
+        self._config, self._tokenizer, self._renderer, self._clock = config, tokenizer, renderer, clock
+        self._sessions = Sessions(
+            config,
+            renderer=renderer,
+            tokenizer=tokenizer,
+            stops=resolve_stops(config.rollout, tokenizer),
+            policy=policy or ScriptedPolicy(Script(thinks=renderer.report.reasoning_parser != "none"), tokenizer),
+            hosts=self,
+            figures=EpisodeFigures(Figures(), Histograms()),
+            clock=clock,
+        )
+        self._playing: dict[str, PolicySession] = {}
+        self._session: Session | None = None
+        self.failure = ""
+        """Why the attempt gave no trajectory."""
+        self.trajectory: Trajectory | None = None
+        self._notices: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._hidden: list[str] = []
+        self._printed = ""
+        self._moments: dict[str, float] = {}
+        self._host_fault = ""
+
+    async def play(self, lease: Lease) -> None:
+        """Play one attempt to its end. Raises ConfigError, CannotPlay."""
+        player = EpisodePlayer(self._config, self._sessions, self, clock=self._clock)
+        account = GroupAccount(lease, self._clock.now, self._clock.wall).samples[0]
+        episode = self._config.episode
+        longest_s = SPARE_S + episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
+        try:
+            async with self._hosting(), asyncio.timeout(longest_s):
+                self.trajectory = await player.play(lease, account)
+        except TimeoutError:
+            state = self._session.stages.state if self._session else "start"
+            raise CannotPlay(f"the episode did not end within {longest_s:g} s (state: {state})") from None
+        except (EpisodeFailed, TrajectoryFailed) as failed:
+            self.failure = str(failed)
+        finally:
+            self._sessions.close()
+
+    @asynccontextmanager
+    async def _hosting(self) -> AsyncIterator[None]:
+        """Endpoint and processes of the agent, for as long as the context lasts."""
+        episode = self._config.episode
+        self._endpoint = PolicyEndpoint(
+            self,
+            max_request_bytes=episode.max_request_bytes,
+            notify=self._notice,
+            log=structlog.wrap_logger(structlog.PrintLogger(sys.stderr)),
+        )
+        base_url = f"{await self._endpoint.start()}/v1"
+        watch = asyncio.create_task(self._endpoint.calls.watch())
+        confined = Confinement(self._config.security.user_environment)
+        self._players: Programs | EpisodePool
+        if episode.kind == "command":
+            self._players = Programs(episode, base_url=base_url, confined=confined, on_output=self._print)
+        else:
+            self._players = EpisodePool(
+                episode,
+                model=self.model,
+                base_url=base_url,
+                confined=confined,
+                start_timeout_s=episode.start_timeout_s,
+                on_output=self._print,
+            )
+        try:
+            try:
+                await self._players.start()
+            except (EpisodeWorkersEnded, DeadlineExceeded) as error:
+                raise CannotPlay(f"the user's code cannot be loaded: {error}") from error
+            yield
+        finally:
+            await self._players.close()
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await self._endpoint.close()
+
+    # --- the hosts of the player ---
+
+    def choose(self, at: Mapping[str, int], *, prefer: str, avoid: Collection[str]) -> str:
+        """The only host."""
+        return HOST
+
+    def tell(self, host: str, delta: ChatDelta) -> None:
+        """Pass on text of a call that is being answered."""
+        if playing := self._playing.get(delta.session):
+            playing.hear(delta)
+
+    def run(self, host: str, request: RunEpisode, timeout: float) -> asyncio.Future[EpisodeDone]:
+        """Play the episode; cancelling the future ends it."""
+        return asyncio.ensure_future(self._run(request, timeout))
+
+    async def _run(self, request: RunEpisode, timeout: float) -> EpisodeDone:
+        self._session = self._sessions.find(request.session, HOST)
+        playing = PolicySession(request, self, asyncio.get_running_loop().time() + timeout, 0)
+        self._playing[playing.key] = playing
+        self._moments = {"begin": self._clock.now()}
+        if len(self._playing) > MOST_BEGUN:
+            raise CannotPlay(f"the agent cannot be run here: {self._host_fault}")
+        try:
+            done = await self._players.play(playing)
+            self._host_fault = done.error
+            self._moments["end"] = self._clock.now()
+            fault = await playing.settle()
+            return EpisodeDone(error=fault, blame="host") if fault and not done.error else done
+        finally:
+            playing.end("it has ended")
+
+    # --- requests of the host to the rollouter ---
+
+    name = "rollouter/0"
+
+    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+        """Answer a request, as Peer.call does."""
+        return asyncio.ensure_future(self._answer(request))
+
+    def cast(self, message: Message) -> bool:
+        """Take a message, as Peer.cast does."""
+        if isinstance(message, EpisodeBegan):
+            self._sessions.began(message.session, HOST)
+        return True
+
+    async def _answer(self, request: Request) -> Message:
+        self._moments.setdefault("first call", self._clock.now())
+        if isinstance(request, TurnReward):
+            session = self._sessions.find(request.session, HOST)
+            return TurnRewarded(node=session.conversation.reward(request.node, request.value))
+        assert isinstance(request, Chat)
+        # Only this call sees it: each request has a task, and so a context, of its own.
+        _asked.set(request)
+        try:
+            self._hidden += hidden_tools(self._renderer, request.tools, request.template_options)
+            reply = await self._sessions.chat(request, HOST)
+        except ChatRefused as refused:
+            self._refused.setdefault(refused.field, str(refused))
+            raise
+        self._moments["last answer"] = self._clock.now()
+        return reply
+
+    # --- the core of the endpoint ---
+
+    def knows(self, key: str) -> bool:
+        return key in self._playing
+
+    async def chat(self, key: str, call: Chat, on_delta: OnDelta) -> ChatReply:
+        return await self._playing[key].chat(call, on_delta)
+
+    async def turn_reward(self, key: str, node: int | None, value: float) -> int:
+        return await self._playing[key].turn_reward(node, value)
+
+    # --- notices and result ---
+
+    def _notice(self, key: str, text: str, **_: Any) -> None:
+        self._notices.setdefault(key.removeprefix("agents: "), text)
+
+    def _print(self, uid: str, text: str, dropped: int) -> None:
+        self._printed = (self._printed + text)[-MOST_PRINTED:]
+
+    def _noticed(self, kind: str) -> dict[str, str]:
+        """Notices by their names below this kind."""
+        names = sorted(name for name in self._notices if name.startswith(f"{kind}/"))
+        return {name.partition("/")[2]: self._notices[name] for name in names}
+
+    def played(self) -> Played:
+        """The attempt, for the report."""
+        session, counts = self._session, self._endpoint.counts
+        assert session is not None
+        conversation = session.conversation
+        figures = conversation.counts()
+        refused = self._noticed("refused")
+        for field, text in self._refused.items():
+            if not any(text in known for known in refused.values()):
+                refused[field] = text
+        paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+        return Played(
+            failure=self.failure,
+            outcome=session.stages.outcome,
+            reward=self.trajectory.reward if self.trajectory is not None else None,
+            turn_rewards=len(conversation.rewards),
+            turns=[
+                PlayedTurn(
+                    cause=node.cause,
+                    goes_on=node.parent is not None,
+                    context_tokens=node.length - len(node.ids),
+                    new_tokens=node.length - len(node.ids) - node.shared,
+                    sampled_tokens=len(node.ids),
+                    calls=[call.name for call in node.tool_calls],
+                    trained=node.trained,
+                )
+                for node in conversation.nodes
+            ],
+            sequences=[_length(each) for each in conversation.sequences()],
+            cost_factor=figures.cost_factor,
+            dialects={path: counts[path] for path in paths if counts[path]},
+            streamed=counts["streamed"],
+            retries=counts["joined"] + counts["replayed"] + counts["resumed"],
+            ignored=list(self._noticed("ignored")),
+            relaxed=list(self._noticed("relaxed")),
+            refused=refused,
+            hidden_tools=list(dict.fromkeys(self._hidden)),
+            seconds=_spans(self._moments),
+            printed=self._printed,
+        )
+
+
+class ScriptedPolicy:
+    """The scripted policy: it always has a slot."""
+
+    def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
+        self._script, self._tokenizer = script, tokenizer
+
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place for one call."""
+        return nullcontext()
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> ScriptedCall:
+        """One call, in place of a PolicyCall."""
+        return ScriptedCall(self._script, self._tokenizer, _asked.get(), watch["sampled"])
+
+
+class ScriptedCall:
+    """One call of the scripted policy."""
+
+    def __init__(self, script: Script, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]) -> None:
+        self._script, self._tokenizer, self._asked, self._sampled = script, tokenizer, asked, sampled
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """Give the answer at once."""
+        # The end of the prompt shows whether the template has opened the reasoning.
+        prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
+        thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+        text = self._script.answer(self._asked.tools, stop=self._asked.stop, thinking=thinking)
+        tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
+        response.submitted(0)
+        room = response.remaining
+        response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
+        self._sampled(response)
+        response.end_submission("stop" if len(tokens) <= room else "length")
+
+
+def _length(sequence: TokenSequence) -> int:
+    return len(sequence.tokens) + (0 if sequence.prompt_ids is None else len(sequence.prompt_ids))
+
+
+def _spans(moments: dict[str, float]) -> dict[str, float]:
+    """Seconds to the first call, from there to the last answer, and from there to the exit."""
+    known = [(name, moments[name]) for name in ("begin", "first call", "last answer", "end") if name in moments]
+    return {later: round(at - before, 3) for (_, before), (later, at) in itertools.pairwise(known)}

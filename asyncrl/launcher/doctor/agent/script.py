@@ -1,0 +1,87 @@
+"""The script of a policy: it calls the agent's tools, each once, and then answers. Pure.
+
+Invariant: the same requests get the same answers. An agent that ends only by a tool call, as those of smolagents do,
+gets that call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
+
+MOST_CALLED = 4
+"""Most tools that are called; an agent may declare dozens."""
+ENDS = ("final_answer", "submit", "finish", "done")
+"""Names of tools that end an episode."""
+CODE_END = "</code>"
+"""Stop string of agents that have no tools and run the code in answers."""
+DEEPEST = 8
+
+
+class Script:
+    """The policy's answers in one episode."""
+
+    def __init__(self, *, thinks: bool) -> None:
+        self._thinks = thinks
+        self._called: set[str] = set()
+        self._answers = 0
+
+    def answer(self, tools: Sequence[Mapping[str, Any]], *, stop: Sequence[str] = (), thinking: bool = False) -> str:
+        """The next answer, without its end token. ``thinking``: the prompt has opened the reasoning."""
+        self._answers += 1
+        reasoning = f"{'' if thinking else THINK}\nThis is thought {self._answers}.\n{END_THINK}\n\n"
+        return (reasoning if self._thinks else "") + self._text(tools, stop)
+
+    def _text(self, tools: Sequence[Mapping[str, Any]], stop: Sequence[str]) -> str:
+        if tool := self._next(tools):
+            function = tool["function"]
+            self._called.add(function["name"])
+            arguments = example_of(function.get("parameters") or {})
+            return write_calls([{"function": {"name": function["name"], "arguments": arguments}}])
+        answer = f"This is answer {self._answers}."
+        if tools or CODE_END not in stop:
+            return answer
+        run = f'final_answer("{answer}")' if self._answers > 1 else f'print("{answer}")'
+        return f"<code>\n{run}\n{CODE_END}"
+
+    def _next(self, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The tool to call: each once, and then one that ends the episode, again and again."""
+        ends = [tool for tool in tools if tool["function"]["name"] in ENDS]
+        fresh = [tool for tool in tools if tool not in ends and tool["function"]["name"] not in self._called]
+        if fresh and len(self._called) < MOST_CALLED:
+            return fresh[0]
+        return ends[0] if ends else None
+
+
+def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
+    """A value that a JSON schema allows, with only its required properties; null if the schema is not understood."""
+    root = schema if root is None else root
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if depth > DEEPEST:
+        return None
+    if "$ref" in schema:
+        return example_of(_resolve(root, str(schema["$ref"])), root=root, depth=depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return example_of(schema[key][0], root=root, depth=depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema or depth == 0 else None)
+    kind = kind[0] if isinstance(kind, list) and kind else kind
+    if kind == "object":
+        properties = schema.get("properties") or {}
+        required = [name for name in schema.get("required") or () if name in properties]
+        return {name: example_of(properties[name], root=root, depth=depth + 1) for name in required}
+    plain: dict[Any, Any] = {"string": "example", "integer": 1, "number": 1.0, "boolean": True, "array": []}
+    return plain.get(kind)
+
+
+def _resolve(root: Mapping[str, Any], reference: str) -> Mapping[str, Any]:
+    found: Any = root
+    for part in reference.removeprefix("#/").split("/"):
+        found = found.get(part, {}) if isinstance(found, Mapping) else {}
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,357 @@
+"""The examination: asks every host in parallel, then compares the hosts.
+
+A host that cannot be reached, or stops answering, loses its own findings and those between it and others; the others
+are examined without it. The head is the first host that answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.checkpoint.folder import checkpoint_dir
+from asyncrl.config import Config
+from asyncrl.config.load import config_to_json
+from asyncrl.core.errors import ConfigError, HostFailed, UsageError
+from asyncrl.core.roles import ROLES, role_of
+from asyncrl.launcher.checks.check_list import in_order
+from asyncrl.launcher.checks.findings import Finding, fail, ok, on_host, warn
+from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, RouteQuery, Routes
+from asyncrl.launcher.common.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.doctor.between_hosts import (
+    Link,
+    best_offset,
+    compare_clocks,
+    compare_identities,
+    compare_models,
+    compare_versions,
+    judge_gpus,
+    judge_links,
+    needed_packages,
+)
+from asyncrl.launcher.doctor.orders import (
+    Begin,
+    Connect,
+    Connected,
+    FindLeftovers,
+    HostFacts,
+    Listen,
+    Listener,
+    Listening,
+    Look,
+    Mark,
+    Marked,
+    ReadClock,
+    Seen,
+    Time,
+)
+from asyncrl.launcher.hosts.addresses import by_interface, by_route, interface_of, usable
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.start import StartCommand
+from asyncrl.launcher.launch import passed_on
+
+T = TypeVar("T")
+REMOTE = ("-m", "asyncrl.launcher.doctor.host")
+CLOCK_ROUNDS = 5
+END_S = 2.0
+"""Time that the process on a host has to end; then its connection is cut."""
+CONNECT_S = 5.0
+"""Longest wait of one host for a connection to another."""
+ANY = "0"
+LOOPBACK = "127.0.0.1"
+MARK = ".asyncrl-doctor-"
+DEFAULT_RUNS = "runs"
+
+
+@dataclass
+class Examination:
+    """Examination of hosts, whose names differ; without a configuration only checks that need none.
+
+    ``answer_s`` is the longest wait for each answer of a host. ``fix`` removes leftovers that are certainly dead.
+    """
+
+    targets: Sequence[tuple[HostLine, StartCommand]]
+    config: Config | None
+    answer_s: float
+    fix: bool = False
+    _found: list[Finding] = field(default_factory=list)
+    _contacts: dict[str, Contact] = field(default_factory=dict)
+    """Hosts that answer."""
+    _facts: dict[str, HostFacts] = field(default_factory=dict)
+    _placed: list[Placed] = field(default_factory=list)
+    _addresses: dict[str, str] = field(default_factory=dict)
+
+    async def run(self) -> list[Finding]:
+        """All findings, in order."""
+        contacts = {line.name: Contact(line.name, start, any_host=True) for line, start in self.targets}
+        self._contacts = dict(contacts)
+        try:
+            self._facts = await self._ask_all(self._begin)
+            if self._facts:
+                await self._examine()
+        finally:
+            await asyncio.gather(*(contact.close(END_S) for contact in contacts.values()))
+        return in_order(self._found, list(contacts))
+
+    @property
+    def _head(self) -> str:
+        return next(iter(self._facts))
+
+    @property
+    def _several(self) -> bool:
+        return len(self.targets) > 1
+
+    async def _examine(self) -> None:
+        self._found += [ok("ssh", f"answers as {facts.facts.hostname}", host) for host, facts in self._facts.items()]
+        self._found += compare_identities(self._facts)
+        for step in (self._read_clocks, self._find_addresses, self._compare, self._run_lists, self._try_links):
+            await step()
+            if not self._facts:
+                # The last host was lost, and a finding says so.
+                return
+
+    async def _read_clocks(self) -> None:
+        if self._several and (rounds := await self._ask_all(_read_clock)):
+            offsets = {host: best_offset(each) for host, each in rounds.items()}
+            self._found += compare_clocks(offsets, self._head)
+
+    async def _compare(self) -> None:
+        self._place()
+        needed = needed_packages(self.config, self._placed) if self.config is not None else {}
+        self._found += compare_versions(self._facts, self._head, needed)
+        self._found += judge_gpus(self._facts, self._head, self._placed)
+
+    # --- asking ---
+
+    async def _begin(self, contact: Contact) -> HostFacts:
+        await contact.reach()
+        # A host gets no order while the slowest of the others, and then the head alone, are asked.
+        begin = Begin(deadline_s=3 * self.answer_s, folder=str(Path.cwd()), env=passed_on())
+        return await contact.ask(begin, HostFacts)
+
+    async def _ask_all(
+        self, question: Callable[[Contact], Awaitable[T]], hosts: Sequence[str] | None = None
+    ) -> dict[str, T]:
+        """Answers by host, in the order of the hostfile; a host that gives none is lost from here on."""
+        names = [host for host in self._contacts if hosts is None or host in hosts]
+        answers = await asyncio.gather(*(self._ask(self._contacts[host], question) for host in names))
+        return {host: answer[0] for host, answer in zip(names, answers, strict=True) if answer}
+
+    async def _ask(self, contact: Contact, question: Callable[[Contact], Awaitable[T]]) -> tuple[T] | None:
+        host = contact.name
+        try:
+            async with asyncio.timeout(self.answer_s):
+                return (await question(contact),)
+        except TimeoutError:
+            what = f" to {contact.asked!r}" if contact.asked else ""
+            text = f"no answer{what} within {self.answer_s:g} s"
+            text += f"; its last message: {contact.last_error}" if contact.last_error else ""
+        except HostFailed as failed:
+            text = failed.reason
+        except ValueError as error:
+            text = f"its answer is not in our protocol ({error}); does a shell startup file print something there?"
+        text = f"lost during the examination: {text}" if host in self._facts else text
+        fix = f"make `ssh {host}` work without a question, and install asyncrl there"
+        self._replace([fail("ssh", text, fix, host)])
+        for known in (self._contacts, self._facts, self._addresses):
+            known.pop(host, None)
+        return None
+
+    def _replace(self, findings: Sequence[Finding]) -> None:
+        """Add findings, each in place of the finding of the same check on the same host."""
+        gone = {(finding.host, finding.check) for finding in findings}
+        self._found = [one for one in self._found if (one.host, one.check) not in gone] + list(findings)
+
+    # --- addresses and placement ---
+
+    async def _find_addresses(self) -> None:
+        network = self.config.network if self.config is not None else None
+        if not self._several:
+            self._addresses = {self._head: network.host if network is not None else LOOPBACK}
+            return
+        facts = {host: each.facts for host, each in self._facts.items()}
+        head = self._head
+        try:
+            if network is not None and network.interface is not None:
+                self._addresses = by_interface(facts, network.interface)
+            else:
+                query = RouteQuery(head=head, addresses=list(usable(facts[head])))
+                others = [host for host in facts if host != head]
+                routes = await self._ask_all(lambda contact: contact.ask(query, Routes), others)
+                facts = {host: each for host, each in facts.items() if host == head or host in routes}
+                if routes:
+                    self._addresses = by_route(head, facts, routes)
+                else:
+                    self._addresses = {head: next(iter(usable(facts[head])), LOOPBACK)}
+        except UsageError as error:
+            for line in str(error).splitlines():
+                host = next((name for name in facts if line.startswith(f"{name}: ")), "")
+                fix = "set network.interface to one that every host has, and that leads to the others"
+                self._found.append(fail("interface", line, fix, host))
+            return
+        for host, address in self._addresses.items():
+            text = f"{address} at {interface_of(self._facts[host].facts, address) or 'no interface of its own'}"
+            if address.startswith("127."):
+                fix = "set network.interface to the name of the interface between the hosts"
+                text = f"{text} is loopback, which other hosts cannot reach"
+                self._found.append(fail("interface", text, fix, host))
+            else:
+                self._found.append(ok("interface", text, host))
+
+    def _place(self) -> None:
+        """Place the actors on the hosts, if they fit."""
+        if self.config is None:
+            return
+        hosts, lines = [], {line.name: line for line, _ in self.targets}
+        for name, each in self._facts.items():
+            try:
+                gpus = lines[name].usable(each.facts.gpus)
+            except UsageError as error:
+                fix = "correct slots, or find out why the driver shows fewer"
+                self._found.append(fail("gpus", str(error).removeprefix(f"{name}: "), fix, name))
+                gpus = tuple(each.facts.gpus)
+            hosts.append(
+                PlacementHost(name=name, cpus=each.facts.cpus, gpus=gpus, address=self._addresses.get(name, ""))
+            )
+        try:
+            self.config = with_gpus(self.config, hosts)
+            self.config = with_episode_hosts(self.config, hosts)
+            self._placed = place(self.config, hosts)
+        except ConfigError as error:
+            fix = "change the configuration or the hosts"
+            self._found += [fail("placement", problem, fix) for problem in error.problems]
+            return
+        counts = [f"{name} {sum(actor.host == name for actor in self._placed)}" for name in self._facts]
+        text = f"{len(self._placed)} actors: {', '.join(counts)}"
+        if len(hosts) < len(self.targets):
+            text += ", without the hosts that do not answer"
+            self._found.append(warn("placement", text, "see the errors of these hosts first"))
+        else:
+            self._found.append(ok("placement", text))
+
+    def _actors_on(self, host: str) -> list[str]:
+        """Actors by the placement; without one, those that the host may get."""
+        if self.config is None:
+            return []
+        if self._placed:
+            return [actor.name for actor in self._placed if actor.host == host]
+        return [name for name in self.config.actors if host == self._head or ROLES[role_of(name)].place != "head"]
+
+    # --- the list of checks on each host ---
+
+    async def _run_lists(self) -> None:
+        config, head, token = self.config, self._head, secrets.token_hex(8)
+        runs = Path(config.run.dir if config is not None else DEFAULT_RUNS)
+        # If the name is taken, the run gets another folder on the same disk.
+        run = runs / config.run.name if config is not None else runs
+
+        def order(host: str) -> CheckOrder:
+            return CheckOrder(
+                config=config_to_json(config) if config is not None else "",
+                actors=self._actors_on(host),
+                address=self._addresses.get(host, LOOPBACK),
+                run=str(run),
+                is_head=host == head,
+                several=self._several,
+            )
+
+        checked = await self._ask_all(lambda contact: contact.ask(order(contact.name), Checked))
+        if not self._facts:
+            return
+        seeing = await self._who_sees(str(runs), f"{MARK}{token}-runs") if self._several else {}
+
+        def leftovers(host: str) -> FindLeftovers:
+            sees = host != head and seeing.get(host, False)
+            return FindLeftovers(runs="" if sees else str(runs), is_head=host == head, fix=self.fix)
+
+        left = await self._ask_all(lambda contact: contact.ask(leftovers(contact.name), Checked))
+        for host in left:
+            self._found += on_host(host, checked[host].findings + left[host].findings)
+        self._replace(compare_models({host: checked[host].model for host in left}, head))
+        await self._check_shared(run, f"{MARK}{token}-checkpoints")
+
+    async def _check_shared(self, run: Path, name: str) -> None:
+        """Whether all hosts with ranks of the learner see one folder of checkpoints."""
+        if self.config is None or self.config.learner.backend == "sim":
+            return
+        ranked = [host for host in self._facts if host in self._ranked]
+        if len(ranked) < 2:
+            return
+        folder = checkpoint_dir(self.config, run)
+        seeing = await self._who_sees(str(folder), name)
+        for host in ranked:
+            if host != self._head and seeing.get(host) is False:
+                text = f"{folder} is not the folder that {self._head} sees, but ranks of the learner are on both"
+                fix = "set checkpoint.dir to a folder on a file system that all these hosts share"
+                self._replace([fail("checkpoint_dir", text, fix, host)])
+
+    async def _who_sees(self, folder: str, name: str) -> Mapping[str, bool]:
+        """Whether each host sees a file that the head creates in the folder; empty if the head cannot create it."""
+        marked = await self._ask_all(lambda contact: contact.ask(Mark(path=folder, name=name), Marked), [self._head])
+        path = next((each.path for each in marked.values()), "")
+        if not path:
+            return {}
+        seen = await self._ask_all(lambda contact: contact.ask(Look(path=path), Seen))
+        return {host: answer.there for host, answer in seen.items()}
+
+    # --- connections between the hosts ---
+
+    async def _try_links(self) -> None:
+        """Every host listens for a moment, and every other one tries to connect to it."""
+        if len(self._addresses) < 2:
+            return
+        wanted = self.config.network.ports if self.config is not None else ANY
+        trains = self.config is not None and self.config.learner.backend != "sim" and bool(self._placed)
+        # torch.distributed uses any port, for its ranks and for a broadcast.
+        ports = list(dict.fromkeys([wanted, ANY])) if trains else [wanted]
+        token, addresses = secrets.token_hex(16), dict(self._addresses)
+        listening = await self._ask_all(
+            lambda contact: contact.ask(Listen(address=addresses[contact.name], ports=ports, token=token), Listening),
+            list(addresses),
+        )
+        peers = [Listener(host=host, address=addresses[host], ports=each.ports) for host, each in listening.items()]
+        connected = await self._ask_all(
+            lambda contact: contact.ask(
+                Connect(peers=[peer for peer in peers if peer.host != contact.name], token=token, timeout_s=CONNECT_S),
+                Connected,
+            ),
+            list(listening),
+        )
+        for asked in ports:
+            links = [
+                # A closed port outside network.ports fails the run between ranks; else stream replaces the broadcast.
+                Link(source, target, tried[asked], needed=asked == wanted or {source, target} <= self._ranked)
+                for source, answer in connected.items()
+                for target, tried in answer.problems.items()
+                if asked in tried
+            ]
+            found = judge_links(links, asked)
+            if asked != wanted:
+                # A link that is open for both ranges is reported once.
+                found = [finding for finding in found if finding.result != "ok"]
+            said = {finding.host for finding in found}
+            self._found = [
+                one for one in self._found if one.check != "reach" or one.result != "ok" or one.host not in said
+            ] + found
+
+    @property
+    def _ranked(self) -> set[str]:
+        """Hosts with ranks of the learner."""
+        return {actor.host for actor in self._placed if role_of(actor.name) == "learner"}
+
+
+async def _read_clock(contact: Contact) -> list[tuple[float, float, float]]:
+    """Rounds of (asked, the host's time, answered), s."""
+    rounds = []
+    for _ in range(CLOCK_ROUNDS):
+        # The duration comes from the monotonic clock; only the start is taken from the wall clock.
+        begun, asked = time.monotonic(), time.time()
+        there = (await contact.ask(ReadClock(), Time)).wall_ns / 1e9
+        rounds.append((asked, there, asked + time.monotonic() - begun))
+    return rounds

@@ -1,0 +1,248 @@
+"""The process behind ``--dry-run --generate N``: samples a few responses and scores them.
+
+``python -m asyncrl.launcher.doctor.generate.generator`` reads an Order on standard input and writes an Answer to
+standard output. Prompts, sampling, engine, episodes and reward are those of the run. The weights are the model's own,
+without an adapter, because an adapter's first version changes nothing.
+
+Invariant: the engine, the reward's workers and the agent's processes have ended before the answer is written. The
+answer has each fault, and the samples made before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.load import config_from_json, validate_config
+from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
+from asyncrl.launcher.checks.inputs import FirstRow, first_rows
+from asyncrl.launcher.checks.user_code import RewardTrial
+from asyncrl.launcher.doctor.agent.lone_episode import CannotPlay, LoneEpisode, lone_lease
+from asyncrl.launcher.doctor.generate.model_weights import stage_model
+from asyncrl.messages.groups import Lease, Trajectory
+from asyncrl.messages.reward import Completion, Score
+from asyncrl.messages.trajectories import sampled_tokens
+from asyncrl.observe.samples import SampleGroup, SampleTrajectory
+from asyncrl.observe.states import StateLedger
+from asyncrl.rollouter.engines import engine_parsers, make_engine
+from asyncrl.rollouter.serving.engine_host import EngineHost
+from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
+from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
+from asyncrl.rpc.awaits import Awaits
+from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.linux import die_with_parent
+from asyncrl.text.chat.renderer import Renderer, make_renderer
+from asyncrl.text.stops import resolve_stops
+from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
+
+ENGINE = "rollouter/0"
+PRINTED_BYTES = 4000
+T = TypeVar("T")
+
+
+class Order(msgspec.Struct, frozen=True):
+    """The configuration as JSON, and the number of prompts."""
+
+    config: str
+    count: int
+
+
+class Answer(msgspec.Struct):
+    """The samples, and why there are no more."""
+
+    groups: list[SampleGroup] = []
+    problems: list[str] = []
+    printed: str = ""
+    """The end of what engine and agent printed, if there are problems."""
+
+
+async def generate(config: Config, count: int) -> Answer:
+    """Sample and score responses to the first prompts of the data. Never raises."""
+    answer = Answer([], [])
+    try:
+        async with AsyncExitStack() as stack:
+            generator = Generator(_with_model_alone(config))
+            await generator.start(stack)
+            for number, prompt in enumerate(islice(_prompts(config, generator.tokenizer), count)):
+                answer.groups.append(await generator.while_engine_lives(generator.group(prompt, number)))
+        if not answer.groups:
+            answer.problems.append("data: none of its first rows is a prompt that fits data.max_prompt_tokens")
+    except ConfigError as error:
+        answer.problems += error.problems
+    except ImportError as error:
+        answer.problems.append(
+            f"rollout.engine: {config.rollout.engine} needs a package that cannot be imported ({error}); install it"
+        )
+    except (AsyncRLError, OSError, ValueError, MemoryError, TrajectoryFailed, CannotPlay) as error:
+        answer.problems.append(str(error) or type(error).__name__)
+    return answer
+
+
+def _prompts(config: Config, tokenizer: Tokenizer) -> Iterator[FirstRow]:
+    """The first prompts of the training data that a run would use, in order."""
+    for row in first_rows(config, config.data, tokenizer, strict=True):
+        if row.ids is not None and 0 < len(row.ids) <= config.data.max_prompt_tokens:
+            yield row
+
+
+def _with_model_alone(config: Config) -> Config:
+    """The configuration without adapters, with one process for users' code."""
+    tree = config.model_dump(mode="json")
+    tree["lora"] = {}
+    tree["episode"]["workers"] = tree["reward"]["workers"] = 1
+    return validate_config(tree)
+
+
+class Generator:
+    """Stands in for the rollouter."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.tokenizer = tokenizer_of(config)
+        self._stops = resolve_stops(config.rollout, self.tokenizer)
+        self._clock = Clock()
+        self._host = EngineHost(
+            config,
+            lambda: make_engine(config, ENGINE),
+            self._clock,
+            StateLedger(self._clock.now, "engine"),
+            Awaits(self._clock.now),
+        )
+        self._trial: RewardTrial | None = None
+        self._renderer: Renderer | None = None
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Start the reward function and the engine; ``stack`` ends them. Raises ConfigError and AsyncRLError."""
+        config = self._config
+        if config.reward.function != "episode":
+            trial = self._trial = await stack.enter_async_context(RewardTrial(config))
+            if problem := await trial.start():
+                raise ConfigError([problem.text])
+        if config.episode.kind != "single":
+            self._renderer = await asyncio.to_thread(
+                make_renderer,
+                config,
+                self.tokenizer,
+                stop_ids=self._stops.token_ids,
+                engine_parsers=engine_parsers(config),
+            )
+        stack.push_async_callback(self._host.close)
+        await self._host.start()
+        with closing(await asyncio.to_thread(stage_model, config)) as staged:
+            await self._host.pause(staged.version)
+            await self._host.load(staged)
+        await self._host.commit()
+
+    async def while_engine_lives(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``. Raises EngineDied: in a run, calls wait for the next engine."""
+        died, working = asyncio.ensure_future(self._host.died.wait()), asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({died, working}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineDied(ENGINE, self._host.reason.removeprefix(f"engine {ENGINE}: "))
+            return working.result()
+        finally:
+            for task in (died, working):
+                task.cancel()
+            await asyncio.gather(died, working, return_exceptions=True)
+
+    async def group(self, prompt: FirstRow, number: int) -> SampleGroup:
+        """One response to a prompt, or a whole group if the reward function scores groups."""
+        assert prompt.ids is not None
+        samples = self._config.rollout.samples_per_prompt if self._config.reward.per == "group" else 1
+        lease = lone_lease(self._config, number, prompt.ids, prompt.text, prompt.row, samples=samples)
+        account = GroupAccount(lease, self._clock.now, self._clock.wall)
+        trajectories = await asyncio.gather(*(self._trajectory(lease, each) for each in account.samples))
+        await self._score(lease, trajectories)
+        return SampleGroup([_shown(each) for each in trajectories], kind="generated", uid=lease.uid, prompt=prompt.text)
+
+    async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
+        if self._renderer is not None:
+            return await self._episode(lease)
+        return await single_turn(self.call(lease, account.call()), lease, account.sample, self._stops, self.tokenizer)
+
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place for one call; the engine queues those beyond its own limit."""
+        return nullcontext()
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> PolicyCall:
+        """One call of the policy."""
+        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+
+    async def _episode(self, lease: Lease) -> Trajectory:
+        """Play an episode with the engine as its policy."""
+        assert self._renderer is not None
+        episode = LoneEpisode(self._config, self.tokenizer, self._renderer, self._clock, self)
+        await episode.play(lease)
+        if episode.trajectory is None:
+            raise CannotPlay(f"the episode of prompt {lease.uid} failed: {episode.failure}")
+        return episode.trajectory
+
+    async def _score(self, lease: Lease, trajectories: list[Trajectory]) -> None:
+        """Score the trajectories, unless the episode has. Raises RewardFailed."""
+        if self._trial is None or (self._config.reward.per == "trajectory" and trajectories[0].reward is not None):
+            return
+        completions = [
+            Completion(
+                text=each.text,
+                finish_reason=each.finish_reason,
+                tokens=sampled_tokens(each),
+                messages=each.messages,
+                branches=each.branches,
+            )
+            for each in trajectories
+        ]
+        scores = await self._trial.score(
+            Score(uid=lease.uid, prompt=lease.prompt, row=lease.row, completions=completions)
+        )
+        for each, reward, components in zip(trajectories, scores.rewards, scores.components, strict=True):
+            each.reward, each.components = reward, components
+
+
+def _shown(trajectory: Trajectory) -> SampleTrajectory:
+    return SampleTrajectory(
+        sample=trajectory.sample,
+        text=trajectory.text,
+        messages=trajectory.messages,
+        finish_reason=trajectory.finish_reason,
+        reward=trajectory.reward,
+        components=dict(trajectory.components),
+        length=sampled_tokens(trajectory),
+        turns=trajectory.turns,
+    )
+
+
+def main() -> None:
+    """Answer the order on standard input."""
+    die_with_parent(signal.SIGKILL)
+    answers = os.dup(1)
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
+    with tempfile.TemporaryFile() as printed:
+        # Engines and users' modules print, and so do their processes.
+        for stream in (1, 2):
+            os.dup2(printed.fileno(), stream)
+        answer = asyncio.run(generate(config_from_json(order.config), order.count))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if answer.problems:
+            printed.seek(max(0, printed.seek(0, os.SEEK_END) - PRINTED_BYTES))
+            answer.printed = printed.read().decode(errors="replace")
+    data = msgspec.msgpack.encode(answer)
+    while data:
+        data = data[os.write(answers, data) :]
+    # A library's threads must not keep the process alive.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

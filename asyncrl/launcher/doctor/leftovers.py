@@ -1,0 +1,246 @@
+"""Leftovers on this host of runs that were killed as a whole, and their removal.
+
+These are certainly dead, and nothing else is ever removed:
+
+* a private folder whose lock is free;
+* the unfinished checkpoints of a run, if none of its locks is held;
+* an engine's scratch folder whose process has ended and whose lock is free;
+* an orphaned process of asyncrl, because processes of a live run descend from its guard or its agent.
+
+On a file system that keeps locks for each host separately, or keeps none, a free lock proves nothing: leftovers there
+are only named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.checkpoint.folder import checkpoint_dir, is_leftover
+from asyncrl.config.engines import ENGINES
+from asyncrl.config.load import config_from_json
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files import lock_is_free, try_lock
+from asyncrl.launcher.checks.findings import Finding, listed, ok, warn
+from asyncrl.launcher.run_folder.private import CONFIG, LOCK, PART, PRIVATE
+
+SCRATCH = "asyncrl-engine-"
+SCRATCH_LOCK = "lock"
+LOCAL_LOCKS = re.compile(r"\b(local_lock=(all|flock)|localflock|nolock)\b")
+"""Mount options that hide the locks of other hosts."""
+TITLE = re.compile(r"asyncrl ([a-z_]+/\d+ |reward worker|episodes worker)|.* -m asyncrl\.workers\.(keeper|warden) ")
+"""Command line of an actor's process or of one of its workers."""
+ENGINE_TITLES = tuple(traits.process_title for traits in ENGINES.values() if traits.process_title)
+LAUNCHER = "asyncrl.launcher."
+REAPERS = ("systemd", "init", "tini", "dumb-init", "catatonit")
+"""Names of processes that adopt orphans, as process 1 does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of this user; ``title`` is its command line."""
+
+    pid: int
+    parent: int
+    started: float
+    title: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file or a process that belongs to no live run. ``certain`` says that it may be removed."""
+
+    what: str
+    path: Path | None = None
+    process: Process | None = None
+    certain: bool = True
+
+
+def check_leftovers(runs: Path | None, *, is_head: bool, fix: bool) -> Finding:
+    """Name the leftovers, and with ``fix`` remove those that are certainly dead.
+
+    ``runs`` is the folder of run folders; None if the head looks through the same one.
+    """
+    found = find_leftovers(runs, is_head=is_head)
+    removed = [one for one in found if fix and one.certain and remove(one)]
+    rest = [one for one in found if one not in removed]
+    found_text = [f"removed {listed([one.what for one in removed])}"] if removed else []
+    if not rest:
+        return ok("leftovers", found_text[0] if found_text else "none")
+    found_text.append(listed([one.what for one in rest]))
+    sure, unsure = any(one.certain for one in rest), any(not one.certain for one in rest)
+    advice = ["--fix removes those that are certainly dead"] if sure and not fix else []
+    advice += ["find out why it cannot be removed"] if sure and fix else []
+    advice += ["remove the rest yourself if nothing uses it"] if unsure else []
+    return warn("leftovers", "; ".join(found_text), "; ".join(advice))
+
+
+def find_leftovers(runs: Path | None, *, is_head: bool) -> list[Leftover]:
+    """Leftovers of this host. Only the head looks for unfinished checkpoints, because it sees the locks of the runs."""
+    return [
+        *(_private_folders(runs) if runs is not None else ()),
+        *(_checkpoints(runs) if runs is not None and is_head else ()),
+        *_scratch_folders(Path(tempfile.gettempdir())),
+        *(
+            Leftover(f"process {process.pid} ({process.title[:80]})", process=process, certain=certain)
+            for process, certain in orphans(read_processes())
+        ),
+    ]
+
+
+def remove(leftover: Leftover) -> bool:
+    """Remove it if it is still dead at a second look. Returns whether it is gone."""
+    if leftover.process is not None:
+        return _kill(leftover.process)
+    path = leftover.path
+    assert path is not None
+    if path.name.startswith(PRIVATE):
+        return _remove_private(path)
+    if path.name.startswith(SCRATCH) or not is_held(_run_of(path)):
+        shutil.rmtree(path, ignore_errors=True)
+    return not os.path.lexists(path)
+
+
+# --- folders ---
+
+
+def is_held(run: Path | None) -> bool:
+    """Whether the lock of a private folder of this run is held or cannot be read."""
+    return run is not None and any(not lock_is_free(lock) for lock in run.glob(f"{PRIVATE}*/{LOCK}"))
+
+
+def locks_tell(path: Path, mounts: str | None = None) -> bool:
+    """Whether a free lock at ``path`` is free on every host; ``mounts`` is the text of /proc/self/mountinfo."""
+    if mounts is None:
+        try:
+            mounts = Path("/proc/self/mountinfo").read_text()
+        except OSError:
+            return False
+    best, options = "", ""
+    for line in mounts.splitlines():
+        mount, _, kind = line.partition(" - ")
+        place = mount.split()[4]
+        # The innermost mount counts, and the last of several at one place, which covers the others.
+        if path.absolute().is_relative_to(place) and len(place) >= len(best):
+            best, options = place, f"{mount} {kind}"
+    return not LOCAL_LOCKS.search(options)
+
+
+def _private_folders(runs: Path) -> Iterator[Leftover]:
+    certain = locks_tell(runs)
+    for folder in sorted(runs.glob(f"*/{PRIVATE}*")):
+        lock = folder / LOCK
+        # Folders of other users cannot be read.
+        with contextlib.suppress(PermissionError):
+            if lock.exists():
+                if lock_is_free(lock):
+                    yield Leftover(str(folder), folder, certain=certain)
+            elif folder.is_dir() and not is_held(folder.parent):
+                # A folder that is being created has no lock for a moment.
+                yield Leftover(f"{folder} (without a lock)", folder, certain=False)
+
+
+def _remove_private(path: Path) -> bool:
+    # The lock is held during the removal, so that no launcher takes the folder over.
+    with contextlib.suppress(OSError), try_lock(path / LOCK) as is_free:
+        if is_free:
+            shutil.rmtree(path, ignore_errors=True)
+            return not path.exists()
+    return False
+
+
+def _checkpoints(runs: Path) -> Iterator[Leftover]:
+    certain = locks_tell(runs)
+    for config_file in sorted(runs.glob(f"*/{CONFIG}")):
+        run = config_file.parent
+        # The run's head is on another host, and nothing here shows whether it is alive.
+        if is_held(run) or (run / PART).exists():
+            continue
+        try:
+            folder = checkpoint_dir(config_from_json(config_file.read_text()), run)
+            names = sorted(os.listdir(folder))
+        except (OSError, ValueError, ConfigError):
+            continue
+        # A checkpoint elsewhere may belong to a run of the same name in another folder of runs.
+        mine = certain and folder.is_relative_to(run)
+        for name in filter(is_leftover, names):
+            yield Leftover(f"{folder / name} (unfinished checkpoint)", folder / name, certain=mine)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run folder around a path."""
+    return next((parent for parent in path.parents if (parent / CONFIG).is_file()), None)
+
+
+def _scratch_folders(parent: Path) -> Iterator[Leftover]:
+    for folder in sorted(parent.glob(f"{SCRATCH}*")):
+        pid = folder.name.removeprefix(SCRATCH).partition("-")[0]
+        with contextlib.suppress(OSError):
+            is_gone = pid.isdecimal() and folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(pid))
+            # A process of another container is invisible here, but its lock is not.
+            if is_gone and lock_is_free(folder / SCRATCH_LOCK):
+                yield Leftover(str(folder), folder)
+
+
+# --- processes ---
+
+
+def read_processes() -> dict[int, Process]:
+    """Processes of this user, and process 1, by their id."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error), process.oneshot():
+            words = process.cmdline()
+            if process.uids().real == os.getuid() or process.pid == 1:
+                name, started = process.name(), process.create_time()
+                found[process.pid] = Process(process.pid, process.ppid(), started, " ".join(words).strip(), name)
+    return found
+
+
+def orphans(processes: dict[int, Process]) -> list[tuple[Process, bool]]:
+    """Processes of asyncrl that belong to no live run, and whether that is certain. Pure.
+
+    A process of a live run descends from its guard or its agent, one that was started by hand from its starter.
+    Orphans are adopted by process 1 or another reaper. Engine cores may belong to other programs.
+    """
+    found = []
+    for process in processes.values():
+        is_ours = TITLE.match(process.title) is not None
+        if not is_ours and not process.title.startswith(ENGINE_TITLES):
+            continue
+        above = process
+        while (TITLE.match(above.title) or above.title.startswith(ENGINE_TITLES)) and above.parent in processes:
+            above = processes[above.parent]
+        if LAUNCHER in above.title:
+            continue
+        if above.pid == 1 or above.name in REAPERS:
+            found.append((process, is_ours))
+    return found
+
+
+def _kill(process: Process) -> bool:
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        # From here on the handle refers to the process that has this id now.
+        now = {one.pid: one for one, certain in orphans(read_processes()) if certain}.get(process.pid)
+        if now is None or now.started != process.started:
+            return not psutil.pid_exists(process.pid)
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)

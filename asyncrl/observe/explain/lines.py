@@ -1,0 +1,137 @@
+"""The log lines of one prompt group; see history.py.
+
+Text that does not decode as such a line is skipped. If clocks of hosts differ a little, effects are moved after their
+causes: a sample begins after its lease, and the learner takes a group after its last score. Logs are read line by line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from asyncrl.observe.group_log import GENERATED, LEASED, RESTORED, TAKEN
+from asyncrl.observe.snapshots.recording import entries_of
+
+CLOCK_SLACK_S = 5.0
+"""Most by which the clocks of two hosts are taken to differ."""
+_EARLIER = ((b'"event":"granted"', b'"event":"leased"'), (b'"grants":', b'"leases":'), (b'"grant":', b'"lease":'))
+"""Names in logs of earlier versions, with the present ones."""
+_ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
+
+
+class LogLine(Struct, kw_only=True):
+    """A line of an actor's log, with the fields of the events of group_log.py and the text of all others."""
+
+    actor: str
+    event: str
+    timestamp: datetime
+    attempt: int = 0
+    """Attempt of the run: the number of the folder."""
+    shift: float = 0.0
+    """Seconds that are added to its times."""
+    uid: str = ""
+    uids: list[str] = []
+    to: str = ""
+    leases: list[tuple[int, int, int, bool]] = []
+    """(number, newest version, deaths, whether it is alone) of each of ``uids``."""
+    lease: int = 0
+    since: float = 0.0
+    samples: list[list[list[Any]]] = []
+    """Events of each sample: [seconds after ``since``, what, facts ...]."""
+    left_out: int = 0
+    end: str = ""
+    by: str = ""
+    into: str = ""
+    of: str = ""
+    held: bool = False
+    step: int = 0
+    version: int | None = None
+    outcome: str = "quarantined"
+    reason: Any = ""
+    error: Any = ""
+    text: Any = ""
+
+    @property
+    def wall(self) -> float:
+        """Unix time (s)."""
+        return self.timestamp.timestamp()
+
+    @property
+    def last_event(self) -> float:
+        """Unix time (s) of the last event of its samples."""
+        return self.since + max((event[0] for events in self.samples for event in events), default=0.0) + self.shift
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The lease of a rollouter's line."""
+        return self.attempt, self.actor, self.lease, self.since
+
+
+_decode = msgspec.json.Decoder(LogLine).decode
+
+
+def log_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Every log with the number of its attempt, in order."""
+    found: list[tuple[int, Path]] = []
+    for folder in entries_of(run_dir / "logs"):
+        if match := _ATTEMPT.fullmatch(folder.name):
+            found += [(int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log"]
+    return sorted(found)
+
+
+def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
+    """Lines that hold one of the words in quotation marks."""
+    quoted = [f'"{word}"'.encode() for word in words]
+    with path.open("rb") as file:
+        for data in file:
+            for old, new in _EARLIER:
+                data = data.replace(old, new)
+            if any(word in data for word in quoted):
+                try:
+                    line = _decode(data)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                line.attempt, line.shift = attempt, 0.0
+                yield line
+
+
+def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
+    """Lines on the group, and the starts of a learner, in the order of cause and effect."""
+    lines = [line for attempt, path in log_files(run_dir) for line in lines_of(path, attempt, uid, RESTORED)]
+    return aligned([line for line in lines if line.event == RESTORED or uid in (line.uid, *line.uids)])
+
+
+def aligned(lines: list[LogLine]) -> list[LogLine]:
+    """The lines, with those of rollouters after the lease and those of the learner after the last token.
+
+    A rollouter repeats the events of a lease: its newest line has all of them and is kept.
+    """
+    newest = {line.key: line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
+    lines = [line for line in lines if line.event != GENERATED or newest[line.key] is line]
+    leases = [line for line in lines if line.event == LEASED]
+    leased = {(line.attempt, line.to, number): line.wall for line in leases for number, *_ in line.leases}
+    ends: dict[tuple[int, str], float] = {}
+    for line in lines:
+        if line.event == GENERATED:
+            line.shift = _late(leased.get((line.attempt, line.actor, line.lease)), line.since)
+            # The first, if it had the group more than once.
+            ends[line.attempt, line.actor] = min(line.last_event, ends.get((line.attempt, line.actor), line.last_event))
+    shifts: dict[tuple[int, str], float] = {}
+    for line in lines:
+        if line.event == TAKEN:
+            shift = _late(ends.get((line.attempt, line.by)), line.wall)
+            shifts[line.attempt, line.actor] = max(shift, shifts.get((line.attempt, line.actor), 0.0))
+    for line in lines:
+        line.shift = max(line.shift, shifts.get((line.attempt, line.actor), line.shift))
+    return lines
+
+
+def _late(cause: float | None, effect: float) -> float:
+    """Seconds by which an effect must move."""
+    return cause - effect if cause is not None and 0 < cause - effect < CLOCK_SLACK_S else 0.0

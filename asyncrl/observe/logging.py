@@ -1,0 +1,145 @@
+"""Structured logs: one JSON object a line on standard error, which the node agent keeps in the actor's log file.
+
+Lines that cannot be written, for example on a full disk, stay in memory in order and are written later. The oldest
+beyond MOST_BYTES are lost and counted. Logging never fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any
+
+# For its console formatter structlog takes rich along: a sixth of the start of each actor, and lines here are JSON.
+_without_rich = "rich" not in sys.modules
+if _without_rich:
+    sys.modules["rich"] = None  # type: ignore[assignment]
+import structlog  # noqa: E402
+
+if _without_rich:
+    del sys.modules["rich"]
+
+from asyncrl.core.files import KeptWrites  # noqa: E402
+
+Logger = structlog.typing.FilteringBoundLogger
+
+STANDARD_ERROR = 2
+MOST_BYTES = 1 << 20
+"""Bytes of lines that are kept in memory while they cannot be written."""
+QUIET = frozenset({"debug", "info"})
+_listener: Callable[[str, str], None] | None = None
+_level: int | None = None
+"""Least severe level written; None where logs are not set up."""
+
+
+def configure_logging(level: str) -> None:
+    """Set up this process. ``level`` is debug, info, warning or error."""
+    global _level
+    _level = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            # Before the timestamp, which does not belong to the text of an event.
+            _pass_on,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            # Without the values of local variables: keys of sessions and of the run are among them.
+            structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(default=str),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_level),
+        # The whole process counts its torn and lost lines together.
+        logger_factory=lambda *_: _lines,
+        cache_logger_on_first_use=True,
+    )
+
+
+def listen(listener: Callable[[str, str], None]) -> None:
+    """Call ``listener`` with the level and the text of each line of level warning and above."""
+    global _listener
+    _listener = listener
+
+
+def _pass_on(_logger: Any, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    if _listener is not None and line["level"] not in QUIET:
+        facts = [
+            f"{key}={value}"
+            for key, value in line.items()
+            if key not in ("event", "actor", "level", "exc_info", "notice")
+        ]
+        if facts:
+            _listener(line["level"], f"{line['event']}: {', '.join(facts)}")
+        else:
+            _listener(line["level"], str(line["event"]))
+    return line
+
+
+def writes(level: str) -> bool:
+    """Whether lines of this level are written here."""
+    return _level is not None and logging.getLevelNamesMapping()[level.upper()] >= _level
+
+
+def lost_lines() -> int:
+    """Lines of this process that were dropped because too many could not be written."""
+    return _lines.lost
+
+
+def write_line(line: str) -> None:
+    """Write a complete line."""
+    _lines.msg(line)
+
+
+def write_text(text: str) -> None:
+    """Put text that people read, such as stacks, among the log lines as it is; lost like one of them.
+
+    Not through ``sys.stderr``, whose buffer keeps what a full disk refused and fails again at the process's end.
+    """
+    rest = text.encode(errors="replace")
+    with contextlib.suppress(OSError):
+        while rest:
+            rest = rest[os.write(STANDARD_ERROR, rest) :]
+
+
+class _Lines:
+    """Each message as one write, so that lines of several threads and processes do not mix."""
+
+    def __init__(self) -> None:
+        self._torn = b""
+        self._kept = KeptWrites(MOST_BYTES)
+        # Reentrant: what interrupts a thread that writes may log as well.
+        self._writing = threading.RLock()
+
+    @property
+    def lost(self) -> int:
+        return self._kept.lost
+
+    def msg(self, message: str) -> None:
+        line = message.encode(errors="replace") + b"\n"
+        with self._writing:
+            self._kept.add(partial(self._write, line), len(line))
+
+    def _write(self, line: bytes) -> None:
+        written = os.write(STANDARD_ERROR, self._torn + line)
+        if written < len(self._torn + line):
+            # A disk that fills up takes the beginning of a line; the whole line follows later, and begins afresh.
+            self._torn = b"\n"
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = b""
+
+    log = debug = info = warn = warning = msg
+    fatal = failure = err = error = critical = exception = msg
+
+
+_lines = _Lines()
+
+
+def get_logger(actor: str, **facts: Any) -> Logger:
+    """The logger of one actor."""
+    logger: Logger = structlog.get_logger(actor=actor, **facts)
+    return logger

@@ -1,0 +1,158 @@
+"""Use of a host by a process: processors, memory, GPUs. Linux.
+
+Invariant: a read opens one file under /proc for each process of the family. Every LOOK_S a search for new members opens
+one file for each of their threads. A process that ends during a read counts as 0, and so does another process with its
+number. A separate thread asks NVML for GPUs, because a broken driver may not answer; NVML is loaded only if a process
+may use a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from asyncrl.messages.snapshot import Gpu
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LOOK_S = 10.0
+"""Time between two looks for processes that were started (s)."""
+MOST_PROCESSES = 512
+"""Processes of a family that are looked at, at most."""
+NVML = "libnvidia-ml.so.1"
+
+
+class ProcessTimes:
+    """Processors and memory of this process, and with ``family`` of its descendants."""
+
+    def __init__(self, *, family: bool) -> None:
+        self._family = family
+        self._cpu_s: dict[tuple[int, int], float] = {}
+        """Processor time (s) by number and start of the process."""
+        self._at = self._look_at = time.monotonic()
+        self.read()
+
+    def read(self) -> tuple[float, int]:
+        """Processors used since the last call, 1 being one core, and resident bytes now.
+
+        A process that was started counts from the first look that finds it, LOOK_S after its start at most.
+        """
+        now = time.monotonic()
+        look = now >= self._look_at
+        before, self._cpu_s = self._cpu_s, {}
+        used, rss = 0.0, 0
+        for pid in self._look(now) if look else [pid for pid, _ in before]:
+            found = _usage(pid)
+            if found is None:
+                continue
+            started, cpu_s, resident = found
+            process = (pid, started)
+            if look or process in before:
+                self._cpu_s[process] = cpu_s
+                used += max(0.0, cpu_s - before.get(process, cpu_s))
+                rss += resident
+        elapsed, self._at = now - self._at, now
+        return (used / elapsed if elapsed > 0 else 0.0), rss
+
+    def _look(self, now: float) -> Iterable[int]:
+        self._look_at = now + LOOK_S
+        return family(os.getpid()) if self._family else (os.getpid(),)
+
+
+def family(root: int) -> Iterator[int]:
+    """A process and its descendants, by the present parents."""
+    todo = [root]
+    # The list grows while it is gone through.
+    for count, pid in enumerate(todo):
+        if count >= MOST_PROCESSES:
+            return
+        yield pid
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                    todo += map(int, file.read().split())
+
+
+def _usage(pid: int) -> tuple[int, float, int] | None:
+    """(start (ticks), processor time (s), resident bytes) of a process alone; None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name of the process, in parentheses, may hold anything.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[19]), (int(fields[11]) + int(fields[12])) * _TICK_S, int(fields[21]) * _PAGE_BYTES
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class GpuWatch:
+    """The GPUs in CUDA_VISIBLE_DEVICES, asked by a daemon thread; none where they cannot be asked."""
+
+    def __init__(self, interval_s: float, environment: Mapping[str, str] = os.environ) -> None:
+        self._interval_s = interval_s
+        self._visible = [
+            word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()
+        ]
+        self._stop = threading.Event()
+        self.newest: list[Gpu] = []
+        """GPUs as they were an interval ago at most, while the driver answers."""
+        if self._visible:
+            threading.Thread(target=self._run, name="gpus", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more. Does not wait for an answer."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        nvml = _open_nvml()
+        if nvml is None:
+            return
+        handles = [(index, handle) for index, word in enumerate(self._visible) if (handle := _handle(nvml, word))]
+        while True:
+            found = [_ask(nvml, index, handle) for index, handle in handles]
+            self.newest = [gpu for gpu in found if gpu is not None]
+            if self._stop.wait(self._interval_s):
+                return
+
+
+def _open_nvml() -> ctypes.CDLL | None:
+    try:
+        nvml = ctypes.CDLL(NVML)
+        return nvml if nvml.nvmlInit_v2() == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
+    """Handle of a GPU as CUDA_VISIBLE_DEVICES names it: a number, or a UUID, also that of a part of one (MIG)."""
+    handle = ctypes.c_void_p()
+    if word.isdigit():
+        code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
+    else:
+        code = nvml.nvmlDeviceGetHandleByUUID(word.encode(), ctypes.byref(handle))
+    return handle if code == 0 else None
+
+
+def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
+    """Use of a GPU; None if its memory use is unknown. A part of a GPU does not report its utilisation."""
+    used, memory = _Utilisation(), _Memory()
+    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
+        return None
+    known = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
+    return Gpu(
+        index=index,
+        utilisation=used.gpu / 100 if known else None,
+        memory_bytes=memory.used,
+        memory_total_bytes=memory.total,
+    )

@@ -1,0 +1,161 @@
+"""Lines of metrics.jsonl: checking, reading, and the lines that a restarted learner voids.
+
+Invariant: in an accepted line ``step``, ``start`` and ``weights/version`` are whole numbers, ``kind`` is text, and each
+value is a number that fits into a float, true, false or null.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core.json_text import from_json
+
+Line = Mapping[str, Any]
+WHOLE = ("step", "start", "weights/version")
+LARGEST_WHOLE = 1 << 53
+HIGH_TRUNCATION = 0.5
+"""Share of cut responses from which the user is warned (learner/metrics/truncation_watch.py)."""
+LARGEST = 10**300
+
+
+def room_for(line: Line, room: int) -> int:
+    """Most lines that may wait before ``line`` in a queue of ``room``. Lines of updates, one per replica and step, may
+    fill half of it."""
+    return room // 2 if line.get("kind") == "update" else room
+
+
+def parse_line(text: bytes) -> Line | None:
+    """The line; None for other text."""
+    try:
+        line = from_json(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and is_sound(line) else None
+
+
+def is_sound(line: Line) -> bool:
+    """Whether a line has the form that a run writes."""
+    whole = (line[key] for key in WHOLE if key in line)
+    return (
+        isinstance(line.get("kind", ""), str)
+        and all(type(value) is int and -1 <= value <= LARGEST_WHOLE for value in whole)
+        and all(_is_value(key, value) for key, value in line.items())
+    )
+
+
+def _is_value(key: str, value: object) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= LARGEST
+    if isinstance(value, str):
+        # Among keys with a group only those of updates have text.
+        return "/" not in key or key.startswith("weights/")
+    return value is None or isinstance(value, float)
+
+
+def number_in(line: Line, key: str) -> float | None:
+    """A finite number in a line, or None. Python's JSON also has NaN and Infinity."""
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def busy_s(line: Line) -> float | None:
+    """Seconds that a step could not be interrupted: training and publishing; None if unknown."""
+    train_s = number_in(line, "time/train_s")
+    return None if train_s is None else train_s + (number_in(line, "time/publish_s") or 0.0)
+
+
+def is_eval_mean(key: str) -> bool:
+    """Whether this key is the mean reward of an evaluation."""
+    # A component may be called mean, too.
+    return key.startswith("eval/") and key.endswith("/mean") and "/component/" not in key
+
+
+def eval_names(line: Line) -> list[str]:
+    """Names of the evaluations with a mean in a line, in order."""
+    return sorted(key.removeprefix("eval/").removesuffix("/mean") for key in filter(is_eval_mean, line))
+
+
+def eval_numbers(line: Line, name: str) -> dict[str, float]:
+    """The numbers of the evaluation ``name`` in a line of kind eval, by their names without it: pass_at/4, mean."""
+    beginning = f"eval/{name}/"
+    found = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def pass_at_numbers(numbers: Mapping[str, float]) -> dict[int, float]:
+    """pass@k by k in order, of ``eval_numbers``."""
+    found = {key.removeprefix("pass_at/"): value for key, value in numbers.items() if key.startswith("pass_at/")}
+    return {int(k): found[k] for k in sorted(filter(str.isdecimal, found), key=int)}
+
+
+def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Means of components by name, of ``eval_numbers``."""
+    beginning = "component/"
+    return {key.removeprefix(beginning): value for key, value in numbers.items() if key.startswith(beginning)}
+
+
+def served_versions(line: Line) -> tuple[int, int] | None:
+    """The oldest and the newest version that sampled an evaluation's line; None if unknown.
+
+    Its step is that at which its round was complete: engines may have served older weights.
+    """
+    newest = line.get("weights/version")
+    oldest = [number_in(line, key) for key in line if key.startswith("eval/") and key.endswith("/version_min")]
+    if not isinstance(newest, int) or newest < 0 or not oldest or oldest[0] is None:
+        return None
+    return min(newest, int(oldest[0])), newest
+
+
+def versions_in_words(line: Line) -> str:
+    """``served_versions`` in words; empty if unknown."""
+    served = served_versions(line)
+    if served is None:
+        return ""
+    oldest, newest = served
+    return f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+
+
+def without_first(train: Sequence[Line]) -> list[Line]:
+    """Train lines in order, without the first of each learner: that step waits for engines and evaluations. The first
+    line of all counts as such a line."""
+    return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
+
+
+def is_voided(line: Line, by: Line) -> bool:
+    """Whether the line ``by`` of a step voids ``line``, of any kind.
+
+    A restarted learner resumes from its checkpoint. Its first step voids earlier lines of this step and later ones.
+    """
+    goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
+    return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
+
+
+def read_metrics(
+    path: Path, kinds: Collection[str] | None = None, of_updates: Collection[str] | None = None
+) -> list[Line]:
+    """The valid lines of a metrics file; empty if there is no file.
+
+    ``kinds`` selects kinds of lines, and ``of_updates`` keys of update lines, which are many in a large run. Voided
+    lines (is_voided) and other text are left out.
+    """
+    if not path.exists():
+        return []
+    found: list[Line] = []
+    newest = 0
+    with path.open("rb") as file:
+        for line in filter(None, map(parse_line, file)):
+            kind, start = line.get("kind"), line.get("start", 0)
+            if kind == "train" and start > newest:
+                newest = start
+                found = [other for other in found if not is_voided(other, line)]
+            if kind == "update" and of_updates is not None:
+                line = {key: line[key] for key in ("kind", "step", "start", *of_updates) if key in line}
+            if kinds is None or kind in kinds:
+                found.append(line)
+    return found

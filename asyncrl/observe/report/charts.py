@@ -1,0 +1,328 @@
+"""The charts of a report, made from the lines of metrics.jsonl and from recorded spans. Pure.
+
+Each chart has panels, or none without data. In long runs neighbouring points are joined, by mean or by maximum, so no
+curve has more than MOST_POINTS.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import cycle, pairwise
+
+from asyncrl.observe.metrics_line import (
+    Line,
+    component_numbers,
+    eval_names,
+    eval_numbers,
+    is_eval_mean,
+    number_in,
+    pass_at_numbers,
+    served_versions,
+    versions_in_words,
+)
+from asyncrl.observe.report.svg import Curve, Panel
+from asyncrl.observe.report.utilisation import KINDS, Span
+
+MOST_POINTS = 600
+HALF, THIRD = 540, 360
+"""Widths of panels that share a row."""
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY, TEAL, BROWN = (
+    *("#3b6fb6", "#e08a2c", "#4f9d5d", "#c8504b", "#8566ad", "#9aa3ad", "#3aa3a0", "#8c6d4f"),
+)
+OTHERS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN, RED, GREY)
+STATE_COLOURS = {
+    **{"generating": GREEN, "training": GREEN, "scoring": GREEN, "playing": GREEN},
+    **{"waiting": GREY, "idle": GREY, "following": "#c3c9cf", "done": "#dfe3e7"},
+    **{"starting": BROWN, "restarting": RED},
+    **{"pausing": "#f0b26b", "paused": ORANGE, "loading": PURPLE, "probing": TEAL},
+    **{"publishing": PURPLE, "checkpointing": BLUE, "exporting": TEAL},
+}
+STEP = "time/step_s"
+PARTS = {"wait_for_groups": GREY, "train": GREEN, "publish": PURPLE, "other": BROWN}
+
+SHARE = "rollout/episode_share/"
+STAGES = {
+    **{"engine": GREEN, "queue": GREY, "paused": ORANGE, "tool": BLUE, "user": PURPLE},
+    **{"start": BROWN, "close": RED, "score": TEAL},
+}
+"""Colours of the stages of episodes."""
+
+Points = tuple[list[float], list[float]]
+
+
+def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[[list[float]], float] = max) -> Points:
+    """Finite values of ``key`` over ``by``; absent ones are left out. Thinned by ``join``."""
+    return _thinned(
+        [(float(line[by]), y) for line in lines if (y := number_in(line, key)) is not None and by in line], join
+    )
+
+
+def _thinned(points: Sequence[tuple[float, float]], join: Callable[[list[float]], float]) -> Points:
+    width = math.ceil(len(points) / MOST_POINTS) or 1
+    bins = [points[at : at + width] for at in range(0, len(points), width)]
+    return [bin[-1][0] for bin in bins], [join([y for _, y in bin]) for bin in bins]
+
+
+def mean(values: list[float]) -> float:
+    """Mean of at least one value."""
+    return math.fsum(value / len(values) for value in values)
+
+
+def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
+    """The reward in training, and each evaluation at the step that made the newest of the weights that it sampled."""
+    curves = [
+        *_curve(train, "reward/mean", "all scored", BLUE),
+        *_curve(train, "reward/trained_mean", "trained", TEAL, dashed=True),
+    ]
+    steps = _StepsOfVersions(train)
+    for index, key in enumerate(sorted({key for line in evals for key in filter(is_eval_mean, line)})):
+        found = sorted(
+            (steps.of(line), value, versions_in_words(line))
+            for line in evals
+            if (value := number_in(line, key)) is not None and "step" in line
+        )
+        x, y = _thinned([(step, value) for step, value, _ in found], mean)
+        if x:
+            colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in found]
+            notes = notes if len(notes) == len(x) else []
+            name = key.removesuffix("/mean")
+            curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
+    return _unless_empty(Panel(curves=curves, unit="reward"))
+
+
+def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
+    """pass@k, cut responses, components and lengths of each evaluation, at the steps of ``reward``."""
+    steps = _StepsOfVersions(train)
+    panels = []
+    for name in sorted({name for line in evals for name in eval_names(line)}):
+        rows = sorted(
+            ({"step": steps.of(line), **eval_numbers(line, name)} for line in evals if "step" in line),
+            key=lambda row: row["step"],
+        )
+        ks = sorted({k for row in rows for k in pass_at_numbers(row)})
+        components = sorted({key for row in rows for key in component_numbers(row)})[: len(OTHERS)]
+        shares = [(f"pass_at/{k}", f"pass@{k}") for k in ks] + [("truncated_fraction", "cut by a limit")]
+        for title, unit, curves in (
+            ("pass@k and cut responses", "share", shares),
+            ("components of the reward", "reward", [(f"component/{each}", each) for each in components]),
+            ("lengths", "tokens", [("length_mean", "mean"), ("length_p95", "95th percentile")]),
+        ):
+            drawn = [
+                curve
+                for (key, words), colour in zip(curves, cycle(OTHERS), strict=False)
+                for curve in _curve(rows, key, words, colour)
+            ]
+            panels.append(Panel(curves=drawn, title=f"{name}: {title}", unit=unit, width=THIRD, height=210))
+    return [panel for given in panels for panel in _unless_empty(given)]
+
+
+class _StepsOfVersions:
+    """Steps that made the versions of the weights."""
+
+    def __init__(self, train: Sequence[Line]) -> None:
+        known = [line for line in train if "weights/version" in line]
+        # The lines of a learner that went back are gone, and versions are never used twice: they ascend.
+        self._versions = [line["weights/version"] for line in known]
+        self._lines = known
+
+    def of(self, line: Line) -> float:
+        """The step of the newest version that an evaluation sampled, or else its own step."""
+        served = served_versions(line)
+        if served is None or not self._lines:
+            return float(line["step"])
+        at = bisect_left(self._versions, served[1])
+        if at == len(self._lines):
+            return float(self._lines[-1]["step"])
+        first = self._lines[at]
+        # A version that no step has published is the weights of a learner at its start.
+        made = self._versions[at] == served[1] and "weights/gather_s" in first
+        return float(first["step"] if made else max(0, first["step"] - 1))
+
+
+def learning(train: Sequence[Line]) -> list[Panel]:
+    """Panels that show whether the policy learns."""
+    return [
+        panel
+        for title, unit, zero, curves in (
+            ("Loss", "nats", False, _curve(train, "loss/policy", "loss", BLUE)),
+            ("Loss of conversations", "nats", True, _curve(train, "loss/sft", "loss", BLUE)),
+            ("Gradient norm before the clip", "", True, _curve(train, "policy/grad_norm", "gradient norm", PURPLE)),
+            ("Entropy", "nats", True, _curve(train, "policy/entropy", "entropy", TEAL)),
+            (
+                "KL",
+                "nats",
+                True,
+                [
+                    *_curve(train, "policy/behaviour_kl", "of the policy that sampled", ORANGE),
+                    *_curve(train, "policy/engine_kl", "of the engine, at equal weights", GREY),
+                    *_curve(train, "policy/reference_kl", "from the reference, in the reward", PURPLE),
+                ],
+            ),
+            ("Effective share of the sample", "", True, _curve(train, "policy/ess", "effective share", GREEN)),
+            ("Learning rate", "", True, _curve(train, "learner/lr", "learning rate", BROWN)),
+        )
+        for panel in _unless_empty(Panel(curves=curves, title=title, unit=unit, zero=zero, width=THIRD, height=210))
+    ]
+
+
+def staleness(train: Sequence[Line]) -> list[Panel]:
+    """Staleness of the trained tokens, in versions, and the limit that was allowed."""
+    curves = [
+        *_curve(train, "staleness/token_mean", "mean", BLUE),
+        *_curve(train, "staleness/token_max", "max", ORANGE, join=max),
+        *_curve(train, "staleness/limit", "limit", RED, dashed=True),
+    ]
+    return _unless_empty(Panel(curves=curves, unit="versions"))
+
+
+def utilisation(found: Sequence[Span]) -> list[Panel]:
+    """Shares of states, stacked, for each kind of resource."""
+    panels: list[Panel] = []
+    for kind, title in KINDS.items():
+        told = [span for span in found if kind in span.shares]
+        states = sorted({state for span in told for state in span.shares[kind]}, key=_state_order)
+        if not states:
+            continue
+        origin = told[0].began
+        x = [(span.began + span.ended) / 2 - origin for span in told]
+        panels.append(
+            Panel(
+                curves=[
+                    Curve(
+                        name=state,
+                        colour=STATE_COLOURS.get(state, BROWN),
+                        x=x,
+                        y=[span.shares[kind].get(state, 0.0) for span in told],
+                    )
+                    for state in states
+                ],
+                title=title,
+                across="time (UTC)",
+                stack="bars",
+                widths=[span.ended - span.began for span in told],
+                shares=True,
+                origin=origin,
+                height=190,
+            )
+        )
+    return panels
+
+
+def step_breakdown(train: Sequence[Line]) -> list[Panel]:
+    """Seconds of a step by its parts."""
+    rows = []
+    for line in train:
+        if (step_s := number_in(line, STEP)) is not None:
+            parts = {name: number_in(line, f"time/{name}_s") or 0.0 for name in PARTS if name != "other"}
+            rows.append({"step": line["step"], **parts, "other": max(0.0, step_s - sum(parts.values()))})
+    found = {name: series(rows, name, join=mean) for name in PARTS}
+    curves = [
+        Curve(name=name.replace("_", " "), colour=PARTS[name], x=x, y=y) for name, (x, y) in found.items() if any(y)
+    ]
+    steps = curves[0].x if curves else []
+    widths = [1.0, *(after - before for before, after in pairwise(steps))]
+    # A bar is as wide as the steps that it stands for, and its middle is at its step.
+    widths[0] = widths[1] if len(widths) > 1 else 1.0
+    return _unless_empty(Panel(curves=curves, unit="seconds", stack="bars", widths=widths[: len(steps)]))
+
+
+OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
+"""Figures of updates that are drawn."""
+
+
+def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
+    """Generation time that weight updates cost: each update of a replica, and all of a step together."""
+    curves = []
+    for index, transport in enumerate(sorted({str(line.get("weights/transport", "")) for line in updates})):
+        chosen = [line for line in updates if str(line.get("weights/transport", "")) == transport]
+        chosen.sort(key=lambda line: line.get("weights/version", 0))
+        x, y = series(chosen, "weights/stall_s", by="weights/version")
+        if x:
+            colour = OTHERS[index % len(OTHERS)]
+            curves.append(Curve(name=transport or "update", colour=colour, x=x, y=y, marks="dots"))
+    whole = _curve(train, "weights/stall_s", "sum of a step", PURPLE)
+    each = Panel(curves=curves, title="Each update", unit="seconds", across="weights version", width=HALF)
+    together = Panel(curves=whole, title="All replicas together", unit="seconds", width=HALF)
+    return [panel for given in (each, together) for panel in _unless_empty(given)]
+
+
+def lengths(train: Sequence[Line]) -> list[Panel]:
+    """Lengths of responses, in tokens."""
+    curves = [
+        *_curve(train, "rollout/length_mean", "mean", BLUE),
+        *_curve(train, "rollout/length_p95", "95th percentile", ORANGE),
+        *_curve(train, "rollout/granted_length_mean", "mean of all delivered", GREY, dashed=True),
+    ]
+    return _unless_empty(Panel(curves=curves, unit="tokens"))
+
+
+def episodes(train: Sequence[Line]) -> list[Panel]:
+    """Turns of episodes, and shares of their time by stage."""
+    turns = [
+        *_curve(train, "rollout/turns_mean", "mean", BLUE),
+        *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
+    ]
+    told = [line for line in train if any(name.startswith(SHARE) for name in line)]
+    found = {
+        name: series([{**line, name: number_in(line, name) or 0.0} for line in told], name, join=mean)
+        for name in map(SHARE.__add__, STAGES)
+    }
+    stages = [
+        Curve(name=name.removeprefix(SHARE), colour=STAGES[name.removeprefix(SHARE)], x=x, y=y)
+        for name, (x, y) in found.items()
+        if any(y)
+    ]
+    return [
+        panel
+        for given in (
+            Panel(curves=turns, title="Turns", unit="turns", width=HALF),
+            Panel(curves=stages, title="Time by stage", stack="areas", shares=True, width=HALF),
+        )
+        for panel in _unless_empty(given)
+    ]
+
+
+def tokens(train: Sequence[Line]) -> list[Panel]:
+    """Tokens sampled a second, by all engines."""
+    return _unless_empty(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
+
+
+def ledger(train: Sequence[Line]) -> list[Panel]:
+    """Prompt groups by what became of them, since the start of the run."""
+    kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED, "left out": BLUE}
+    rows = [
+        {"step": line["step"]} | {kind: number_in(line, f"ledger/{kind.replace(' ', '_')}") or 0.0 for kind in kinds}
+        for line in train
+        if number_in(line, "ledger/trained") is not None
+    ]
+    curves = []
+    for kind, colour in kinds.items():
+        x, y = series(rows, kind)
+        if any(y):
+            curves.append(Curve(name=kind, colour=colour, x=x, y=y))
+    return _unless_empty(Panel(curves=curves, unit="groups", stack="areas"))
+
+
+def _curve(
+    lines: Sequence[Line],
+    key: str,
+    name: str,
+    colour: str,
+    *,
+    dashed: bool = False,
+    join: Callable[[list[float]], float] = mean,
+) -> list[Curve]:
+    """The curve, or none where no line has a value."""
+    x, y = series(lines, key, join=join)
+    return [Curve(name=name, colour=colour, x=x, y=y, marks="dashes" if dashed else "line")] if x else []
+
+
+def _unless_empty(panel: Panel) -> list[Panel]:
+    return [] if panel.is_empty else [panel]
+
+
+def _state_order(state: str) -> tuple[int, str]:
+    known = list(STATE_COLOURS)
+    return (known.index(state) if state in known else len(known)), state

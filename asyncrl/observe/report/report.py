@@ -1,0 +1,253 @@
+"""A report of a run as one HTML page that needs nothing else: no network, no other file.
+
+It needs only the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. Missing
+or unreadable parts are named. All text of the run is escaped, and the page's policy forbids loading. Its script only
+shows values under the pointer and zooms. Raises UsageError without a run or without a place for the file, and OSError
+if the page cannot be written.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core.errors import UsageError
+from asyncrl.core.files import replace_file
+from asyncrl.core.json_text import read_json_object
+from asyncrl.core.numbers import exact, fixed, percent
+from asyncrl.core.phase import phase_and_reason
+from asyncrl.messages.snapshot import Event, Snapshot
+from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
+from asyncrl.observe.report import charts
+from asyncrl.observe.report.charts import mean
+from asyncrl.observe.report.svg import Panel, draw
+from asyncrl.observe.report.utilisation import evenly, spans
+from asyncrl.observe.snapshots.recording import decode, read_bodies
+from asyncrl.top.client import ended
+
+MOST_SNAPSHOTS = 240
+MOST_EVENTS = 50
+EXCERPT = (
+    *("model.path", "data.source", "data.path", "rollout.engine", "rollout.replicas", "rollout.samples_per_prompt"),
+    *("rollout.max_tokens", "rollout.concurrency", "reward.function", "learner.backend", "learner.ranks"),
+    *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
+)
+"""Keys of the configuration that a reader wants to know first."""
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+
+
+def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
+    """Write the report of the run in ``run_dir``, which may live, to the file ``out``, as a whole or not at all."""
+    if not (run_dir / "config.json").is_file():
+        raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
+    check_writable(out)
+    write_user_file(out, _page(run_dir, lives=lives))
+
+
+def _page(run_dir: Path, *, lives: bool) -> str:
+    config, amiss = _read_config(run_dir)
+    lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, charts.OF_UPDATES)
+    train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
+    train = [line for line in train if "step" in line]
+    snapshots = _snapshots(run_dir)
+    last = ended(snapshots[-1], lives=lives) if snapshots else None
+    name = html.escape(run_dir.resolve().name)
+    no_lines = "metrics.jsonl has no such lines."
+    no_recording = f"{'Too few' if snapshots else 'No'} snapshots of this run were recorded."
+    sections = [
+        (
+            "Reward",
+            charts.reward(train, evals),
+            no_lines,
+            "Mean over everything scored since the last step. An evaluation stands at the step that made the newest of "
+            "the weights that sampled it.",
+        ),
+        *_evaluations(train, evals),
+        ("Learning", charts.learning(train), no_lines, "Values of each step."),
+        ("Staleness", charts.staleness(train), no_lines, "Versions between sampling and training of a token."),
+        ("Utilisation", charts.utilisation(spans(snapshots)), no_recording, "Shares of time by state (UTC)."),
+        ("Step", charts.step_breakdown(train), no_lines, "Parts of a training step."),
+        ("Weight updates", charts.weight_stall(train, updates), no_lines, "Generation time lost."),
+        ("Lengths", charts.lengths(train), no_lines, "Tokens of a response."),
+        *_episodes(train),
+        ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
+        ("Ledger", charts.ledger(train), no_lines, "Prompt groups by outcome, since the start of the run."),
+    ]
+    body = [
+        f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
+        *(_section(*section) for section in sections),
+        _events(last.events if last is not None else []),
+        _config(config, amiss),
+    ]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            f'<html lang=en><head><meta charset="utf-8"><title>{name} – asyncrl</title>',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width">',
+            f"<style>{_beside('report.css')}</style>",
+            "</head><body><main>",
+            *body,
+            f"</main><script>{_beside('report.js')}</script></body></html>\n",
+        ]
+    )
+
+
+def _evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
+    """A section of evaluations, if there were any."""
+    panels = charts.evaluations(train, evals)
+    return [("Evaluations", panels, "", "A sample passes from a reward of eval.NAME.pass_at on.")] if panels else []
+
+
+def _episodes(train: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
+    """A section of episodes, where there were some."""
+    panels = charts.episodes(train)
+    return [("Episodes", panels, "", "Turns of an episode, and shares of its time.")] if panels else []
+
+
+def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
+    """The configuration, empty if it cannot be read, and then the reason."""
+    try:
+        return read_json_object(run_dir / "config.json"), ""
+    except ValueError as error:
+        return {}, str(error)
+
+
+KINDS_OF_LINES = ("train", "eval", "update")
+
+
+def _snapshots(run_dir: Path) -> list[Snapshot]:
+    """Snapshots of the recording, enough for a chart. It is gone through twice, so that it need not fit in memory."""
+    chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
+    found = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
+    return [snapshot for snapshot in found if snapshot is not None]
+
+
+def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
+    if not panels:
+        return f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
+    drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
+    return f"<section><h2>{title}</h2><p class=note>{note}</p><div class=panels>{drawn}</div></section>"
+
+
+def _beside(name: str) -> str:
+    """Text of a file that comes with this module."""
+    return (files("asyncrl.observe.report") / name).read_text()
+
+
+def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, Any]) -> str:
+    steps = f"step {train[-1]['step'] if train else 0} of {_value(config, 'learner.steps', '?')}"
+    if last is None:
+        return html.escape(steps)
+    run = last.run
+    at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    said = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
+    said += [f"attempt {run.attempt}", f"as of {at}"]
+    return html.escape(" · ".join(said))
+
+
+def _figures(train: Sequence[Line]) -> str:
+    def values(key: str) -> list[float]:
+        return [value for line in train if (value := number_in(line, key)) is not None]
+
+    rows: list[tuple[str, str]] = []
+    if found := values("reward/mean"):
+        rows.append(("reward, first → last", f"{fixed(found[0], 3)} → {fixed(found[-1], 3)}"))
+    timed = [line for line in without_first(train) if (number_in(line, "time/step_s") or 0.0) > 0]
+    steps_s = [float(line["time/step_s"]) for line in timed]
+    rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
+    if steps_s:
+        rows.append(("mean step", f"{fixed(mean(steps_s))} s"))
+    # Tokens of all of these steps over the time of all of them.
+    if told := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
+        mean_rate = sum(rate * step_s for rate, step_s in told) / sum(step_s for _, step_s in told)
+        rows.append(("mean throughput", f"{exact(mean_rate)} tokens/s"))
+    if found := values("perf/overlap"):
+        rows.append(("generation during training", percent(mean(found))))
+    if found := values("staleness/token_mean"):
+        rows.append(("mean staleness", fixed(mean(found))))
+    if not rows:
+        return ""
+    return "<div class=figures>" + "".join(f"<div><span>{key}</span>{value}</div>" for key, value in rows) + "</div>"
+
+
+def _events(events: Iterable[Event]) -> str:
+    chosen = list(events)[-MOST_EVENTS:]
+    if not chosen:
+        return ""
+    rows = "".join(
+        f"<tr><td>{datetime.fromtimestamp(event.wall, UTC):%m-%d %H:%M:%S}</td><td>{html.escape(event.actor)}</td>"
+        f"<td class={html.escape(event.level)!r}>{html.escape(event.text)}</td></tr>"
+        for event in chosen
+    )
+    return f"<section><h2>Latest events</h2><table>{rows}</table></section>"
+
+
+def _config(config: Mapping[str, Any], amiss: str) -> str:
+    if amiss:
+        return f"<section><h2>Configuration</h2><p class=none>{html.escape(amiss)}</p></section>"
+    rows = ""
+    for key in EXCERPT:
+        value = _value(config, key)
+        if value is not None:
+            rows += f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>"
+    whole = html.escape(json.dumps(config, indent=2))
+    return (
+        f"<section><h2>Configuration</h2><table>{rows}</table>"
+        f"<details><summary>All of it</summary><pre>{whole}</pre></details></section>"
+    )
+
+
+def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
+    """Value under a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return otherwise if value is None else value
+
+
+def check_writable(path: Path) -> None:
+    """Require that a file may be put there at all. Raises UsageError."""
+    _mode(path)
+
+
+def write_user_file(path: Path, text: str) -> None:
+    """Put ``text`` (UTF-8) where a user has named, whole or not at all, with the rights of a file that it replaces.
+
+    A link is followed. A target that is no regular file, as a device or a folder, is left alone. Raises UsageError
+    where no file can be, and OSError with the ``filename`` that the user named.
+    """
+    mode = _mode(path)
+    target = Path(os.path.realpath(path))
+    try:
+        # A name of the run may hold bytes that are no text.
+        data = text.encode("utf-8", "backslashreplace")
+        replace_file(target, data, mode=mode, aside=target.with_name(f".{secrets.token_hex(8)}.new"))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _mode(path: Path) -> int | None:
+    """The rights of the existing file, if there is one."""
+    try:
+        found = path.stat().st_mode
+    except FileNotFoundError:
+        folder = Path(os.path.realpath(path)).parent
+        if not folder.is_dir():
+            raise UsageError(f"{path}: there is no folder {folder}") from None
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: no file can be there ({getattr(error, 'strerror', error)})") from None
+    if stat.S_ISDIR(found):
+        raise UsageError(f"{path} is a folder; name a file in it")
+    if not stat.S_ISREG(found):
+        raise UsageError(f"{path} is no regular file, and is left alone")
+    return stat.S_IMODE(found)

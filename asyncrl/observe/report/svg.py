@@ -1,0 +1,257 @@
+"""Curves, bars and areas as SVG in HTML, with what a script of the page (report.js) needs to say values and to zoom.
+
+The script is optional. All text is escaped. Invariant: for all finite numbers the drawing is finite
+and within its frame. Pure.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from asyncrl.core.numbers import count
+
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 8.0, 38.0
+"""Room around the plot."""
+X_TICKS, Y_TICKS = 8, 5
+X_TICK_ROOM = 75.0
+MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+"""Steps of ticks on an axis of time (s)."""
+SMALLEST = 1e-300
+LARGEST = 1e300
+"""Bounds of a drawn size: a smaller number is 0, a larger one the bound, so that no difference of two is infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Points of one colour, in ascending order of x."""
+
+    name: str
+    colour: str
+    x: Sequence[float]
+    y: Sequence[float]
+    marks: Literal["line", "dashes", "dots", "line and dots"] = "line"
+    """Marks of the points; not where curves are stacked."""
+    notes: Sequence[str] = field(default=())
+    """Notes that are said with the values, one for each point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Curves in one frame."""
+
+    curves: Sequence[Curve]
+    title: str = ""
+    unit: str = ""
+    across: str = "step"
+    """Unit of x."""
+    stack: Literal["", "bars", "areas"] = ""
+    """Form in which values add up, if they do: all curves have the same x."""
+    widths: Sequence[float] = field(default=())
+    """Width of bars, in units of x; each is around its x."""
+    zero: bool = True
+    """Whether 0 is in the frame."""
+    shares: bool = False
+    """Whether y are shares, 0 to 1."""
+    origin: float | None = None
+    """Moment (Unix time) since which x are seconds."""
+    width: int = 1100
+    height: int = 280
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(curve.x for curve in self.curves)
+
+
+def draw(panel: Panel) -> str:
+    """The panel, with its title and legend."""
+    tops = _tops(panel)
+    x, y = _frame_x(panel), _frame_y(panel, tops)
+    plot = panel.width - LEFT - RIGHT, panel.height - TOP - BOTTOM
+    shapes = "".join(_shapes(panel, tops, x, y, *plot))
+    place = f"x={LEFT:g} y={TOP:g} width={plot[0]:g} height={plot[1]:g}"
+    head = f"<h3>{html.escape(panel.title)}</h3>" if panel.title else ""
+    return (
+        f'<figure class=chart data-told="{_told(panel, x)}">{head}{_legend(panel)}'
+        f'<svg viewBox="0 0 {panel.width} {panel.height}" role=img>{_axes(panel, x, y, *plot)}'
+        f'<svg class=plot {place} viewBox="0 0 {plot[0]:g} {plot[1]:g}" preserveAspectRatio=none>{shapes}</svg>'
+        f"<rect class=cursor x={LEFT:g} y={TOP:g} width=0 height={plot[1]:g} />"
+        f"<rect class=pad {place} /></svg>"
+        "<div class=tip hidden></div></figure>"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The ends of an axis."""
+
+    low: float
+    high: float
+
+    def of(self, value: float) -> float:
+        """Place of a value on the axis, 0 to 1."""
+        return (_bounded(value) - self.low) / (self.high - self.low)
+
+
+def ticks(low: float, high: float, most: int, steps: Iterable[float] = ()) -> list[float]:
+    """Round values from ``low`` to ``high``, at most ``most``. Their distance is the smallest possible of ``steps``, or
+    1, 2 or 5 times a power of ten."""
+    least = (high - low) / most
+    step = next((each for each in steps if each >= least), None)
+    if step is None:
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= 0.999999 * least)
+    first = math.ceil(low / step - 1e-9)
+    return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _bounded(value: float) -> float:
+    return 0.0 if abs(value) < SMALLEST else max(-LARGEST, min(LARGEST, value))
+
+
+def _tops(panel: Panel) -> list[list[float]]:
+    """y of each curve, on top of those before it where they are stacked."""
+    found: list[list[float]] = []
+    for curve in panel.curves:
+        below = found[-1] if found and panel.stack else [0.0] * len(curve.y)
+        found.append([_bounded(y + under) for y, under in zip(curve.y, below, strict=True)])
+    return found
+
+
+def _frame_x(panel: Panel) -> _Frame:
+    values = [_bounded(x) for curve in panel.curves for x in curve.x]
+    if panel.widths:
+        return _around(min(values) - panel.widths[0] / 2, max(values) + panel.widths[-1] / 2)
+    found = _around(min(values), max(values))
+    # The border is not to cut a dot.
+    room = (found.high - found.low) / 100
+    return _Frame(found.low - room, found.high + room)
+
+
+def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
+    if panel.shares:
+        return _Frame(0.0, 1.0)
+    values = [y for curve in tops for y in curve]
+    found = _around(min(values), max(values))
+    if panel.zero or panel.stack:
+        found = _Frame(min(0.0, found.low), max(0.0, found.high))
+    # The highest value is not to stick to the border.
+    room = (found.high - found.low) / 20
+    return _Frame(found.low - (room if found.low < 0.0 else 0.0), found.high + room)
+
+
+def _around(low: float, high: float) -> _Frame:
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return _Frame(low, high)
+    room = max(abs(low), abs(high)) / 10 or 1.0
+    return _Frame(low - room, high + room)
+
+
+def _shapes(
+    panel: Panel, tops: Sequence[Sequence[float]], x: _Frame, y: _Frame, width: float, height: float
+) -> Iterable[str]:
+    def at(value: float) -> str:
+        return _short(x.of(value) * width)
+
+    def up(value: float) -> str:
+        return _short((1.0 - y.of(value)) * height)
+
+    for number, (curve, top) in enumerate(zip(panel.curves, tops, strict=True)):
+        below = tops[number - 1] if number else [0.0] * len(top)
+        if panel.stack == "bars":
+            bars = (
+                f"M{at(x0 - w / 2)},{up(y0)}V{up(y1)}H{at(x0 + w / 2)}V{up(y0)}z"
+                for x0, y0, y1, w in zip(curve.x, below, top, panel.widths, strict=True)
+                if y1 > y0
+            )
+            yield f'<path fill="{curve.colour}" d="{"".join(bars)}" />'
+        elif panel.stack == "areas":
+            there = [f"{at(x0)},{up(y1)}" for x0, y1 in zip(curve.x, top, strict=True)]
+            back = [f"{at(x0)},{up(y0)}" for x0, y0 in zip(curve.x, below, strict=True)]
+            yield f'<path fill="{curve.colour}" d="M{"L".join([*there, *reversed(back)])}z" />'
+        else:
+            points = [f"{at(x0)},{up(y0)}" for x0, y0 in zip(curve.x, top, strict=True)]
+            if curve.marks != "dots":
+                # A line that has one point is not seen.
+                kind = "line" if len(points) > 1 else "dots"
+                dashes = " dashes" if curve.marks == "dashes" else ""
+                d = "M" + "L".join(points) if len(points) > 1 else f"M{points[0]}h0"
+                yield f'<path class="{kind}{dashes}" stroke="{curve.colour}" d="{d}" />'
+            if curve.marks in ("dots", "line and dots"):
+                dots = "".join(f"M{point}h0" for point in points)
+                yield f'<path class=dots stroke="{curve.colour}" d="{dots}" />'
+
+
+def _axes(panel: Panel, x: _Frame, y: _Frame, width: float, height: float) -> str:
+    found = []
+    for tick in ticks(y.low, y.high, Y_TICKS):
+        up = TOP + (1.0 - y.of(tick)) * height
+        said = f"{tick:.0%}" if panel.shares else _said(tick, y.high - y.low)
+        found.append(f'<path class=grid d="M{LEFT:g},{up:.1f}h{width:g}" />')
+        found.append(f"<text class=y x={LEFT - 8:g} y={up + 4:.1f}>{said}</text>")
+    bottom = TOP + height
+    most = max(2, min(X_TICKS, int(width / X_TICK_ROOM)))
+    low, high = (x.low, x.high) if panel.origin is None else (panel.origin + x.low, panel.origin + x.high)
+    steps = () if panel.origin is None else MINUTES
+    for tick in ticks(low, high, most, steps):
+        share = x.of(tick - (panel.origin or 0.0))
+        said = _said(tick, high - low) if panel.origin is None else _clock(tick, high - low)
+        found.append(
+            f"<text class=x data-at={share:.4f} x={LEFT + share * width:.1f} y={bottom + 16:.1f}>{said}</text>"
+        )
+    found.append(f'<path class=axis d="M{LEFT:g},{bottom:.1f}h{width:g}" />')
+    found.append(f"<text class=title x={LEFT + width / 2:.1f} y={bottom + 32:.1f}>{html.escape(panel.across)}</text>")
+    middle = TOP + height / 2
+    turned = f'transform="rotate(-90 12 {middle:.1f})"'
+    found.append(f"<text class=title x=12 y={middle:.1f} {turned}>{html.escape(panel.unit)}</text>")
+    return "".join(found)
+
+
+def _legend(panel: Panel) -> str:
+    if panel.title and len(panel.curves) == 1:
+        return ""
+    names = "".join(
+        f'<span><i style="background:{curve.colour}"></i>{html.escape(curve.name)}</span>' for curve in panel.curves
+    )
+    return f"<div class=legend>{names}</div>"
+
+
+def _told(panel: Panel, x: _Frame) -> str:
+    """Figures for the script, as the value of an attribute."""
+    curves = [
+        {
+            **{"name": curve.name, "colour": curve.colour, "notes": list(curve.notes)},
+            **{"x": [_few(x) for x in curve.x], "y": [_few(y, 4) for y in curve.y]},
+        }
+        for curve in panel.curves
+    ]
+    told = {"x": [x.low, x.high], "across": panel.across, "origin": panel.origin, "shares": panel.shares}
+    return html.escape(json.dumps(told | {"curves": curves}, separators=(",", ":"), allow_nan=False))
+
+
+def _few(value: float, digits: int = 8) -> float | int:
+    few = float(f"{_bounded(value):.{digits}g}")
+    return int(few) if few == int(few) and abs(few) < 1e9 else few
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _said(tick: float, span: float) -> str:
+    """A tick with as many digits as distinguish it from its neighbours."""
+    digits = 4 if not tick else math.floor(math.log10(abs(tick))) - math.floor(math.log10(span)) + 3
+    if 1e4 <= abs(tick) < 1e15 and digits <= 4:
+        return count(tick)
+    return f"{tick:.{min(9, max(4, digits))}g}"
+
+
+def _clock(wall: float, span: float) -> str:
+    words = "%m-%d %H:%M" if span > 86400 else "%H:%M:%S" if span < 600 else "%H:%M"
+    return datetime.fromtimestamp(wall, UTC).strftime(words)

@@ -1,0 +1,219 @@
+"""A group of samples/ as text for people: its prompt, then each response or conversation with its score. Pure.
+
+Every view of samples draws these lines: ``asyncrl-top --samples``, the samples screen of asyncrl-top, and
+``asyncrl-launch --dry-run --generate``.
+
+Invariant: a line is printable and holds no newline. Each text, the number of responses and messages, a group and a
+page are bounded, and a line says how much is left out. It never fails: a message that does not have the form of
+OpenAI's chat completions is shown as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from asyncrl.core.printable import printable
+from asyncrl.observe.samples import SampleGroup, SampleTrajectory
+
+SampleStyle = Literal["group", "heading", "role", "text", "note"]
+LONGEST_TEXT = 4000
+"""Characters of one text that are shown: its beginning and its end."""
+LONGEST_NAME = 60
+MOST_RESPONSES = 16
+LONGEST_GROUP = 100_000
+"""Characters after which no further response of a group is shown."""
+LONGEST_PAGE = 400_000
+"""Characters after which no further group of a page is shown."""
+MOST_MESSAGES = 60
+"""Messages of a conversation that are shown: the first and the last ones."""
+MOST_COMPONENTS = 12
+INDENT = 2
+TAB = 4
+
+
+class SampleLine(NamedTuple):
+    """A line, to be indented by so many blanks; a narrow view wraps it."""
+
+    text: str
+    style: SampleStyle = "text"
+    indent: int = 0
+
+
+def sample_lines(group: SampleGroup) -> list[SampleLine]:
+    """The lines of a group."""
+    trajectories = group.trajectories
+    lines = [SampleLine(title_of(group), "group")]
+    shared = _shared_messages(trajectories)
+    if shared:
+        lines += _conversation(trajectories[0].messages[:shared], 0)
+    else:
+        lines += [SampleLine("prompt", "role"), *_text(group.prompt, INDENT)]
+    shown = 0
+    for number, trajectory in enumerate(trajectories[:MOST_RESPONSES], 1):
+        if sum(len(line.text) for line in lines) > LONGEST_GROUP:
+            break
+        shown = number
+        lines += [SampleLine(""), SampleLine(_score(trajectory, number, len(trajectories)), "heading")]
+        if trajectory.messages:
+            lines += _conversation(trajectory.messages[shared:], INDENT)
+        else:
+            lines += _text(trajectory.text, INDENT)
+    if (more := len(trajectories) - shown) > 0:
+        lines += [SampleLine(""), SampleLine(f"[{more} more responses are not shown]", "note")]
+    return lines
+
+
+def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
+    """The groups one below the other, as indented text."""
+    page: list[str] = []
+    size = 0
+    for number, group in enumerate(groups):
+        lines = sample_lines(group)
+        size += sum(len(line.text) + line.indent for line in lines)
+        if page and size > LONGEST_PAGE:
+            return [*page, f"[{len(groups) - number} more groups are not shown]"]
+        page += [
+            f"== {line.text} ==" if line.style == "group" else f"{' ' * line.indent}{line.text}".rstrip()
+            for line in lines
+        ]
+        page.append("")
+    return page[:-1]
+
+
+def title_of(group: SampleGroup) -> str:
+    """One line on the whole group: kind, step, version, prompt and rewards."""
+    rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
+    parts = [
+        " ".join(filter(None, (group.kind, _short(group.name)))),
+        f"step {group.step}" if group.step is not None else "",
+        f"version {group.version}" if group.version is not None and group.version >= 0 else "",
+        f"prompt {_short(group.uid)}" if group.uid else "",
+        f"reward {_rewards(rewards)}" if rewards else "",
+        _short(group.reason),
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def _rewards(rewards: Sequence[float]) -> str:
+    mean, low, high = sum(rewards) / len(rewards), min(rewards), max(rewards)
+    return f"{mean:.3g}" if low == high else f"{mean:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _score(trajectory: SampleTrajectory, number: int, count: int) -> str:
+    """Reward with its components, end and length of a response."""
+    shown = list(trajectory.components.items())[:MOST_COMPONENTS]
+    components = [f"{_short(name)} {_number(value)}" for name, value in shown]
+    if (more := len(trajectory.components) - len(shown)) > 0:
+        components.append(f"{more} more")
+    reward = f"reward {_number(trajectory.reward)}" + (f" ({', '.join(components)})" if components else "")
+    parts = [
+        f"response {number} of {count}" if count > 1 else "response",
+        reward,
+        _short(trajectory.finish_reason),
+        f"{trajectory.length} tokens" if trajectory.length is not None else "",
+        f"{trajectory.turns} turns" if trajectory.turns else "",
+    ]
+    return "  ".join(filter(None, parts))
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"
+
+
+# --- conversations ---
+
+
+def _shared_messages(trajectories: Sequence[SampleTrajectory]) -> int:
+    """Number of messages that all conversations begin with; 0 where a response is not a conversation."""
+    conversations = [trajectory.messages for trajectory in trajectories]
+    # With several it ends before the first answer of any.
+    shortest = min((len(each) for each in conversations), default=0)
+    for at in range(shortest):
+        first = conversations[0][at]
+        if _role(first) == "assistant" or any(each[at] != first for each in conversations):
+            return at
+    return shortest
+
+
+def _conversation(messages: Sequence[Any], indent: int) -> list[SampleLine]:
+    half = MOST_MESSAGES // 2
+    left_out = len(messages) - MOST_MESSAGES
+    if left_out <= 0:
+        return [line for message in messages for line in _message(message, indent)]
+    note = SampleLine(f"[{left_out} messages are left out]", "note", indent)
+    return [*_conversation(messages[:half], indent), note, *_conversation(messages[-half:], indent)]
+
+
+def _message(message: Any, indent: int) -> list[SampleLine]:
+    if not isinstance(message, Mapping):
+        return _text(_json(message), indent)
+    name = message.get("name") or message.get("tool_call_id")
+    heading = _role(message) + (f" {_short(name)}" if isinstance(name, str) else "")
+    lines, inner = [SampleLine(heading, "role", indent)], indent + INDENT
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        lines += [SampleLine("reasoning", "note", inner), *_text(_content(reasoning), inner + INDENT)]
+    if message.get("content") not in (None, ""):
+        lines += _text(_content(message["content"]), inner)
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        lines += _call(call, inner)
+    return lines
+
+
+def _role(message: Any) -> str:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    return _short(role) if isinstance(role, str) else "message"
+
+
+def _content(content: Any) -> str:
+    """The text of a message: as it stands, or of its parts, a line each; a part that is no text as JSON."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    found = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts]
+    return "\n".join(part if isinstance(part, str) else _json(part) for part in found)
+
+
+def _call(call: Any, indent: int) -> list[SampleLine]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return _text(f"calls {_json(call)}", indent)
+    arguments = function.get("arguments")
+    text = arguments if isinstance(arguments, str) else _json(arguments)
+    return [SampleLine(f"calls {_short(str(function.get('name')))}", "note", indent), *_text(text, indent + INDENT)]
+
+
+def _json(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        return repr(value)
+
+
+# --- text ---
+
+
+def _short(text: str) -> str:
+    """A name in one line."""
+    shown = printable(text[: LONGEST_NAME + 1])
+    return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 3]}..."
+
+
+def _text(text: str, indent: int) -> list[SampleLine]:
+    """The lines of a text: its beginning and its end, with a note of what is left out between them."""
+    left_out = len(text) - LONGEST_TEXT
+    if left_out <= 0:
+        return _lines(text, indent)
+    half = LONGEST_TEXT // 2
+    note = SampleLine(f"[{left_out} characters are left out]", "note", indent)
+    return [*_lines(text[:half], indent), note, *_lines(text[-half:], indent)]
+
+
+def _lines(text: str, indent: int) -> list[SampleLine]:
+    if not text.strip("\n"):
+        return [SampleLine("[empty]" if not text else f"[{len(text)} newlines]", "note", indent)]
+    return [SampleLine(printable(line.expandtabs(TAB)), "text", indent) for line in text.removesuffix("\n").split("\n")]

@@ -1,0 +1,154 @@
+"""The actor of the sinks: asks the controller for metrics and hands them to the thread of each sink.
+
+Invariant: at most one request is open, and the actor waits for no sink. When the run drains, it takes the last lines,
+and the sinks have ``FLUSH_S`` to write what they hold. If a sink fails, its thread opens it again and the user gets a
+notice; the actor does not fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.core.errors import WireError
+from asyncrl.messages.monitor import Metrics, WatchMetrics
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.observe.sinks.entries import Line
+from asyncrl.observe.sinks.prometheus import PrometheusSink
+from asyncrl.observe.sinks.sink_thread import Sink, SinkThread
+from asyncrl.observe.sinks.tensorboard import TensorBoardSink
+from asyncrl.observe.sinks.wandb import WandbSink
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.calls.retry import wait_out
+
+NICENESS = 10
+"""Niceness of the process: training comes first."""
+LOOK_S = 1.0
+"""Seconds between two checks of the sinks."""
+LAST_LINES_S = 1.0
+"""Longest wait of a draining actor for the last lines (s)."""
+FLUSH_S = 4.0
+"""Longest wait for the sinks to write what they hold, at the end (s)."""
+
+
+class Sinks(Actor):
+    """The actor of the sinks; see the module."""
+
+    role = "sinks"
+
+    def __init__(self, context: ActorContext) -> None:
+        super().__init__(context)
+        self._threads: list[SinkThread] = []
+        self._reported: dict[str, tuple[int, str]] = {}
+        """Failures and address of each sink in the last report."""
+        self._snapshots = msgspec.msgpack.Decoder(Snapshot)
+        self._temporary = ""
+
+    async def setup(self) -> None:
+        """Start the thread of each sink, which opens it."""
+        # Up to NICENESS and not by it: os.nice adds to what the process has been given.
+        os.nice(max(0, NICENESS - os.nice(0)))
+        self._temporary = await asyncio.to_thread(_own_temporary_files, self.context.credentials.run_id)
+        self._threads = [SinkThread(sink) for sink in self._sinks()]
+        for thread in self._threads:
+            thread.start()
+
+    def _sinks(self) -> list[Sink]:
+        """Sinks that are configured. Each imports its library when it is opened."""
+        wanted, run_dir = self.config.sinks, self.context.run_dir.absolute()
+        sinks: list[Sink] = []
+        if wanted.tensorboard:
+            sinks.append(TensorBoardSink(run_dir))
+        if wanted.wandb.mode != "off":
+            sinks.append(WandbSink(run_dir, wanted.wandb, self.config.model_dump(mode="json")))
+        if wanted.prometheus.enabled:
+            host = wanted.prometheus.host or self.context.host
+            sinks.append(PrometheusSink(run_dir, host, wanted.prometheus.port))
+        return sinks
+
+    async def run(self) -> None:
+        """Take metrics until the last, and let the sinks write them."""
+        self.tasks.create_task(self._look_at_sinks())
+        taking = self.tasks.create_task(self._take())
+        await self.drained()
+        await asyncio.wait({taking}, timeout=LAST_LINES_S)
+        await self._flush()
+
+    async def close(self) -> None:
+        """Remove the temporary files of libraries."""
+        for thread in self._threads:
+            thread.end()
+        if self._temporary:
+            await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
+
+    async def _take(self) -> None:
+        seen = WatchMetrics()
+        while True:
+            try:
+                found: Metrics = await self.peer(CONTROLLER).call(seen)
+            except WireError as error:
+                await wait_out(self.log, "controller", error)
+                continue
+            seen = WatchMetrics(line=found.line, snapshot_number=found.snapshot_number)
+            records: list[Line | Snapshot] = [*found.lines]
+            if found.snapshot:
+                # First: the next line of a step takes it along.
+                records.insert(0, self._snapshots.decode(found.snapshot))
+            for record in records:
+                for thread in self._threads:
+                    thread.put(record)
+            self.progress()
+            if found.last:
+                return
+
+    async def _flush(self) -> None:
+        until = time.monotonic() + FLUSH_S
+        # All end at once: they share the time.
+        for thread in self._threads:
+            thread.end()
+        for thread in self._threads:
+            if not await asyncio.to_thread(thread.join, max(0.0, until - time.monotonic())):
+                thread.fail(f"it did not write what it holds within {FLUSH_S:g} s")
+        self._report_sinks()
+
+    async def _look_at_sinks(self) -> None:
+        while True:
+            self._report_sinks()
+            await asyncio.sleep(LOOK_S)
+
+    def _report_sinks(self) -> None:
+        """Report failures to the user, and addresses to the log."""
+        for thread in self._threads:
+            failures, address = self._reported.get(thread.name, (0, ""))
+            if thread.failures > failures:
+                text = f"the sink {thread.name} has failed: {thread.trouble}"
+                meanwhile = "The run continues without it, and it is tried again"
+                self.notify(f"sink {thread.name}", text, count=thread.failures, meanwhile=meanwhile)
+            if thread.address and thread.address != address:
+                self.log.info("sink is ready", sink=thread.name, address=thread.address)
+            self._reported[thread.name] = thread.failures, thread.address
+
+    def figures(self) -> dict[str, float]:
+        """Counts of lines and records that the sinks did not take."""
+        return super().figures() | {
+            "sinks/dropped": sum(thread.dropped for thread in self._threads),
+            "sinks/lost": sum(thread.lost for thread in self._threads),
+        }
+
+
+def _own_temporary_files(run_id: str) -> str:
+    """Make a folder for the temporary files of this process, and remove those of earlier processes.
+
+    Libraries remove their files at the regular end of a process, and an actor has none.
+    """
+    prefix = f"asyncrl-sinks-{run_id}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    made = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=prefix)
+    return made

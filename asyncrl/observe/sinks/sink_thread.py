@@ -1,0 +1,158 @@
+"""The thread and the queue of one sink: a sink that blocks or fails does not delay the others.
+
+The thread opens the sink, writes each record and closes it. If the sink raises, the record is lost and counted. The
+thread then closes it and opens it again after a pause that grows with each failure. Lines beyond the queue's room are
+dropped and counted. Only the newest snapshot waits, because snapshots are large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from typing import ClassVar, Protocol
+
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.observe.metrics_line import room_for
+from asyncrl.observe.sinks.entries import Line
+from asyncrl.rpc.lifecycle.backoff import backoff
+
+ROOM = 4000
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+TROUBLE_CHARACTERS = 500
+SECRETS = ("WANDB_API_KEY",)
+"""Environment variables whose values no error shows."""
+
+
+class Sink(Protocol):
+    """A sink, called from one thread. Any exception is a failure of this sink alone."""
+
+    name: ClassVar[str]
+    address: str
+    """Where its output is; empty while there is none."""
+
+    def open(self) -> None:
+        """Prepare to write; called again after each failure."""
+
+    def write(self, record: Line | Snapshot) -> None:
+        """Write one record."""
+
+    def close(self) -> None:
+        """Write what is held, and release all resources."""
+
+
+class SinkThread:
+    """Runs one sink."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._lines: deque[Line] = deque()
+        self._snapshot: Snapshot | None = None
+        self._news = threading.Condition()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink {sink.name}", daemon=True)
+        self.name = sink.name
+        self.dropped = 0
+        self.lost = 0
+        self.failures = 0
+        self.trouble = ""
+        """Reason of the present failure; empty if it works."""
+
+    @property
+    def address(self) -> str:
+        """Where the sink's output is."""
+        return self._sink.address
+
+    def start(self) -> None:
+        """Start the thread, which opens the sink."""
+        self._thread.start()
+
+    def put(self, record: Line | Snapshot) -> None:
+        """Queue a record, or drop it; never waits."""
+        with self._news:
+            if isinstance(record, Snapshot):
+                self._snapshot = record
+            elif len(self._lines) >= room_for(record, ROOM):
+                self.dropped += 1
+            else:
+                self._lines.append(record)
+            self._news.notify()
+
+    def end(self) -> None:
+        """Close the sink once it has written what is queued: nothing more will come."""
+        self._ending.set()
+        with self._news:
+            self._news.notify()
+
+    def join(self, timeout: float) -> bool:
+        """Whether the sink is closed within ``timeout``."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def fail(self, trouble: str) -> None:
+        """Count a failure."""
+        self.failures, self.trouble = self.failures + 1, trouble
+
+    def _run(self) -> None:
+        is_open, failures, takes_lines = False, 0, True
+        while True:
+            record: Line | Snapshot | None = None
+            try:
+                if not is_open:
+                    self._sink.open()
+                    is_open = True
+                record = self._next()
+                if record is None:
+                    break
+                self._sink.write(record)
+            # Libraries end a thread with SystemExit.
+            except (Exception, SystemExit) as error:
+                self.lost += record is not None
+                # After a failed write only a written line shows that lines work again.
+                takes_lines = takes_lines and record is None
+                self.fail(describe(error))
+                self._close_quietly()
+                is_open, failures = False, failures + 1
+                pause_s = backoff(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
+                if self._ending.wait(pause_s) and failures > 1:
+                    # At the end there is no time to recover.
+                    self._give_up()
+                    return
+            else:
+                # A snapshot is only held in memory, also on a full disk.
+                takes_lines = takes_lines or not isinstance(record, Snapshot)
+                if takes_lines:
+                    failures, self.trouble = 0, ""
+        try:
+            self._sink.close()
+        except (Exception, SystemExit) as error:
+            self.fail(describe(error))
+
+    def _next(self) -> Line | Snapshot | None:
+        """Wait for the next record; None at the end."""
+        with self._news:
+            self._news.wait_for(lambda: self._snapshot or self._lines or self._ending.is_set())
+            if self._snapshot is not None:
+                snapshot, self._snapshot = self._snapshot, None
+                return snapshot
+            return self._lines.popleft() if self._lines else None
+
+    def _give_up(self) -> None:
+        with self._news:
+            self.lost += len(self._lines)
+            self._lines.clear()
+
+    def _close_quietly(self) -> None:
+        # The failure before this one is the one to report.
+        with contextlib.suppress(Exception, SystemExit):
+            self._sink.close()
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line, without secrets."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    for name in SECRETS:
+        if secret := os.environ.get(name):
+            text = text.replace(secret, "***")
+    return text[:TROUBLE_CHARACTERS]

@@ -1,0 +1,111 @@
+"""Changes between two snapshots: rates of counters, shares of states. Pure.
+
+The metrics of an actor are as old as its last heartbeat, so a rate divides by the time between two heartbeats.
+Invariant: an unknown rate or share is missing, never 0. Rates are unknown without a value, without a heartbeat between
+the snapshots, and after a restart of the actor. Shares are unknown without the resource's earlier times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from asyncrl.messages.snapshot import ActorView, Histogram, Resource, Snapshot
+
+Shares = dict[str, float]
+"""Shares by state, 0 to 1; they add up to 1."""
+
+
+class Interval:
+    """Two snapshots of one run. Without an older one there are no rates, and shares cover whole lives."""
+
+    def __init__(self, older: Snapshot | None, newer: Snapshot) -> None:
+        # By age: a wall clock may be set.
+        self.seconds = 0.0 if older is None else max(0.0, newer.run.age_s - older.run.age_s)
+        self._older = {} if older is None else {actor.name: actor for actor in older.actors}
+
+    def before(self, actor: ActorView) -> ActorView | None:
+        """The same process in the older snapshot, if that has it."""
+        found = self._older.get(actor.name)
+        return found if found is not None and found.incarnation == actor.incarnation else None
+
+    def rate(self, actor: ActorView, name: str) -> float | None:
+        """Increase of a counter a second, between the heartbeats that the two snapshots know of."""
+        value, before = actor.metrics.get(name), self.before(actor)
+        if value is None or before is None:
+            return None
+        seconds = self.seconds - actor.heard_s + before.heard_s
+        return max(0.0, value - before.metrics.get(name, 0.0)) / seconds if seconds > 0.1 else None
+
+    def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
+        """Seconds that a resource spent in each state in the interval, or since its start.
+
+        A resource that is older than the interval, but missing in the older snapshot, was starting at first. If its
+        seconds exceed the interval even so, nothing is returned.
+        """
+        before = self.before(actor)
+        earlier: Mapping[str, float] = {}
+        if before is not None:
+            earlier = next((each.spent for each in before.resources if each.name == resource.name), {})
+        spent = resource.spent
+        # A resource that was replaced inside its actor begins at 0.
+        if sum(spent.values()) < sum(earlier.values()) - 1e-6:
+            earlier = {}
+        if not earlier and 0.0 < self.seconds < (age := sum(spent.values())):
+            left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
+            cut = {**spent, "starting": left}
+            # Up to rounding.
+            return _spent(cut) if sum(cut.values()) <= self.seconds + 1e-6 else {}
+        return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
+
+    def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
+        """Shares of states over all the time of these resources; empty when no time has passed."""
+        sums: dict[str, float] = {}
+        for actor, resource in resources:
+            for state, seconds in self.seconds_by_state(actor, resource).items():
+                sums[state] = sums.get(state, 0.0) + seconds
+        whole = sum(sums.values())
+        return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
+
+    def histogram(self, actor: ActorView, name: str) -> Histogram | None:
+        """Values that a histogram took in the interval."""
+        after, before = actor.histograms.get(name), self.before(actor)
+        if after is None:
+            return None
+        earlier = before.histograms.get(name) if before is not None else None
+        if earlier is None or len(earlier.counts) != len(after.counts):
+            return after
+        counts = [max(0, new - old) for new, old in zip(after.counts, earlier.counts, strict=True)]
+        return Histogram(counts, max(0.0, after.sum - earlier.sum))
+
+
+def _spent(seconds: dict[str, float]) -> dict[str, float]:
+    return {state: each for state, each in seconds.items() if each > 1e-9}
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """Sum of the known values, if any."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Mean of the known values, if any."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
+    """The mean over time of a level, from (time, level) in order of time; None if no level is known."""
+    known = [(at, level) for at, level in moments if level is not None]
+    whole = known[-1][0] - known[0][0] if known else 0.0
+    if whole <= 0.0:
+        return mean(level for _, level in known)
+    return sum((later - at) * (level + then) / 2 for (at, level), (later, then) in pairwise(known)) / whole
+
+
+def median(values: Iterable[float | None]) -> float | None:
+    """Median of the known values, if any."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,200 @@
+"""The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
+
+A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack, compressed with
+Zstandard. If all segments exceed ``most_bytes``, two neighbours become one with every second of their snapshots: the
+densest ones first, and of these the oldest. So the recording covers a run of any length, its past more coarsely.
+Invariant: a segment with a torn end gives every snapshot before it. Raises OSError if a write fails; the reader skips
+unreadable parts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+
+import msgpack
+import msgspec
+import zstandard
+
+from asyncrl.core.files import append_whole, replace_file
+from asyncrl.messages.snapshot import SCHEMA, Snapshot
+from asyncrl.observe.snapshots.snapshot_codec import decode_snapshot
+
+FOLDER = "monitor"
+LARGEST_SNAPSHOT_BYTES = 1 << 28
+SEGMENTS = 16
+"""Approximate number of segments."""
+LOOK_BACK = 8
+"""Segments, and snapshots in each, that are searched for a readable one."""
+LEVEL = 3
+"""Level of the compression by Zstandard."""
+_NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RecordingFile:
+    """A file of the recording; in order of time."""
+
+    attempt: int
+    number: int
+    path: Path
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Paths in the folder, in order of name; empty without the folder. Raises OSError."""
+    try:
+        # A glob returns nothing for a folder without permission.
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def segments(run_dir: Path) -> list[RecordingFile]:
+    """Segments of a run, in order of time. Raises OSError."""
+    named = [(_NAME.fullmatch(path.name), path) for path in entries_of(run_dir / FOLDER)]
+    return sorted(RecordingFile(int(match[1]), int(match[2]), path) for match, path in named if match)
+
+
+class Recorder:
+    """Writes the snapshots of one controller. Blocks; to be used by one thread at a time."""
+
+    def __init__(self, run_dir: Path, attempt: int, most_bytes: int) -> None:
+        self._folder = run_dir / FOLDER
+        self._run_dir, self._attempt, self._most_bytes = run_dir, attempt, most_bytes
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+        self._packer = msgpack.Packer()
+        self._path: Path | None = None
+        self._size = 0
+        self._sizes: dict[Path, int] = {}
+        """Sizes of the segments that are complete (bytes)."""
+        self._strides: dict[Path, float] = {}
+
+    @property
+    def size(self) -> int:
+        """Size of all segments (bytes)."""
+        return self._size + sum(self._sizes.values())
+
+    def record(self, wall: float, snapshot: bytes) -> None:
+        """Append a snapshot in MessagePack. Raises OSError; the recording then lacks this one."""
+        if self._path is None:
+            self._begin()
+        assert self._path is not None
+        body = self._packer.pack([wall, self._compressor.compress(snapshot)])
+        _append(self._path, body)
+        self._size += len(body)
+        if self._size > self._most_bytes // SEGMENTS:
+            self._sizes[self._path] = self._size
+            self._path, self._size = None, 0
+            self._thin()
+
+    def _begin(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        known = segments(self._run_dir)
+        self._sizes = {segment.path: segment.path.stat().st_size for segment in known}
+        number = max((segment.number for segment in known if segment.attempt == self._attempt), default=-1) + 1
+        self._path = self._folder / f"snapshots-{self._attempt:03}-{number:06}.msgpack"
+        self._path.touch(exist_ok=False)
+        self._size = 0
+
+    def _thin(self) -> None:
+        """Make one segment of two, with every second snapshot, until there is room."""
+        while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 2:
+            paths = sorted(self._sizes)
+            # The newest keeps all of its snapshots.
+            pairs = pairwise(paths[:-1])
+            first, second = min(pairs, key=lambda pair: self._stride(pair[0]) + self._stride(pair[1]))
+            entries = [entry for path in (first, second) for entry in _entries(path)]
+            replace_file(first, b"".join(self._packer.pack([wall, body]) for wall, body in entries[::2]))
+            # Last: if the writer dies before, some snapshots are there twice, and none is lost.
+            second.unlink()
+            for path in (first, second):
+                self._strides.pop(path, None)
+                del self._sizes[path]
+            self._sizes[first] = first.stat().st_size
+
+    def _stride(self, path: Path) -> float:
+        """Seconds from one snapshot of a segment to the next."""
+        if path not in self._strides:
+            walls = [wall for wall, _ in _entries(path)]
+            # A clock that was set back does not make a segment dense.
+            seconds = sum(abs(later - earlier) for earlier, later in pairwise(walls))
+            self._strides[path] = seconds / (len(walls) - 1) if len(walls) > 1 else 0.0
+        return self._strides[path]
+
+
+def _append(path: Path, body: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        append_whole(descriptor, body)
+    finally:
+        os.close(descriptor)
+
+
+def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
+    """(wall, encoded snapshot for ``decode``), segment after segment."""
+    seen: set[float] = set()
+    for segment in segments(run_dir):
+        for wall, body in _entries(segment.path):
+            # A writer that died while it thinned may have left some snapshots twice.
+            if wall not in seen:
+                seen.add(wall)
+                yield wall, body
+
+
+def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
+    """Entries as in ``read_bodies``, from the segments that hold the last ``seconds``; older segments are not read."""
+    parts: list[list[tuple[float, bytes]]] = []
+    newest = -math.inf
+    for segment in reversed(segments(run_dir)):
+        parts.append(list(_entries(segment.path)))
+        newest = max([newest, *(wall for wall, _ in parts[-1])])
+        if parts[-1] and parts[-1][0][0] < newest - seconds:
+            break
+    # If a dead writer left a snapshot twice, the later place counts.
+    backwards = dict(chain.from_iterable(map(reversed, parts)))
+    return list(backwards.items())[::-1]
+
+
+def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
+    """The newest readable snapshot of an attempt, in the newest segments; else None."""
+    own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
+    for segment in reversed(own[-LOOK_BACK:]):
+        for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):
+            if (snapshot := decode(body)) is not None:
+                return snapshot
+    return None
+
+
+def decode(body: bytes) -> Snapshot | None:
+    """A recorded snapshot; None if it is damaged or of another schema."""
+    try:
+        if zstandard.frame_content_size(body) > LARGEST_SNAPSHOT_BYTES:
+            return None
+        snapshot = decode_snapshot(zstandard.ZstdDecompressor().decompress(body))
+    except (zstandard.ZstdError, msgspec.DecodeError):
+        return None
+    return snapshot if snapshot.schema == SCHEMA else None
+
+
+def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
+    """The entries before the first unreadable byte. Raises PermissionError."""
+    try:
+        with path.open("rb") as file:
+            unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
+            while True:
+                match unpacker.unpack():
+                    case [float() as wall, bytes() as body]:
+                        yield wall, body
+                    case _:
+                        return
+    except PermissionError:
+        raise
+    except (OSError, msgpack.OutOfData, msgpack.UnpackException, ValueError):
+        # The end, a torn entry or damage; or a live writer has removed the segment.
+        return

@@ -1,0 +1,242 @@
+"""Groups of trajectories: the members end, the failure rule decides, the whole group is scored.
+
+``finish_group`` does that for one group: the rollouter calls it for each lease, ``gather_groups`` for the groups of a
+script. ``gather_groups`` yields each group as soon as it is finished, without a barrier over all of them.
+
+Invariant: an error is never a trajectory and never a group. It is counted, and more than ``max_failures`` end the
+gathering with TooManyFailures. Cancellation passes through. When ``gather_groups`` ends, everything that it was given
+has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from asyncrl.core.errors import TooManyFailures
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+MIN_SURVIVORS = 2
+"""Trajectories that a group's baseline needs."""
+
+
+@dataclass(slots=True)
+class TrajectoryGroup(Generic[T]):
+    """The trajectories of one group that came to their end, in the order in which they were given."""
+
+    trajectories: list[T]
+    failures: list[Exception] = field(default_factory=list)
+    """Errors of the trajectories that did not come to their end."""
+    index: int = 0
+    """Place of the group among the given groups."""
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.trajectories)
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+
+Member: TypeAlias = T | Awaitable[T]
+GivenGroup: TypeAlias = Iterable[Member[T]] | Awaitable[Iterable[Member[T]]]
+Kept: TypeAlias = TrajectoryGroup[T] | list[TrajectoryGroup[T]] | None
+
+
+def may_go_on(survivors: int, failures: int, *, needed: int, may_drop: bool) -> bool:
+    """Whether a group is scored without the members that failed."""
+    return not failures or (may_drop and survivors >= needed)
+
+
+class GroupFailed(Exception):
+    """Too few members of a group came to their end. ``failures`` are the errors of the others, in order."""
+
+    def __init__(self, survivors: int, failures: list[Exception]) -> None:
+        self.survivors, self.failures = survivors, failures
+        super().__init__(
+            f"{len(failures)} of {survivors + len(failures)} trajectories failed; the first: {failures[0]}"
+        )
+
+
+async def finish_group(
+    members: Sequence[Callable[[], Awaitable[T]]],
+    then: Callable[[TrajectoryGroup[T]], Awaitable[R]],
+    *,
+    failure: type[Exception],
+    needed: int,
+    may_drop: bool,
+) -> R:
+    """Run all members at once; when the last has ended, call ``then`` with those that did not fail, to score them.
+
+    ``failure`` is the error by which a member fails; any other ends its siblings and comes as ExceptionGroup. Raises
+    GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and the errors of
+    ``then``.
+    """
+
+    async def outcome(member: Callable[[], Awaitable[T]]) -> tuple[list[T], list[Exception]]:
+        try:
+            return [await member()], []
+        except failure as error:
+            return [], [error]
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(outcome(member)) for member in members]
+    outcomes = [task.result() for task in running]
+    finished = [trajectory for done, _ in outcomes for trajectory in done]
+    failures = [error for _, failed in outcomes for error in failed]
+    if not may_go_on(len(finished), len(failures), needed=needed, may_drop=may_drop):
+        raise GroupFailed(len(finished), failures)
+    return await then(TrajectoryGroup(finished, failures))
+
+
+async def gather_groups(
+    groups: Iterable[GivenGroup[T]],
+    *,
+    after_each: Callable[[TrajectoryGroup[T]], Awaitable[Kept[T]] | Kept[T]] | None = None,
+    max_failures: int | float = 0,
+) -> AsyncIterator[TrajectoryGroup[T]]:
+    """Run all groups at once and yield each as soon as it is finished.
+
+    A group is an iterable of trajectories or of awaitables that give them, or an awaitable that gives such an iterable.
+    ``after_each`` is called with each group as soon as it is complete, while others still run. It returns the group to
+    keep it, None to drop it, or a list of groups to split it; it may be async. A failed member is left out of its
+    group. A group with fewer than two members left is lost (with none left, if it had one), and so is a group for which
+    ``after_each`` raises.
+
+    ``max_failures`` is the number of trajectories that may be lost in this way, or below 1 their share of all; a group
+    that is still awaited counts as one trajectory, and ``math.inf`` allows any number. Beyond it TooManyFailures is
+    raised. Cancellation is not counted: it ends the gathering. To leave early, use ``contextlib.aclosing``, or drop the
+    iterator.
+    """
+    is_fraction = 1 < max_failures < math.inf and max_failures != int(max_failures)
+    if math.isnan(max_failures) or max_failures < 0 or is_fraction:
+        raise ValueError(f"max_failures is a count, or a share below 1; got {max_failures}")
+    gathering = _Gathering(list(groups), after_each, max_failures)
+    try:
+        while gathering.running:
+            for group in await gathering.next_finished():
+                yield group
+    finally:
+        await gathering.end()
+
+
+class _Gathering(Generic[T]):
+    """The groups of one call, each in a task of its own."""
+
+    def __init__(
+        self,
+        groups: list[GivenGroup[T]],
+        after_each: Callable[[TrajectoryGroup[T]], Awaitable[Kept[T]] | Kept[T]] | None,
+        max_failures: float,
+    ) -> None:
+        self._given = [group if inspect.isawaitable(group) else list(group) for group in groups]
+        self._after_each = after_each
+        self._max_failures = max_failures
+        self._sizes = [1 if inspect.isawaitable(group) else len(group) for group in self._given]
+        self._lost = 0
+        self._errors: list[Exception] = []
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.running = {asyncio.ensure_future(self._run(index)) for index in range(len(self._given))}
+
+    async def next_finished(self) -> list[TrajectoryGroup[T]]:
+        """The groups that the next tasks to finish leave, after ``after_each``. Raises TooManyFailures."""
+        watched: list[asyncio.Future[Any]] = [*self.running, self._broken]
+        ended, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if self._broken.done():
+            raise TooManyFailures(self._lost, sum(self._sizes), self._errors) from self._errors[0]
+        finished = [task for task in self.running if task in ended]
+        self.running.difference_update(finished)
+        return [group for task in finished for group in task.result()]
+
+    async def end(self) -> None:
+        """Cancel the running tasks and wait for their end; close the coroutines that have not begun."""
+        for task in self.running:
+            task.cancel()
+        if self.running:
+            await asyncio.wait(self.running)
+        for given in self._given:
+            for one in given if isinstance(given, list) else [given]:
+                _drop(one)
+
+    async def _run(self, index: int) -> list[TrajectoryGroup[T]]:
+        given = self._given[index]
+        if not isinstance(given, list):
+            try:
+                given = self._given[index] = list(await given)
+            except Exception as error:
+                self._lose(1, error)
+                return []
+            self._sizes[index] = len(given)
+        try:
+            return await finish_group(
+                [partial(self._member, member) for member in given],
+                partial(self._after, index),
+                failure=_MemberFailed,
+                needed=min(MIN_SURVIVORS, len(given)),
+                may_drop=True,
+            )
+        except GroupFailed as error:
+            # Failed members are counted already.
+            self._lose(error.survivors)
+            return []
+
+    async def _member(self, member: Member[T]) -> T:
+        """The trajectory of a member, whose error is counted the moment it comes."""
+        if not inspect.isawaitable(member):
+            return member
+        try:
+            return await member
+        except Exception as error:
+            self._lose(1, error)
+            raise _MemberFailed from error
+
+    async def _after(self, index: int, group: TrajectoryGroup[T]) -> list[TrajectoryGroup[T]]:
+        group.index, group.failures = index, [_cause(error) for error in group.failures]
+        if self._after_each is None:
+            return [group]
+        # ``after_each`` may change the group that it is given.
+        size = len(group)
+        try:
+            kept = self._after_each(group)
+            if inspect.isawaitable(kept):
+                kept = await kept
+            groups = [] if kept is None else kept if isinstance(kept, list) else [kept]
+            for one in groups:
+                if not isinstance(one, TrajectoryGroup):
+                    raise TypeError(
+                        f"after_each returned {one!r}; a TrajectoryGroup, a list of them or None is expected"
+                    )
+        except Exception as error:
+            self._lose(size, error)
+            return []
+        return groups
+
+    def _lose(self, trajectories: int, *errors: Exception) -> None:
+        self._lost += trajectories
+        self._errors += errors
+        allowed = self._max_failures
+        if self._lost > (allowed * sum(self._sizes) if 0 < allowed < 1 else allowed) and not self._broken.done():
+            self._broken.set_result(None)
+
+
+class _MemberFailed(Exception):
+    """Failure of a member; the cause is the error that the member raised."""
+
+
+def _cause(error: Exception) -> Exception:
+    assert isinstance(error.__cause__, Exception)
+    return error.__cause__
+
+
+def _drop(given: object) -> None:
+    """Close a coroutine, which would warn that it was never awaited; cancel a task."""
+    if inspect.iscoroutine(given):
+        given.close()
+    elif isinstance(given, asyncio.Future):
+        given.cancel()

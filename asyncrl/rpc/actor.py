@@ -1,0 +1,497 @@
+"""The base of every actor.
+
+An actor binds one server, knows its peers by name, and passes through setup → run → close. Its background tasks belong
+to one TaskGroup: when one fails, the actor fails, reports the reason to the controller, and ends. It ends in good order
+when the controller drains its role. Everything here runs on one event loop; work that blocks goes to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from asyncrl.config import Config
+from asyncrl.core.errors import AsyncRLError, WireError
+from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
+from asyncrl.messages.hosts import Members
+from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
+from asyncrl.observe.logging import get_logger, lost_lines
+from asyncrl.observe.states import Kind, StateLedger
+from asyncrl.observe.trace import STATES, Trace, spans_kept
+from asyncrl.rpc.awaits import Awaits, longest_waits
+from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.handlers import Caller, handler
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.calls.server import CallServer
+from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.controller_session import REPORT_S, ControllerSession
+from asyncrl.rpc.heartbeat_delta import EventQueue, HeartbeatDelta
+from asyncrl.rpc.lifecycle.roster import CONTROLLER, Roster
+from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS
+from asyncrl.rpc.notices import NoticeQueue
+from asyncrl.rpc.services import ActorServices
+from asyncrl.rpc.vitals import Vitals, VitalSigns
+from asyncrl.rpc.wire.codec import encodable
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.transport import Transport
+
+__all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorContext:
+    """The things that an actor is given at its birth."""
+
+    config: Config
+    name: str
+    incarnation: int
+    run_dir: Path
+    transport: Transport
+    credentials: Credentials
+    controller: str | None
+    """Address of the controller; None for the controller itself."""
+    attempt: int = 0
+    is_optional: bool = False
+    """Whether the run continues without any actor of its role: no failure of it ends the run."""
+    clock: Clock = field(default_factory=Clock)
+    born: float | None = None
+    """Time at which its process was spawned, on ``clock``; None for now."""
+    bind_host: str = ""
+    """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
+    address: str = ""
+    """Address of its predecessor's server, for one that is to be found there again; empty if that is not known."""
+
+    @property
+    def host(self) -> str:
+        """The address that this actor binds."""
+        return self.bind_host or self.config.network.host
+
+    @property
+    def index(self) -> int:
+        """The number in ROLE/INDEX."""
+        return int(self.name.partition("/")[2])
+
+
+class Actor:
+    """The base of every actor; see the module."""
+
+    role: ClassVar[str]
+    is_restarted: ClassVar[bool] = True
+    """Whether it is one of those that a node agent starts again, and no agent itself."""
+    kind: ClassVar[Kind] = "actor"
+    """Kind of the states that it has: those of its one serial resource, if it has one."""
+
+    def __init__(self, context: ActorContext) -> None:
+        self.context = context
+        self.config = context.config
+        self.name = context.name
+        self.clock = context.clock
+        self.log = get_logger(context.name)
+        self.trace = Trace(
+            self.clock.now,
+            self.clock.wall,
+            window_s=self.config.trace.window_s,
+            kept=spans_kept(len(self.config.actors)),
+        )
+        """Timeline of what it did."""
+        self.states = StateLedger(self.clock.now, self.kind, born=context.born)
+        self._follow_states(self.states)
+        self.awaits = Awaits(self.clock.now)
+        self.address = ""
+        """Address at which its server is bound, once it is."""
+        self.facts: dict[str, Any] = {}
+        """Facts that are registered with the address; set in setup."""
+        self.ready = False
+        self.dead: dict[str, int] = {}
+        """Newest incarnation of each other actor that is known to be dead."""
+        self.tasks: asyncio.TaskGroup
+        self.run_state = RunState(number=-1, phase="starting")
+        """State of the run, as last received from the controller."""
+        self.roster = Roster(self.config.actors, context.credentials, context.transport)
+        self._drained = asyncio.Event()
+        self._peers: dict[str, Peer] = {}
+        self._server: CallServer | None = None
+        self._fenced: dict[str, int] = {}
+        """Incarnations as in ``dead``, by the word of the controller."""
+        self._progress = 0
+        self._notices = NoticeQueue()
+        self._noticed = asyncio.Event()
+        self._controller_session = ControllerSession(self, self._notices, self._noticed)
+        self._endpoint = Endpoint(
+            name=context.name,
+            incarnation=context.incarnation,
+            credentials=context.credentials,
+            transport=context.transport,
+            call_timeout_s=self.config.network.call_timeout_s,
+            max_message_bytes=self.config.network.max_message_bytes,
+            resolve=self._resolve,
+            spawn=self._spawn,
+        )
+        self.counters = self._endpoint.counters
+        """Counters and gauges by their names; see telemetry/catalogue.py."""
+        self.histograms = self._endpoint.histograms
+        self.events = EventQueue(self.clock.wall)
+        """Warnings and errors that the controller is to hear of."""
+        self.heartbeat_delta = HeartbeatDelta()
+        """Facts of this actor that the controller has heard."""
+        self._vitals: VitalSigns | None = None
+        self.services = ActorServices(
+            name=self.name,
+            clock=self.clock,
+            log=self.log,
+            counters=self.counters,
+            histograms=self.histograms,
+            awaits=self.awaits,
+            states=self.states,
+            notify=self.notify,
+            progress=self.progress,
+        )
+        """Services that its parts share."""
+
+    # --- methods to override ---
+
+    async def setup(self) -> None:
+        """Become able to serve. The actor is not ready, and no handler of it is called, before this returns."""
+
+    async def run(self) -> None:
+        """Work until the actor is drained."""
+        await self.drained()
+
+    async def close(self) -> None:
+        """Give back what is held; called at every end of the actor."""
+
+    def peer_died(self, name: str, incarnation: int) -> None:
+        """This incarnation of an actor, or an older one that was met, is dead; called once for each.
+
+        A newer one has said HELLO, or the controller knows of its end or of the loss of its host.
+        """
+
+    def preempted(self) -> None:
+        """Handle the preemption of the run: begin nothing new, and bring results to the learner's checkpoint.
+
+        Called once, from the event loop, after ``setup``.
+        """
+
+    def asked_to_leave(self, within_s: float) -> None:
+        """Leave the run, which continues. The actor may finish its work within that time.
+
+        Called once, from the event loop, after ``setup``, which is given up otherwise.
+        """
+        self.begin_drain()
+
+    # --- methods to use ---
+
+    @property
+    def param_version(self) -> int:
+        """The newest weights this actor knows of; goes into every header."""
+        return self._endpoint.param_version
+
+    @param_version.setter
+    def param_version(self, version: int) -> None:
+        self._endpoint.param_version = version
+
+    def peer(self, name: str) -> Peer:
+        """The connection to another actor, made at the first use."""
+        found = self._peers.get(name)
+        if found is None:
+            record = None
+            if name == CONTROLLER and self.context.controller is not None:
+                record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
+            found = self._peers[name] = Peer(self._endpoint, name, record)
+            # The word of its death came before this connection: that incarnation is not believed here either.
+            if name in self._fenced:
+                found.adopt(self._fenced[name] + 1)
+        return found
+
+    def progress(self) -> None:
+        """Count a useful event: no heartbeat is left out while such events come."""
+        self._progress += 1
+
+    def notify(
+        self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
+    ) -> None:
+        """Show ``text`` to the user, at once and in the summary of the run: what, where, what to do.
+
+        A later notice with the same ``key`` replaces it; ``count`` says how often it has happened, ``of`` what these
+        are a part of, as in "279 calls". ``meanwhile`` are sentences that hold during the run only, and are not in the
+        summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key or the end of
+        this incarnation. To be called in the thread of the event loop.
+        """
+        if self._notices.add(key, text, count, meanwhile, waits_for, of):
+            self.log.warning(text, notice=key)
+        self._noticed.set()
+
+    async def publish_facts(self) -> None:
+        """Publish ``facts`` before this actor can be called; for setup."""
+        await self._controller_session.register(address="")
+
+    def begin_drain(self) -> None:
+        """End in good order."""
+        self._drained.set()
+
+    async def drained(self) -> None:
+        """Wait until this actor is to end."""
+        await self._drained.wait()
+
+    @property
+    def draining(self) -> bool:
+        """Whether this actor is to end."""
+        return self._drained.is_set()
+
+    def heartbeat(self, beat: int) -> Heartbeat:
+        """The heartbeat of this actor as of now; called from any thread."""
+        awaits = self._all_awaits()
+        state, awaiting, state_s = self.states.present()
+        if not self.ready:
+            state, state_s = "starting", self.states.age()
+        vitals = self._vitals.take() if self._vitals is not None else Vitals()
+        with contextlib.suppress(RuntimeError):
+            # Something changes while it is counted: the next heartbeat has it.
+            self.counters.update(self.figures())
+        return Heartbeat(
+            beat=beat,
+            state=state,
+            awaiting=awaiting,
+            state_s=state_s,
+            loop_lag_s=vitals.loop_lag_s,
+            awaits=awaits,
+            counters=dict(self.counters),
+            histograms=self.histograms.taken(),
+            resources=self.resources(),
+            loop_busy=vitals.loop_busy,
+            cpu=vitals.cpu,
+            rss_bytes=vitals.rss_bytes,
+            gpus=vitals.gpus,
+            events=self.events.take(),
+            unreached=self._unreached(),
+        )
+
+    def pulse(self) -> tuple[object, ...]:
+        """Values that change whenever this actor does something; called from any thread.
+
+        While they stay the same, heartbeats are left out. A class that overrides this adds to it.
+        """
+        states = self.states
+        return self._progress, self.ready, states.state, states.awaiting, self.events.number, self.run_state.number
+
+    def figures(self) -> dict[str, float]:
+        """Figures that can be read off at any time; called from any thread. A class that overrides it adds to it."""
+        return {
+            "calls/in_flight": sum(peer.in_flight for peer in list(self._peers.values())),
+            "calls/being_served": self._server.being_served if self._server is not None else 0,
+            "events/dropped": self.events.dropped,
+            "logs/lost": lost_lines(),
+        }
+
+    def measure(self) -> None:
+        """Measure its process from now on: event loop, processors, memory, GPUs. In the thread of the event loop."""
+        loop, interval_s = asyncio.get_running_loop(), self.config.supervision.heartbeat_s
+        # The children of an agent are actors, which measure themselves.
+        self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.is_restarted)
+
+    def stop_measuring(self) -> None:
+        """The event loop is about to end."""
+        if self._vitals is not None:
+            self._vitals.stop()
+
+    def resources(self) -> list[ResourceRecord]:
+        """The serial resources that it has; called from any thread."""
+        return []
+
+    def _all_awaits(self) -> list[AwaitRecord]:
+        """The waits that are open, and the calls in flight that belong to none of them."""
+        waits = self.awaits.records()
+        known = {(wait.whom, wait.what) for wait in waits}
+        for peer in list(self._peers.values()):
+            waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
+        return longest_waits(waits)
+
+    def _unreached(self) -> list[UnreachedRecord]:
+        """The peers that it cannot reach, as many as a heartbeat names, those missed for longest."""
+        found = [UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0]
+        others = [record for record in found if record.whom != CONTROLLER]
+        return sorted(others, key=lambda record: -record.seconds)[:MOST_UNREACHED]
+
+    # --- its life ---
+
+    async def main(self) -> None:
+        """Run the actor to its end. Raises the error that ended it, if it was not drained."""
+        try:
+            async with asyncio.TaskGroup() as self.tasks:
+                try:
+                    self._server = CallServer(
+                        self._endpoint, self, self._handler_failed, self._note_death, is_set_up=lambda: self.ready
+                    )
+                    self.address = self._bind(self._server)
+                    await self._live()
+                finally:
+                    # Before the group cancels its tasks: it takes no new one for a later call.
+                    self._endpoint.ending = True
+                raise _Ended
+        except* _Ended:
+            await self._controller_session.send_last_notices()
+            await self._controller_session.send_trace(0)
+        except* Exception as group:
+            error = _first(group)
+            self.log.error("actor failed", reason=str(error), exc_info=error)
+            await self._controller_session.send_last_notices()
+            await self._report(error)
+            await self._controller_session.send_trace(0)
+            raise error from None
+        finally:
+            for peer in self._peers.values():
+                if peer.name != CONTROLLER:
+                    peer.close()
+            try:
+                async with asyncio.timeout(self.config.supervision.drain_s):
+                    await self.close()
+            except TimeoutError:
+                self.log.error("not closed in time", state=self.states.state)
+            finally:
+                self.peer(CONTROLLER).close()
+                if self._server is not None:
+                    self._server.close()
+                self.context.transport.close()
+                self.log.info("ended", counters=self.counters)
+
+    async def _live(self) -> None:
+        supervised = self.context.controller is not None
+        if supervised:
+            await self._controller_session.register(address="")
+            # Before others can find it: an actor that has joined would be rejected and not try again.
+            await self._controller_session.learn_members(self.config.supervision.start_timeout_s)
+            # Before the setup, which is given up when the actor is to end.
+            self.tasks.create_task(self._controller_session.run(), name="watch_run")
+            self.tasks.create_task(self._controller_session.send_notices(), name="notices")
+        await self._until_drained(self.setup())
+        if self.draining:
+            return
+        # Before the address is registered: calls come as soon as others can resolve it.
+        self.ready = True
+        if self.kind == "actor":
+            self.states.enter("ready")
+        # The run may have been preempted during setup.
+        self._controller_session.preempt()
+        if supervised:
+            await self._controller_session.register(address=self.address)
+        await self.run()
+
+    async def _until_drained(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await ``work``, but give it up when this actor is drained meanwhile."""
+        task = asyncio.create_task(work)
+        drained = asyncio.create_task(self._drained.wait())
+        try:
+            await asyncio.wait({task, drained}, return_when=asyncio.FIRST_COMPLETED)
+            # Where both are done, an error of the work still counts.
+            if task.done():
+                await task
+        finally:
+            for item in (task, drained):
+                item.cancel()
+            await asyncio.gather(task, drained, return_exceptions=True)
+
+    def _bind(self, server: CallServer) -> str:
+        try:
+            return server.bind(self._bind_address())
+        except OSError as error:
+            where = "where network.host, network.interface and network.ports want it"
+            raise OSError(error.errno, f"{error.strerror}, {where}") from None
+
+    def _bind_address(self) -> str:
+        """Address of its server: the highest free port.
+
+        The lowest belongs to the controller, whose successor needs it again.
+        """
+        low, dash, high = self.config.network.ports.partition("-")
+        return f"tcp://{self.context.host}:{high}{dash}{low}"
+
+    def record(self, address: str = "") -> ActorRecord:
+        """The record that the registry is to have of it; an address says that it can be called there."""
+        return ActorRecord(
+            name=self.name,
+            incarnation=self.context.incarnation,
+            address=address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            facts=self.facts,
+            attempt=self.context.attempt,
+        )
+
+    def take_in(self, members: Members) -> None:
+        """Admit the actors that have joined, and drop those that have left."""
+        self.fence(self.roster.take_in(members))
+
+    def _follow_states(self, states: StateLedger) -> None:
+        """Show the states in the timeline."""
+        track = self.trace.track("state", STATES)
+        track.enter(states.state)
+        states.entered = lambda state, awaiting: track.enter(f"{state}: {awaiting}" if awaiting else state)
+
+    def fence(self, dead: list[Dead]) -> None:
+        """Ignore these incarnations from now on."""
+        for actor in dead:
+            name, incarnation = actor.name, actor.incarnation
+            # The list may name this actor, as after the loss of its host, or its predecessor: neither is a peer of it.
+            if name != self.name and incarnation > self._fenced.get(name, 0):
+                self._fenced[name] = incarnation
+                assert self._server is not None
+                self._server.fence(name, incarnation)
+                if name in self._peers:
+                    self._peers[name].adopt(incarnation + 1)
+                self._note_death(name, incarnation)
+
+    def _note_death(self, name: str, incarnation: int) -> None:
+        if incarnation > self.dead.get(name, 0):
+            self.dead[name] = incarnation
+            self.peer_died(name, incarnation)
+
+    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+        reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))
+        record: ActorRecord | None = reply.record
+        return record
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self.tasks.create_task(work)
+
+    def _handler_failed(self, type: str, error: BaseException) -> None:
+        self._endpoint.counters.add("errors/handler")
+        self.log.error("handler failed", type=type, exc_info=error)
+
+    def _will_be_restarted(self, error: BaseException) -> bool:
+        if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
+            return False
+        return self.is_restarted
+
+    async def _report(self, error: BaseException) -> None:
+        """Report the reason of its end to the controller."""
+        if self.context.controller is None:
+            return
+        if self.context.is_optional or self._will_be_restarted(error):
+            # Its node agent decides; the run continues meanwhile.
+            return
+        exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
+        reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+        # The reason is shown as one line.
+        reason = encodable("; ".join(line.strip() for line in reason.splitlines()))
+        try:
+            # The task group is over by now, but a connection to a fixed address needs no task.
+            await self.peer(CONTROLLER).call(ReportFailure(reason=reason, exit_code=exit_code), timeout=REPORT_S)
+        except WireError as lost:
+            self.log.warning("failure not reported", error=str(lost))
+
+
+class _Ended(Exception):
+    """Leaves the task group, which cancels what still runs in it."""
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

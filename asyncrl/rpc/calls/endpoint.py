@@ -1,0 +1,86 @@
+"""The endpoint that all connections of one actor share: its identity, its codec, and the way to its peers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.rpc.wire.codec import Codec
+from asyncrl.rpc.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.transport import Transport
+
+CREDIT = 4096
+"""Calls that a peer may leave unanswered on one connection."""
+NOT_READY = "not_ready"
+"""Code of the answer to a call that came before the actor was set up; the caller's side repeats it by itself."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Endpoint:
+    """One actor on the wire."""
+
+    name: str
+    incarnation: int
+    credentials: Credentials
+    transport: Transport
+    call_timeout_s: float
+    max_message_bytes: int
+    resolve: Callable[[str, int], Awaitable[ActorRecord | None]]
+    """(name, above) → the record of an incarnation larger than ``above``; None when the wait ran out."""
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    """Start a task whose failure fails the actor."""
+    codec: Codec = field(default_factory=Codec)
+    param_version: int = -1
+    ending: bool = False
+    """Whether the actor's tasks are over or being cancelled: no call is served and no peer is looked up."""
+    counters: Figures = field(default_factory=Figures)
+    histograms: Histograms = field(default_factory=Histograms)
+
+    def header(
+        self,
+        kind: Kind,
+        type: str,
+        *,
+        id: int = 0,
+        in_reply_to: int = 0,
+        deadline_ms: int = 0,
+        answered_below: int = 0,
+    ) -> bytes:
+        """The first frame of a message from this actor."""
+        return encode_header(
+            Header(
+                PROTOCOL_VERSION,
+                kind,
+                id,
+                in_reply_to,
+                self.name,
+                self.incarnation,
+                self.param_version,
+                deadline_ms,
+                type,
+                answered_below,
+            )
+        )
+
+    def hello(self, id: int) -> list[Any]:
+        """The message that opens a connection."""
+        body = Hello(
+            run_id=self.credentials.run_id,
+            name=self.name,
+            incarnation=self.incarnation,
+            max_message_bytes=self.max_message_bytes,
+            secret=self.credentials.secret,
+        )
+        return [self.header(Kind.HELLO, "Hello", id=id), *self.codec.encode(body)]
+
+
+def size_of(frames: list[Any]) -> int:
+    """Bytes of a message's body and buffers."""
+    if len(frames) == 1:
+        return len(frames[0])
+    return sum(frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames)

@@ -1,0 +1,570 @@
+"""The calling side: one connection to one peer, with its calls in flight.
+
+Delivery is at least once. Until a call is answered or its deadline is over, the peer is asked whether it has the call
+(ASK), with exponential backoff and full jitter. Only if it does not, the call is sent again under the same id; if that
+answer follows a repetition at once, as for a call that it cannot read, the next one waits for the pause. So repeating
+costs the same for any size, and a large payload or answer is never queued twice. A budget limits the large payloads on
+their way to one peer (call.py); the others wait within their deadlines.
+
+When a new incarnation replaces the peer, idempotent calls go to it at once. The others fail with PeerRestarted if they
+had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused, OSError if no connection can be
+opened, or DeadlineExceeded. The latter names the waiting actor, the peer, the call, and the state of the connection.
+Cancelling the awaited future cancels the handler on the other side.
+
+An actor that learns elsewhere that a peer was replaced calls ``adopt``: messages of older incarnations are ignored from
+then on. A reply may have arrived just before; ``answered_by`` of its call is the incarnation that sent it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import random
+import secrets
+from typing import Any
+
+from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, ProtocolError, Refused, RemoteError
+from asyncrl.messages import Message, Request
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.rpc.calls.call import LARGE_BYTES, Absence, CallFuture, SendQueue
+from asyncrl.rpc.calls.deadlines import Deadlines
+from asyncrl.rpc.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
+from asyncrl.rpc.calls.retry import DOUBLINGS, pause
+from asyncrl.rpc.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
+from asyncrl.rpc.wire.transport import ClientConnection, Frames
+
+REPEAT_S = 5.0
+"""Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
+PARKED_S = 15.0
+"""Longest time before a parked call counts as late. Its peer answers it before half of its deadline in any case
+(handlers.py). Until then nothing is asked, or a thousand idle actors would ask all the time."""
+SET_UP_REPEAT_S = 0.5
+"""Longest first pause before a call to a peer that is not set up so far is asked after."""
+ASKED_WITHIN_SILENCE = 3
+"""Least number of times that a call is asked after before the peer's silence ends it."""
+MOST_CALLS = 16 * CREDIT
+"""Calls in flight to one peer, those included that wait to be sent; one more fails at once."""
+ROUND_TRIP = "calls/round_trip_s"
+LOOKED_AT = 64
+"""Calls in flight that a heartbeat looks at."""
+
+
+class Peer:
+    """One peer of an actor."""
+
+    def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
+        self.name = name
+        self.ready = False
+        self.welcomes = 0
+        """Number of HELLOs that were answered: after another one the peer may know nothing of what was sent before."""
+        self._endpoint = endpoint
+        self._loop = asyncio.get_running_loop()
+        self._fixed = record is not None
+        self._record = record
+        self._client: ClientConnection | None = None
+        self._incarnation = 0
+        """Incarnation of the peer, from its WELCOME; 0 before the first."""
+        self._adopted = 0
+        """Incarnation of the peer below which none is believed."""
+        self._limit = endpoint.max_message_bytes
+        self._answers_ask = False
+        self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
+        self._next_id = 1
+        self._hello_ids: set[int] = set()
+        """Ids of the HELLOs on this connection that are not answered yet."""
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._hellos = 0
+        """HELLOs said since one was answered, or the connection broke, last."""
+        self._resolving: asyncio.Task[None] | None = None
+        self._pending: dict[int, CallFuture] = {}
+        self._deadlines = Deadlines(self._loop, self._on_timer)
+        self._queue = SendQueue()
+        """Calls on the present connection; calls that wait for a connection are only pending."""
+        self._closed = False
+        self._unready = False
+        """Whether it has said last that it is not set up."""
+        self._reached = asyncio.Event()
+        """Set while the peer is ready."""
+        self._absence = Absence()
+
+    # --- the caller's side ---
+
+    def call(self, request: Request, timeout: float | None = None, *, silence: float = math.inf) -> CallFuture:
+        """Send a request; await the result for its reply. ``timeout`` in seconds.
+
+        With ``silence`` it also ends when the peer has not said for so many seconds that it has the call.
+        """
+        endpoint = self._endpoint
+        if timeout is None:
+            timeout = endpoint.call_timeout_s
+        kind = type(request)
+        future = CallFuture(loop=self._loop)
+        future.peer, future.kind, future.sent, future.lacked = self, kind, False, False
+        future.answered_by = future.placed = future.times = 0
+        future.silence = silence
+        future.frames = endpoint.codec.encode(request)
+        future.size = size_of(future.frames)
+        future.id = self._next_id
+        self._next_id += 1
+        future.started = future.heard = now = self._loop.time()
+        future.deadline = now + timeout
+        if future.size > self._limit:
+            future.set_exception(self._too_large(kind.__name__, future.frames))
+            return future
+        if self._closed or len(self._pending) >= MOST_CALLS:
+            future.set_exception(self._expired(future))
+            return future
+        self._pending[future.id] = future
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        if self.ready:
+            self._queue.add(future.id, future.size)
+            self._let_go()
+        else:
+            self._connect_for(future)
+        return future
+
+    def cast(self, message: Message) -> int:
+        """Send a one-way message. Returns its size in bytes, or 0 if it was not sent, which is final."""
+        if not self.ready:
+            # If no connection can be opened, the calls to this peer fail with the reason.
+            with contextlib.suppress(OSError):
+                self.connect()
+            return 0
+        assert self._client is not None
+        frames = self._endpoint.codec.encode(message)
+        size = size_of(frames)
+        if size > self._limit:
+            raise self._too_large(type(message).__name__, frames)
+        is_sent = self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
+        return size if is_sent else 0
+
+    def adopt(self, incarnation: int) -> None:
+        """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
+
+        A connection to an older one is dropped; calls in flight that may be repeated go to the new one.
+        """
+        assert not self._fixed, "a peer of a fixed address has no older incarnation elsewhere"
+        if incarnation <= self._adopted:
+            return
+        self._adopted = incarnation
+        known = max(self._incarnation, self._record.incarnation if self._record is not None else 0)
+        if self._client is not None and known < incarnation:
+            self._disconnect()
+            self._find()
+
+    def close(self) -> None:
+        """Disconnect; calls in flight fail."""
+        self._closed = True
+        self._disconnect()
+        if self._resolving is not None:
+            self._resolving.cancel()
+        for future in list(self._pending.values()):
+            self._finish(future).set_exception(self._expired(future))
+        self._deadlines.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Calls without an answer so far."""
+        return len(self._pending)
+
+    def oldest_calls(self) -> list[AwaitRecord]:
+        """Waits on this peer, of the LOOKED_AT calls in flight for longest; callable from any thread."""
+        if not self._pending:
+            return []
+        oldest: dict[type[Request], float] = {}
+        for future in list(self._pending.values())[:LOOKED_AT]:
+            oldest.setdefault(future.kind, future.started)
+        now = self._loop.time()
+        return [AwaitRecord(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
+
+    def forget(self, future: CallFuture, *, cancel: bool) -> None:
+        """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer."""
+        if self._pending.get(future.id) is future:
+            # Before it is finished: a payload under way keeps its share of the budget until it is known to be there.
+            if self._answers_ask:
+                self._queue.abandon(future.id)
+            self._finish(future)
+            if cancel and future.sent and self.ready and self._client is not None:
+                self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
+            self._let_go()
+
+    @property
+    def known(self) -> bool:
+        """Whether the registry knows a living actor of this name."""
+        return self._record is not None
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation that has answered HELLO last; 0 before the first. Calls to an older one have ended."""
+        return self._incarnation
+
+    @property
+    def unreached_s(self) -> float:
+        """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
+
+        Callable from any thread.
+        """
+        record = self._record
+        if self._closed or record is None or record.incarnation < self._adopted:
+            return 0.0
+        return self._absence.unreached_s(self._loop.time(), is_ready=self.ready)
+
+    # --- the connection ---
+
+    def _miss(self) -> None:
+        self._absence.miss(self._loop.time(), was_ready=self.ready)
+        self.ready = False
+        self._reached.clear()
+
+    def connect(self) -> None:
+        """Say HELLO, unless that is done already. Raises OSError where no connection can be opened."""
+        if self._client is not None or self._closed:
+            return
+        self._miss()
+        if self._record is None or self._record.incarnation < self._adopted:
+            self._find()
+            return
+        endpoint = self._endpoint
+        # Random at its end: the server may still have the half-open pipe of an earlier connection under its id.
+        routing_id = f"{endpoint.name}/{endpoint.incarnation}/{secrets.token_hex(6)}".encode()
+        try:
+            self._client = endpoint.transport.connect(
+                self._record.address, routing_id, self._receive, self._lost, self.name
+            )
+        except OSError:
+            # The next call tries again, which may be long after this.
+            self._absence.forget()
+            raise
+        self._hellos = 0
+        self._say_hello()
+
+    async def reached(self, within_s: float) -> bool:
+        """Wait until the peer is ready, for ``within_s`` at most; whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._reached.wait()
+        return self.ready
+
+    def _connect_for_all(self) -> None:
+        """Connect; where that cannot be done the calls in flight end with the reason."""
+        try:
+            self.connect()
+        except OSError as error:
+            for future in list(self._pending.values()):
+                self._finish(future).set_exception(error)
+
+    def _connect_for(self, future: CallFuture) -> None:
+        """Connect; where that cannot be done the call ends with the reason."""
+        try:
+            self.connect()
+        except OSError as error:
+            self._finish(future).set_exception(error)
+
+    def _disconnect(self) -> None:
+        self._miss()
+        self._stop_hello()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _stop_hello(self) -> None:
+        self._hello_ids.clear()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+            self._hello_timer = None
+
+    def _say_hello(self) -> None:
+        """Say HELLO, and again until it is answered."""
+        if self._closed or self._client is None:
+            return
+        self._miss()
+        if self._hello_ids and not self._fixed:
+            # Not answered so far: the peer may have a successor elsewhere.
+            self._find()
+        self._hello_ids.add(self._next_id)
+        self._client.send(self._endpoint.hello(self._next_id))
+        self._next_id += 1
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._hello_timer = self._loop.call_later(
+            pause(REPEAT_S / 5, self._hellos, self._draws.random()), self._say_hello
+        )
+        self._hellos += 1
+
+    def _lost(self) -> None:
+        """The connection broke. It may come back by itself, or the peer may have a successor elsewhere."""
+        if self._closed:
+            return
+        self._hellos = 0
+        self._say_hello()
+        if not self._fixed:
+            self._find()
+
+    def _find(self) -> None:
+        if self._resolving is None and not self._closed and not self._endpoint.ending:
+            self._resolving = self._endpoint.spawn(self._resolve())
+
+    async def _resolve(self) -> None:
+        try:
+            while not self._closed and not self.ready:
+                # A larger one than ``above`` is asked for, and the adopted incarnation itself will do.
+                above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
+                try:
+                    # Parked by the controller, so that a loop without an answer does not spin.
+                    record = await self._endpoint.resolve(self.name, above)
+                except (DeadlineExceeded, RemoteError):
+                    # The controller is away; the callers' own deadlines bound this.
+                    await asyncio.sleep(REPEAT_S / 10)
+                    continue
+                # Meanwhile the old connection may have come back, or a newer incarnation may have been adopted.
+                if record is not None and record.incarnation >= self._adopted and not self.ready:
+                    self._record = record
+                    self._disconnect()
+                    self._connect_for_all()
+                    return
+        finally:
+            self._resolving = None
+
+    # --- messages ---
+
+    def _transmit(self, future: CallFuture) -> None:
+        """Send a call, or, where the peer may have it, ask after it."""
+        assert self._client is not None
+        if future.placed and self._answers_ask:
+            self._ask(future.id)
+            return
+        # 0 would mean that the caller does not wait.
+        left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
+        header = self._endpoint.header(
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._floor
+        )
+        # Sent, also where the socket takes no more: the next look asks after it, and the peer says that it lacks it.
+        future.sent, future.placed = True, self._next_id
+        self._client.send([header, *future.frames])
+        if future.size >= LARGE_BYTES and self._answers_ask:
+            # The answer comes when all of it has arrived, and makes room for others.
+            self._ask(future.id)
+
+    @property
+    def _floor(self) -> int:
+        # Ids only grow, so that the first call that is pending has the least.
+        return next(iter(self._pending), self._next_id)
+
+    def _ask(self, id: int) -> None:
+        assert self._client is not None
+        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._floor)
+        self._next_id += 1
+        self._client.send([header, NIL])
+
+    def _on_timer(self, future: CallFuture) -> None:
+        now = self._loop.time()
+        if now >= future.deadline or now >= future.heard + future.silence:
+            # Before the call is forgotten: the error says whether its turn has come.
+            error = self._expired(future)
+            self.forget(future, cancel=True)
+            future.set_exception(error)
+            return
+        is_out = future.id in self._queue
+        # Pauses lengthen with the asking alone, and a call whose turn has not come is not asked after.
+        future.times += is_out
+        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        if not self.ready:
+            self._connect_for(future)
+        elif is_out and not future.placed:
+            self._send_again(future)
+        elif is_out:
+            future.lacked = False
+            self._transmit(future)
+        else:
+            # Payloads of calls that are over may delay its turn, so this asks whether they have arrived.
+            for id in self._queue.abandoned:
+                self._ask(id)
+
+    def _next_look(self, future: CallFuture, first_s: float) -> float:
+        """Time at which to ask after a call, or to end it."""
+        # Often enough that silence means something, also when the pause has doubled as often as it may.
+        first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
+        soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
+        if future.kind.idle and future.silence == math.inf and self.ready and not self._unready:
+            soon += min(PARKED_S, (future.deadline - future.started) / 2)
+        return min(future.deadline, future.heard + future.silence, soon)
+
+    def _receive(self, frames: Frames) -> None:
+        try:
+            header = decode_header(frames[0])
+            if header.incarnation < max(self._incarnation, self._adopted):
+                self._endpoint.counters.add("wire/from_replaced")
+                return
+            if header.kind == Kind.REPLY:
+                self._on_reply(header, frames)
+            elif header.kind == Kind.ERROR:
+                self._on_error(header, self._endpoint.codec.decode(ErrorBody, frames[1]))
+            elif header.kind in (Kind.HELD, Kind.NOT_HELD):
+                self._on_told(header)
+            elif header.kind == Kind.WELCOME:
+                self._on_welcome(header, self._endpoint.codec.decode(Welcome, frames[1]))
+            elif header.kind == Kind.REFUSE:
+                self._on_refuse(self._endpoint.codec.decode(Refuse, frames[1]))
+            else:
+                raise ProtocolError(f"a server does not send {Kind(header.kind).name}")
+        except (ProtocolError, IndexError):
+            self._endpoint.counters.add("wire/malformed")
+
+    def _on_reply(self, header: Header, frames: Frames) -> None:
+        self._unready = False
+        self._absence.prove()
+        future = self._pending.get(header.in_reply_to)
+        if future is None:
+            self._came_too_late(header)
+            return
+        kind = future.kind.reply
+        self._finish(future)
+        if header.type != kind.__name__:
+            future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
+            self._let_go()
+            return
+        try:
+            reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
+        except ProtocolError as error:
+            future.set_exception(error)
+        else:
+            # The time of a parked call is that without news, and not that of the way there and back.
+            if not future.kind.idle:
+                self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
+            future.answered_by = header.incarnation
+            future.set_result(reply)
+        self._let_go()
+
+    def _on_told(self, header: Header) -> None:
+        """The answer to an ASK."""
+        self._unready = False
+        future = self._pending.get(header.in_reply_to)
+        if future is None or future.id not in self._queue:
+            self._came_too_late(header)
+            return
+        if header.kind == Kind.HELD:
+            future.heard = self._loop.time()
+            self._queue.arrived(future.id)
+        elif header.id >= future.placed:
+            # The answer to an ASK from before the call went out last says nothing of that.
+            future.placed = 0
+            if future.lacked:
+                # Sent at once again, it would fare as it did just now: its timer sends it.
+                self._queue.arrived(future.id)
+            else:
+                future.lacked = True
+                self._send_again(future)
+        self._let_go()
+
+    def _send_again(self, future: CallFuture) -> None:
+        """Send a call that the peer lacks, when its turn comes."""
+        self._queue.remove(future.id)
+        self._queue.add(future.id, future.size)
+        self._let_go()
+
+    def _came_too_late(self, header: Header) -> None:
+        """Handle an answer to a call that is over: it shows that the call has arrived."""
+        self._queue.arrived(header.in_reply_to)
+        self._let_go()
+
+    def _on_error(self, header: Header, body: ErrorBody) -> None:
+        # All calls in flight may be answered so: the first has HELLO said, and this side is not ready after that.
+        if body.code == "hello_required":
+            if self.ready:
+                self._say_hello()
+            return
+        self._absence.prove()
+        future = self._pending.get(header.in_reply_to)
+        if future is None:
+            self._came_too_late(header)
+            return
+        if body.code in ("over_credit", NOT_READY):
+            # It is asked after by its timer.
+            self._queue.arrived(future.id)
+            if body.code == NOT_READY:
+                self._unready = True
+                future.heard = self._loop.time()
+                self._deadlines.remove(future, future.tick)
+                future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
+            self._let_go()
+            return
+        error = RemoteError(body.actor or self.name, body.code, body.message, retryable=body.retryable)
+        self._finish(future).set_exception(error)
+        self._let_go()
+
+    def _on_welcome(self, header: Header, body: Welcome) -> None:
+        # The answer to a HELLO on an earlier connection, or a second one, says nothing of this connection.
+        if header.in_reply_to not in self._hello_ids or body.name != self.name:
+            return
+        self._stop_hello()
+        self._hellos = 0
+        restarted = self._incarnation not in (0, body.incarnation)
+        self._absence.welcome(self._loop.time(), by_another=restarted)
+        self._incarnation = body.incarnation
+        self._answers_ask = body.answers_ask
+        self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
+        self.ready = True
+        self.welcomes += 1
+        self._reached.set()
+        self._queue.begin(body.credit)
+        for future in list(self._pending.values()):
+            future.lacked = False
+            if restarted:
+                if future.sent and not future.kind.idempotent:
+                    self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
+                    continue
+                future.placed = future.times = 0
+            # Where the peer may have the call only an ASK goes, which takes none of the budget.
+            self._queue.add(future.id, 0 if future.placed and self._answers_ask else future.size)
+        self._let_go()
+
+    def _on_refuse(self, body: Refuse) -> None:
+        self._disconnect()
+        self._absence.forget()
+        self._endpoint.counters.add("wire/refused_by_peer")
+        for future in list(self._pending.values()):
+            # The peer speaks of itself: its "ours" is our "theirs".
+            self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
+
+    def _let_go(self) -> None:
+        """Send the calls that may go."""
+        while self.ready and (id := self._queue.next()) is not None:
+            self._transmit(self._pending[id])
+
+    # --- the end of a call ---
+
+    def _finish(self, future: CallFuture) -> CallFuture:
+        del self._pending[future.id]
+        self._queue.remove(future.id)
+        self._deadlines.remove(future, future.tick)
+        return future
+
+    def _expired(self, future: CallFuture) -> DeadlineExceeded:
+        if self._closed:
+            hint = "this actor is closing"
+        elif self._record is None:
+            hint = "the registry knows no living actor of this name"
+        elif not self.ready:
+            hint = f"HELLO to {self._record.address} is not answered"
+        elif self._unready:
+            hint = f"connected to {self._record.address}, which is not set up so far"
+        elif future.id not in self._queue:
+            hint = (
+                f"connected to {self._record.address}, but its turn has not come: of {len(self._pending)} calls in "
+                f"flight {self._queue.under_way} bytes have not arrived so far"
+            )
+        elif future.heard > future.started:
+            ago = self._loop.time() - future.heard
+            hint = f"connected to {self._record.address}, which said {ago:.1f} s ago that it has the call"
+        else:
+            hint = f"connected to {self._record.address}, which has not said that it has the call"
+        waited = self._loop.time() - future.started
+        return DeadlineExceeded(self._endpoint.name, self.name, future.kind.__name__, waited, hint)
+
+    def _too_large(self, what: str, frames: list[Any]) -> MessageTooLarge:
+        return MessageTooLarge(
+            f"{self._endpoint.name}: {what} of {size_of(frames)} bytes is over the {self._limit} that {self.name} "
+            "accepts; raise network.max_message_bytes"
+        )

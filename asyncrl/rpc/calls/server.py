@@ -1,0 +1,475 @@
+"""The serving side: HELLO, then calls and casts to typed handlers.
+
+Only HELLO is served on a connection before its WELCOME. A peer is refused if it belongs to another run, if its key is
+another actor's, or if a newer incarnation has replaced it. A message that the role of its sender may not send is
+refused as well (messages/__init__.py).
+
+A repeated call is not run again. While its handler runs it is ignored, and the replies to calls that may not be
+repeated are kept until the caller has them. A caller without an answer asks whether its call is here (ASK): the answer
+is HELD while the handler runs, else NOT_HELD, after which the caller sends the call again. These answers follow
+everything that was sent to this caller before, so nothing is done or sent twice while a reply is queued.
+
+No handler runs before its actor is set up: calls are answered with ERROR ``not_ready``, and casts are dropped. A
+failure of a handler becomes an ERROR for its caller. Malformed frames are counted and change nothing.
+
+The state is bounded for any messages: names, connections of a name, calls and stored replies of a connection, and the
+time for which a call may be parked. Counters show what was not served: ``wire/early`` messages before the setup;
+``wire/strangers`` rejected connections, and messages without WELCOME; ``wire/refused`` HELLOs and messages of wrong,
+foreign or dead senders, and forbidden ones; ``wire/malformed`` messages that cannot be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.core.errors import AsyncRLError, ProtocolError
+from asyncrl.messages import Message, may_send
+from asyncrl.rpc.calls.deadlines import Deadlines
+from asyncrl.rpc.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
+from asyncrl.rpc.calls.handlers import Caller, Connection, Handler, handlers_of
+from asyncrl.rpc.calls.retry import CANCELLED, DEADLINE
+from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.wire.codec import encodable
+from asyncrl.rpc.wire.envelope import (
+    NIL,
+    PROTOCOL_VERSION,
+    ErrorBody,
+    Header,
+    Hello,
+    Kind,
+    OtherProtocol,
+    Refuse,
+    Welcome,
+    decode_header,
+)
+from asyncrl.rpc.wire.keys import VIEWER, VIEWER_INCARNATION
+from asyncrl.rpc.wire.transport import Frames
+from asyncrl.rpc.wire.transport import Server as BoundSocket
+
+STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
+EARLY = "wire/early"
+MAX_SESSIONS_PER_NAME = 4
+"""Connections of an actor: one for its calls, one for its heartbeats, a few that it left behind as it reconnected."""
+SHARED = {LAUNCHER: 64, VIEWER: 32}
+"""Connections of the names that commands and viewers share. None is dropped while it is in use."""
+UNUSED_S = 30.0
+"""Silence after which such a connection without a call in flight is not in use: commands end without a message."""
+VIEWER_CREDIT = 16
+"""CREDIT of a viewer: it has one request at a time, and each parked one costs something at every event."""
+CROWDED = "connections"
+"""Code of the refusal of a connection above the limit."""
+MAX_NAMES = 16384
+"""Largest number of names of callers without CURVE."""
+MAX_STORED = 4 * CREDIT
+"""Replies kept for one connection."""
+LONGEST_CALL_S = 7 * 86400.0
+"""Longest time to a deadline; a caller that wants to wait longer is answered as if this were its own."""
+MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
+"""Unexpected failures of a connection within so many seconds that are retryable; later ones are final."""
+UNEXPECTED_MOMENT_S = 0.2
+"""Failures that are no further apart count once: all calls of a connection may meet the same."""
+LONGEST_ERROR = 16384
+"""Characters of an error's message, which may quote a long message."""
+
+
+@dataclass(slots=True)
+class _Session:
+    routing_id: bytes
+    name: str
+    incarnation: int
+    limit: int
+    heard: float
+    """Time at which anything came from it last (s)."""
+    connection: Connection = field(default_factory=Connection)
+    running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    stored: dict[int, list[Any]] = field(default_factory=dict)
+    """Replies to calls that may not be repeated, until the caller has them."""
+    unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
+    """Times of unexpected failures (s)."""
+
+    @property
+    def credit(self) -> int:
+        """Calls that it may leave unanswered."""
+        return VIEWER_CREDIT if self.name == VIEWER else CREDIT
+
+
+class CallServer:
+    """Serves the handlers of one object."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        owner: object,
+        on_error: Callable[[str, BaseException], None],
+        on_replaced: Callable[[str, int], None],
+        *,
+        is_set_up: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._endpoint = endpoint
+        self._is_set_up = is_set_up
+        self._loop = asyncio.get_running_loop()
+        self._on_error = on_error
+        self._on_replaced = on_replaced
+        self._handlers = handlers_of(owner)
+        self._sessions: dict[bytes, _Session] = {}
+        self._by_name: dict[str, dict[bytes, _Session]] = {}
+        """Sessions by the name of the caller: a HELLO looks at its own alone."""
+        self._newest: dict[str, int] = {}
+        self._fenced: dict[str, int] = {}
+        """Incarnations up to these are dead."""
+        self._deadlines: Deadlines[asyncio.Future[Any]] = Deadlines(self._loop, self._expire)
+        self._expired: set[asyncio.Future[Any]] = set()
+        """Running calls whose deadline is over."""
+        self._bound: BoundSocket | None = None
+        for counter in (STRANGERS, REFUSED, MALFORMED, EARLY):
+            endpoint.counters.setdefault(counter, 0)
+
+    def bind(self, address: str) -> str:
+        """Bind and return the real address. Raises OSError."""
+        self._bound = self._endpoint.transport.bind(
+            address, self._receive, lambda: self._endpoint.counters.add(STRANGERS)
+        )
+        return self._bound.address
+
+    @property
+    def being_served(self) -> int:
+        """Calls that are not answered so far; callable from any thread."""
+        return sum(len(session.running) for session in list(self._sessions.values()))
+
+    def fence(self, name: str, incarnation: int) -> None:
+        """Ignore this incarnation and all older ones, which are dead."""
+        self._fenced[name] = max(incarnation, self._fenced.get(name, 0))
+        for session in [s for s in self._by_name.get(name, {}).values() if s.incarnation <= incarnation]:
+            self._drop(session)
+
+    def close(self) -> None:
+        """Unbind."""
+        self._deadlines.close()
+        if self._bound is not None:
+            self._bound.close()
+
+    # --- receiving ---
+
+    def _receive(self, routing_id: bytes, frames: Frames, owner: str | None) -> None:
+        if self._endpoint.ending:
+            return
+        try:
+            try:
+                header = decode_header(frames[0])
+            except OtherProtocol as other:
+                self._refuse(routing_id, other.id, "protocol", str(PROTOCOL_VERSION), str(other.version))
+                return
+            if len(frames) < 2:
+                raise ProtocolError("no body")
+            if header.kind == Kind.HELLO:
+                self._on_hello(routing_id, header, self._endpoint.codec.decode(Hello, frames[1]), owner)
+                return
+            session = self._sessions.get(routing_id)
+            if session is None:
+                self._endpoint.counters.add(STRANGERS)
+                self._error(routing_id, header.id, "hello_required", "say HELLO first", retryable=True)
+                return
+            if owner is not None and owner != session.name:
+                # The peer chooses its routing id: it has taken over the connection of another actor.
+                self._refuse(routing_id, header.id, "key", f"the key of {owner}", session.name)
+                return
+            if header.sender != session.name or header.incarnation != session.incarnation:
+                self._endpoint.counters.add(REFUSED)
+                return
+            session.heard = self._loop.time()
+            if header.kind == Kind.CALL:
+                self._on_call(session, header, frames)
+            elif header.kind == Kind.CAST:
+                self._on_cast(session, header, frames)
+            elif header.kind == Kind.ASK:
+                self._on_ask(session, header)
+            elif header.kind == Kind.CANCEL:
+                self._cancel(session, header.in_reply_to)
+            else:
+                raise ProtocolError(f"a client does not send {Kind(header.kind).name}")
+        except ProtocolError:
+            self._endpoint.counters.add(MALFORMED)
+
+    def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
+        ours = self._endpoint.credentials
+        refusal: tuple[str, str, str] | None = None
+        if hello.run_id != ours.run_id:
+            refusal = ("run_id", ours.run_id, hello.run_id)
+        elif not hmac.compare_digest(hello.secret.encode(), ours.secret.encode()):
+            refusal = ("secret", "the run's", "another")
+        elif hello.name != header.sender or hello.incarnation != header.incarnation:
+            refusal = ("name", header.sender, hello.name)
+        elif ours.curve and owner != hello.name:
+            refusal = ("key", f"the key of {owner}", hello.name)
+        elif hello.incarnation < (newest := self._newest.get(hello.name, 0)):
+            refusal = ("incarnation", str(newest), str(hello.incarnation))
+        elif hello.incarnation <= (fenced := self._fenced.get(hello.name, 0)):
+            refusal = ("incarnation", f"above {fenced}, which is dead", str(hello.incarnation))
+        elif hello.name == VIEWER and hello.incarnation != VIEWER_INCARNATION:
+            refusal = ("incarnation", str(VIEWER_INCARNATION), str(hello.incarnation))
+        elif hello.name not in self._newest and len(self._newest) >= MAX_NAMES:
+            refusal = ("name", f"one of {MAX_NAMES} known actors", hello.name)
+        # Last, because it drops the connections that are not in use.
+        elif hello.name in SHARED and not self._has_room(hello.name, routing_id):
+            refusal = (CROWDED, f"at most {SHARED[hello.name]} at once", "one more")
+        if refusal is not None:
+            self._refuse(routing_id, header.id, *refusal)
+            return
+        replaced = self._newest.get(hello.name, hello.incarnation)
+        self._newest[hello.name] = hello.incarnation
+        self._drop_sessions(hello.name, hello.incarnation, routing_id)
+        if replaced < hello.incarnation:
+            self._on_replaced(hello.name, replaced)
+        known = self._sessions.get(routing_id)
+        # A HELLO that is said again keeps the session, with its running calls and stored replies.
+        if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
+            if known is not None:
+                self._drop(known)
+            session = _Session(routing_id, hello.name, hello.incarnation, hello.max_message_bytes, self._loop.time())
+            self._sessions[routing_id] = self._by_name.setdefault(hello.name, {})[routing_id] = session
+        welcome = Welcome(
+            run_id=ours.run_id,
+            name=self._endpoint.name,
+            incarnation=self._endpoint.incarnation,
+            max_message_bytes=self._endpoint.max_message_bytes,
+            credit=self._sessions[routing_id].credit,
+            answers_ask=True,
+        )
+        self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
+
+    def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
+        """Drop the sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
+        own = self._others_of(name, but)
+        current = [s for s in own if s.incarnation == incarnation]
+        most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
+        # ``current`` has the oldest first; the connection that says HELLO now takes one of the places.
+        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
+            self._drop(session)
+
+    def _has_room(self, name: str, routing_id: bytes) -> bool:
+        """Whether one more connection of a shared name is served. Drops unused ones."""
+        own = self._others_of(name, routing_id)
+        if len(own) < SHARED[name]:
+            return True
+        unused = [s for s in own if not s.running and self._loop.time() - s.heard >= UNUSED_S]
+        for session in unused:
+            self._drop(session)
+        return bool(unused)
+
+    def _others_of(self, name: str, but: bytes) -> list[_Session]:
+        return [s for s in self._by_name.get(name, {}).values() if s.routing_id != but]
+
+    def _drop(self, session: _Session) -> None:
+        del self._sessions[session.routing_id], self._by_name[session.name][session.routing_id]
+        if not self._by_name[session.name]:
+            del self._by_name[session.name]
+        for id in list(session.running):
+            self._cancel(session, id)
+
+    def _cancel(self, session: _Session, id: int) -> None:
+        task = session.running.get(id)
+        if task is not None:
+            task.cancel()
+
+    def _on_call(self, session: _Session, header: Header, frames: Frames) -> None:
+        if header.id in session.running:
+            return
+        self._forget_answered(session, header)
+        if header.id in session.stored:
+            self._transmit(session.routing_id, session.stored[header.id])
+            return
+        if self._is_full(session, header.id):
+            return
+        found = self._handlers.get(header.type)
+        if found is None or not found.answered:
+            self._error(
+                session.routing_id,
+                header.id,
+                "unknown_type",
+                f"{self._endpoint.name} does not serve {header.type}",
+            )
+            return
+        if not may_send(session.name, found.senders):
+            self._endpoint.counters.add(REFUSED)
+            reason = f"{session.name} may not send {header.type}: {', '.join(sorted(found.senders))} may"
+            self._error(session.routing_id, header.id, "forbidden", reason)
+            return
+        # Before the body is decoded, which may be large.
+        if self._is_early(session, header.id):
+            return
+        try:
+            request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+        except ProtocolError as error:
+            self._endpoint.counters.add(MALFORMED)
+            self._error(session.routing_id, header.id, "invalid", str(error))
+            return
+        deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
+        caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
+        if found.is_async:
+            task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
+            session.running[header.id] = task
+            # Also for a task that is cancelled before it has begun.
+            tick = self._deadlines.add(task, deadline)
+            task.add_done_callback(lambda task: self._call_over(session, header, task, tick))
+            return
+        try:
+            reply = found.function(request, caller)
+            if not isinstance(reply, asyncio.Future):
+                self._reply(session, header, found, reply)
+                return
+        except Exception as error:
+            self._failed(session, header, error)
+            return
+        session.running[header.id] = reply
+        tick = self._deadlines.add(reply, deadline)
+        reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, tick))
+
+    def _on_ask(self, session: _Session, header: Header) -> None:
+        """Say whether a call is being handled, and if not whether it may come."""
+        id = header.in_reply_to
+        self._forget_answered(session, header)
+        if id in session.running:
+            self._say(session, Kind.HELD, header)
+        # A stored reply goes out when its call comes again; that the connection is full, or early, is said by then.
+        elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
+            self._say(session, Kind.NOT_HELD, header)
+
+    @staticmethod
+    def _forget_answered(session: _Session, header: Header) -> None:
+        """Forget the replies that have arrived."""
+        for id in [id for id in session.stored if id < header.answered_below]:
+            del session.stored[id]
+
+    def _say(self, session: _Session, kind: Kind, ask: Header) -> None:
+        header = self._endpoint.header(kind, "", id=ask.id, in_reply_to=ask.in_reply_to)
+        self._transmit(session.routing_id, [header, NIL])
+
+    def _is_full(self, session: _Session, id: int) -> bool:
+        """Whether no call is taken from this connection now; if so, answers with the error."""
+        if len(session.running) < session.credit and len(session.stored) < MAX_STORED:
+            return False
+        self._error(session.routing_id, id, "over_credit", "too many calls unanswered", retryable=True)
+        return True
+
+    def _is_early(self, session: _Session, id: int) -> bool:
+        """Whether the actor is not set up; if so, answers with the error."""
+        if self._is_set_up():
+            return False
+        self._endpoint.counters.add(EARLY)
+        self._error(session.routing_id, id, NOT_READY, "this actor is not set up so far", retryable=True)
+        return True
+
+    async def _run_call(
+        self, session: _Session, header: Header, found: Handler, request: Message, caller: Caller
+    ) -> None:
+        try:
+            self._reply(session, header, found, await found.function(request, caller))
+        except Exception as error:
+            self._failed(session, header, error)
+
+    def _expire(self, running: asyncio.Future[Any]) -> None:
+        # Remembered, because a cancelled task does not know the reason.
+        self._expired.add(running)
+        running.cancel()
+
+    def _future_over(
+        self,
+        session: _Session,
+        header: Header,
+        found: Handler,
+        reply: asyncio.Future[Message],
+        tick: int,
+    ) -> None:
+        self._call_over(session, header, reply, tick)
+        if reply.cancelled():
+            return
+        try:
+            self._reply(session, header, found, reply.result())
+        except Exception as error:
+            self._failed(session, header, error)
+
+    def _call_over(self, session: _Session, header: Header, task: asyncio.Future[Any], tick: int) -> None:
+        self._deadlines.remove(task, tick)
+        del session.running[header.id]
+        # By its caller, who does not listen any more, by its deadline, or by the end of this actor.
+        if task.cancelled():
+            code, message = CANCELLED, "the call was cancelled"
+            if task in self._expired:
+                code, message = DEADLINE, "the handler ran past the caller's deadline"
+            self._error(session.routing_id, header.id, code, message, retryable=code == CANCELLED)
+        self._expired.discard(task)
+
+    def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
+        found = self._handlers.get(header.type)
+        if found is None or found.answered:
+            raise ProtocolError(f"no handler of the cast {header.type!r}")
+        if not may_send(session.name, found.senders):
+            self._endpoint.counters.add(REFUSED)
+            return
+        if not self._is_set_up():
+            self._endpoint.counters.add(EARLY)
+            return
+        message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+        caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
+        try:
+            found.function(message, caller)
+        except Exception as error:
+            self._on_error(header.type, error)
+
+    # --- answering ---
+
+    def _reply(self, session: _Session, header: Header, found: Handler, reply: Message) -> None:
+        frames = self._endpoint.codec.encode(reply)
+        if (size := size_of(frames)) > session.limit:
+            self._error(
+                session.routing_id,
+                header.id,
+                "too_large",
+                f"a reply of {size} bytes is over the caller's {session.limit}",
+            )
+            return
+        message = [self._endpoint.header(Kind.REPLY, type(reply).__name__, in_reply_to=header.id), *frames]
+        if not found.idempotent:
+            session.stored[header.id] = message
+        self._transmit(session.routing_id, message)
+
+    def _failed(self, session: _Session, header: Header, error: BaseException) -> None:
+        if isinstance(error, AsyncRLError):
+            retryable = bool(getattr(error, "retryable", False))
+        else:
+            self._on_error(header.type, error)
+            retryable = self._may_try_again(session)
+        # The class's own: the ``code`` of a RemoteError or a Refused is its instance's, and answers another question.
+        code = getattr(type(error), "code", type(error).__name__)
+        self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
+
+    def _may_try_again(self, session: _Session) -> bool:
+        """Whether an unexpected failure is retryable: it may pass, but not without end."""
+        now, failed = self._loop.time(), session.unexpected
+        often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
+        if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:
+            failed.append(now)
+        return not often
+
+    def _error(self, routing_id: bytes, id: int, code: str, message: str, *, retryable: bool = False) -> None:
+        message = encodable(message)[:LONGEST_ERROR]
+        body = ErrorBody(code=code, message=message, retryable=retryable, actor=self._endpoint.name)
+        self._send(routing_id, Kind.ERROR, "ErrorBody", id, self._endpoint.codec.encode(body))
+
+    def _refuse(self, routing_id: bytes, id: int, code: str, ours: str, theirs: str) -> None:
+        self._endpoint.counters.add(REFUSED)
+        body = Refuse(code=code, ours=ours, theirs=theirs)
+        self._send(routing_id, Kind.REFUSE, "Refuse", id, self._endpoint.codec.encode(body))
+
+    def _send(self, routing_id: bytes, kind: Kind, type: str, in_reply_to: int, frames: list[Any]) -> None:
+        self._transmit(routing_id, [self._endpoint.header(kind, type, in_reply_to=in_reply_to), *frames])
+
+    def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
+        # The caller asks again for a message that cannot go now.
+        if self._bound is not None and not self._bound.send(routing_id, message):
+            self._endpoint.counters.add("wire/unsent")

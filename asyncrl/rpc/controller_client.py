@@ -1,0 +1,102 @@
+"""Connects to the controller at its fixed address: for heartbeats, for asyncrl-top, and for commands on a live run.
+
+An actor reaches the controller through a ``Peer`` of its own endpoint. Every other connection is a ControllerClient
+with an endpoint and a transport of its own. So it works in another thread, or in a process that is no actor. If the
+controller is away, the connection comes back with its successor at the same address. Fails as ``Peer`` does.
+
+A controller leaves its address in ``AddressFile``, a JSON object in the run's private folder, for its node agent, for
+commands and for its successor. A reader sees a whole file or no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from asyncrl.messages.actors import ActorRecord
+from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
+
+ADDRESS_FILE = "controller.json"
+
+Self = TypeVar("Self", bound="ControllerClient")
+
+
+class ControllerClient:
+    """A connection to the controller. Make and use it within one event loop; it is a context manager."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        name: str,
+        incarnation: int,
+        *,
+        call_timeout_s: float,
+        max_message_bytes: int,
+    ) -> None:
+        self._transport = ZmqTransport(credentials, max_message_bytes=max_message_bytes)
+        self.endpoint = Endpoint(
+            name=name,
+            incarnation=incarnation,
+            credentials=credentials,
+            transport=self._transport,
+            call_timeout_s=call_timeout_s,
+            max_message_bytes=max_message_bytes,
+            resolve=_resolve,
+            spawn=_spawn,
+        )
+        self.peer = Peer(self.endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=address))
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Disconnect. Blocks for ``linger_s`` at most, until the last messages have left."""
+        self._transport.close(linger_s)
+        self.peer.close()
+
+
+class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the file. Only the controller needs more than ``address``."""
+
+    address: str
+    incarnation: int = 0
+    hosts: dict[str, tuple[str, list[str]]] = {}
+    """Name of the host and the actors there, by node agent."""
+    began: float = float("inf")
+    """Unix time at which the first controller of this attempt of the run started (s)."""
+    restarts: int = 0
+    """Number of restarts of the controller."""
+    newest: dict[str, int] = {}
+    """Largest known incarnation of each actor and node agent."""
+    generations: dict[str, int] = {}
+    """Oldest generation of each gang that is not over, by its role, as in RunState."""
+
+
+def read_address_file(path: Path) -> AddressFile | None:
+    """The file of an earlier incarnation, or None. Raises ValueError for a damaged one."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=AddressFile)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} does not say where the controller is: {error}") from None
+
+
+async def _resolve(_name: str, _above: int) -> None:
+    raise AssertionError("the address of the controller is fixed")
+
+
+def _spawn(_work: Coroutine[Any, Any, None]) -> NoReturn:
+    raise AssertionError("a connection to a fixed address needs no task")

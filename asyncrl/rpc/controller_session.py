@@ -1,0 +1,166 @@
+"""An actor's session with the controller: registers it, follows the state of the run, sends notices and its trace.
+
+Invariant: an actor registers with a new controller before it acts on the state from it. It ends when its role is
+drained or when it leaves, and handles a preemption once. The actor keeps working while the controller is away: a
+successor comes up at the same address, or the node agent ends the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from asyncrl.core.errors import DeadlineExceeded, RemoteError, WireError
+from asyncrl.messages.actors import Register, RunState, WatchRun
+from asyncrl.messages.hosts import WatchMembers
+from asyncrl.messages.monitor import TracePart
+from asyncrl.rpc.calls.retry import is_refusal, wait_out
+from asyncrl.rpc.lifecycle.roster import CONTROLLER
+from asyncrl.rpc.notices import NoticeQueue
+
+if TYPE_CHECKING:
+    from asyncrl.rpc.actor import Actor
+
+REPORT_S = 5.0
+"""Longest time that an actor spends at its end on the report of a failure, or on its notices."""
+NOTICE_PACE_S = 1.0
+"""Pause between two reports of notices."""
+TRACE_S = 3.0
+"""Longest time that an actor spends on sending its spans."""
+
+
+class ControllerSession:
+    """The session of one actor; see the module."""
+
+    def __init__(self, actor: Actor, notices: NoticeQueue, noticed: asyncio.Event) -> None:
+        """``noticed`` is set when there are notices to send."""
+        self._actor = actor
+        self._notices, self._noticed = notices, noticed
+        self._known_to = 0
+        """Incarnation of the controller where the actor is registered."""
+        self._is_preempted = False
+        self._is_leaving = False
+        self._traced = 0
+        """Number of the last trace for which spans were handed in."""
+
+    async def register(self, address: str) -> None:
+        """Register the actor; without an address it cannot be called yet."""
+        actor = self._actor
+        if address and actor.context.credentials.curve:
+            # The attempt says which of this actor's keys the server has (wire/zeromq.py).
+            address = f"{address}#{actor.context.attempt}"
+        # A controller that is itself being started again is waited for.
+        timeout = actor.config.supervision.start_timeout_s
+        call = actor.peer(CONTROLLER).call(Register(record=actor.record(address)), timeout=timeout)
+        await call
+        self._known_to = call.answered_by
+        # A new controller has none of the earlier values.
+        actor.heartbeat_delta.forget()
+
+    async def learn_members(self, timeout: float | None = None) -> None:
+        """Learn the members of the run, as of now."""
+        self._actor.take_in(await self._actor.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
+
+    async def run(self) -> None:
+        """Follow the run's state for the whole life of the actor."""
+        actor = self._actor
+        while True:
+            call = actor.peer(CONTROLLER).call(WatchRun(seen=actor.run_state.number, members=actor.roster.number))
+            try:
+                with actor.awaits.on(CONTROLLER, "WatchRun", idle=True):
+                    state: RunState = await call
+                # Before the state is taken in: if this fails, the same state is asked for again.
+                if state.members > actor.roster.number:
+                    await self.learn_members()
+            except (DeadlineExceeded, RemoteError) as error:
+                await wait_out(actor.log, "controller", error)
+                continue
+            if call.answered_by != self._known_to:
+                actor.log.info("controller has started again", incarnation=call.answered_by)
+                try:
+                    await self.register(actor.address if actor.ready else "")
+                except (DeadlineExceeded, RemoteError) as error:
+                    # If it refuses, this incarnation is dead to the others and must end.
+                    if is_refusal(error):
+                        raise
+                    await wait_out(actor.log, "controller", error)
+                    continue
+                self._notices.repeat_waits()
+                self._noticed.set()
+            actor.run_state = state
+            actor.fence(state.dead)
+            if state.trace and state.trace != self._traced:
+                self._traced = state.trace
+                actor.tasks.create_task(self.send_trace(state.trace))
+            if actor.role in state.draining and not actor.draining:
+                actor.log.info("draining", reason=state.reason)
+                actor.begin_drain()
+            self.preempt()
+            self._leave()
+
+    def preempt(self) -> None:
+        """Let the actor handle a preemption of the run, once, when it is ready."""
+        if self._actor.run_state.phase == "preempting" and self._actor.ready and not self._is_preempted:
+            self._is_preempted = True
+            self._actor.log.info("the run is preempted")
+            self._actor.preempted()
+
+    def _leave(self) -> None:
+        actor = self._actor
+        found = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
+        if found is None or self._is_leaving or actor.draining:
+            return
+        self._is_leaving = True
+        actor.log.info("leaving the run", within_s=found.within_s)
+        if actor.ready:
+            actor.asked_to_leave(found.within_s)
+        else:
+            actor.begin_drain()
+
+    async def send_trace(self, number: int) -> None:
+        """Send the kept spans to the controller. A failure is logged only."""
+        actor = self._actor
+        # An agent has no timeline.
+        if not actor.trace.on or actor.context.controller is None or not actor.is_restarted:
+            return
+        controller = actor.peer(CONTROLLER)
+        try:
+            async with asyncio.timeout(TRACE_S):
+                for spans in actor.trace.parts():
+                    await controller.call(TracePart(number=number, spans=spans), timeout=TRACE_S)
+                await controller.call(TracePart(number=number, spans=[], last=True), timeout=TRACE_S)
+        except (TimeoutError, WireError) as error:
+            actor.log.warning("the trace is not sent", error=str(error) or f"no answer within {TRACE_S:g} s")
+
+    async def send_notices(self) -> None:
+        """Send notices to the controller as they come, for the whole life of the actor."""
+        while True:
+            await self._noticed.wait()
+            self._noticed.clear()
+            await self._send_waiting_notices()
+            await asyncio.sleep(NOTICE_PACE_S)
+
+    async def _send_waiting_notices(self) -> None:
+        """Send the waiting notices, or keep them while the controller is away."""
+        actor = self._actor
+        left = self._notices.take()
+        try:
+            while left:
+                await actor.peer(CONTROLLER).call(left[0])
+                del left[0]
+        # A WireError is an OSError.
+        except OSError as error:
+            actor.log.info("controller is away", error=str(error))
+            self._noticed.set()
+        finally:
+            self._notices.put_back(left)
+
+    async def send_last_notices(self) -> None:
+        """Send the rest of the notices at the end of the actor, within REPORT_S."""
+        if self._actor.context.controller is None:
+            return
+        try:
+            async with asyncio.timeout(REPORT_S):
+                await self._send_waiting_notices()
+        except OSError as error:
+            self._actor.log.warning("notices are not sent", error=str(error) or f"no answer within {REPORT_S:g} s")

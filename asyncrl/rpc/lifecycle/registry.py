@@ -1,0 +1,324 @@
+"""The records of all actors by name, and the living incarnation of each.
+
+Invariants:
+
+* Of each name only the largest incarnation ever seen counts, also by an earlier registry (``recall``). Older ones are
+  refused (fencing). A name whose actor has ended or is condemned resolves to nothing until a larger incarnation
+  registers.
+* Silence is no death: a missed heartbeat changes no record (``silent``). Only the end of a process or the loss of its
+  host is a death. An actor that was lost with its host is dead for good and is killed when the host is back.
+* The incarnation of an actor of a gang is its generation. The death of one actor ends its generation: its living actors
+  are condemned, and so are actors of this or an older generation that register later. A new generation ends all older
+  ones. So a gang comes together in one generation, in any order of reported deaths and starts.
+
+Pure: the caller passes the time.
+
+Fails with Refused (code ``incarnation``), which names both incarnations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from asyncrl.core.errors import Refused
+from asyncrl.messages.actors import ActorRecord, Condemned, Dead
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.messages.snapshot import Histogram
+from asyncrl.rpc.lifecycle.heartbeat_limits import take_in
+
+FIRST_WORD_S = 30.0
+"""Seconds after its start before an actor can count as silent: it loads its code."""
+LONGEST_GAP = 0.5
+"""Share of the shortest limit on silence: after a longer gap between two looks this process may not have listened. The
+shortest limit is three looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeardResource:
+    """A resource of an actor, as last reported."""
+
+    record: ResourceRecord
+    heard: float
+    """Time of the report (s)."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """The newest incarnation of a name."""
+
+    record: ActorRecord
+    since: float
+    """Time at which this incarnation was first heard of (s)."""
+    heard: float
+    """Time at which anything was last heard of it (s)."""
+    heartbeat: Heartbeat | None = None
+    version: int = -1
+    """The newest weights it knew of at its last heartbeat."""
+    ended: bool = False
+    condemned: str = ""
+    """Reason that it is to be killed; empty if it is not."""
+    lost: bool = False
+    """Whether it was lost with its host."""
+    spoken: bool = True
+    """Whether any message from it has come."""
+    beaten: float = 0.0
+    """Time at which its last heartbeat came (s)."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Counters and gauges, of all its heartbeats."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
+    resources: dict[str, HeardResource] = field(default_factory=dict)
+    stayed: float = 0.0
+    """Time of the last heartbeat whose left-out resources had not changed (s)."""
+    event: int = 0
+    """Number of the newest of its events that was heard."""
+
+    def merge(self, beat: Heartbeat, now: float) -> int:
+        """Take in a heartbeat. Returns the number of its values that are left out."""
+        beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
+        self.heartbeat, self.beaten = beat, now
+        self.figures.update(beat.counters)
+        self.histograms.update(beat.histograms)
+        for resource in beat.resources:
+            self.resources[resource.name] = HeardResource(resource, now)
+        if not beat.held_back:
+            self.stayed = now
+        return left_out
+
+    def since_s(self, resource: HeardResource) -> float:
+        """Seconds since its report for which a resource is known to have stayed in its state."""
+        return max(0.0, self.stayed - resource.heard)
+
+    @property
+    def heard_of(self) -> bool:
+        """Whether its messages count."""
+        return not self.ended and not self.condemned
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is alive and has registered its address, which it does at the end of its setup."""
+        return self.heard_of and bool(self.record.address)
+
+
+@dataclass(slots=True)
+class Registry:
+    """Entries by actor name. ``gang_of`` names the gang of an actor; empty for an actor without a gang."""
+
+    gang_of: Callable[[str], str] = lambda _: ""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    left_out: int = 0
+    """Values of heartbeats that were left out."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """The largest incarnation of each name."""
+    generations: dict[str, int] = field(default_factory=dict)
+    """The oldest generation of each gang that is not over."""
+    changes: int = 0
+    """Number of changes in ``newest`` and ``generations``."""
+    _reasons: dict[str, str] = field(default_factory=dict)
+    """Reason that the generation before was over, by gang."""
+    _looked: float = 0.0
+    _shortest_s: float = math.inf
+    """Shortest limit on silence of all callers."""
+    _listening_since: float = 0.0
+
+    def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
+        """Take over the numbers of an earlier registry. They do not say which actors are alive."""
+        for name, incarnation in newest.items():
+            self._note(name, incarnation)
+        for gang, generation in generations.items():
+            self._end_generations(gang, generation, f"all of {gang} start again together")
+
+    def register(self, record: ActorRecord, now: float) -> None:
+        """Take in a record; an address that was given once stays.
+
+        Raises Refused for an incarnation that is not the newest, has ended, or is condemned.
+        """
+        entry = self._admit(record, now)
+        address = record.address or entry.record.address
+        entry.record = msgspec.structs.replace(record, address=address)
+        entry.heard, entry.spoken = now, True
+
+    def started(self, name: str, incarnation: int, now: float) -> None:
+        """Note that an agent has started a process, which may die before it registers."""
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            # Refused: it belongs to a generation that is over, or is older than one that was known.
+            with contextlib.suppress(Refused):
+                self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
+            # A new entry has FIRST_WORD_S to load its code.
+            if (entered := self.entries.get(name)) is not entry and entered is not None:
+                entered.spoken = False
+
+    def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
+        """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
+        entry = self.entries.get(name)
+        if entry is None or not entry.heard_of or incarnation != entry.record.incarnation:
+            return False
+        last = entry.heartbeat
+        if last is not None and beat.beat <= last.beat:
+            return False
+        self.left_out += entry.merge(beat, now)
+        entry.heard, entry.spoken = now, True
+        return True
+
+    def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
+        """Note the end of an incarnation and of every older one; False if a larger one is known, unless that has ended.
+
+        ``asked`` if the controller had asked it to end.
+        """
+        entry = self.entries.get(name)
+        if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
+            # It ended before any message came; late ones are refused.
+            record = ActorRecord(name=name, incarnation=incarnation, address="")
+            entry = self._enter(Entry(record, since=now, heard=now))
+        if entry is not None and incarnation == entry.record.incarnation:
+            entry.ended = True
+        if not asked:
+            self._end_generation_of(name, incarnation, "died")
+        return entry is not None and entry.ended
+
+    def condemn(self, actors: Iterable[Condemned]) -> None:
+        """Have these killed, each with the living actors of its gang. Dead ones are passed over."""
+        for actor in actors:
+            entry = self.entries.get(actor.name)
+            if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
+                entry.condemned = actor.reason
+                self._end_generation_of(actor.name, actor.incarnation, "is killed")
+
+    def lose(self, names: Iterable[str], reason: str, now: float) -> None:
+        """Take these actors and their gangs for dead: their host is lost."""
+        lost = []
+        for name in names:
+            entry = self.entries.get(name)
+            if entry is None and name in self.newest:
+                # An earlier registry knew it, and it may be alive on the host.
+                record = ActorRecord(name=name, incarnation=self.newest[name], address="")
+                entry = self._enter(Entry(record, since=now, heard=now, spoken=False))
+            if entry is not None and not entry.ended:
+                entry.lost = True
+                entry.condemned = entry.condemned or reason
+                lost.append(entry.record)
+        # After the loop above: the end of a gang condemns those that have no reason so far, with its own.
+        for record in lost:
+            self._end_generation_of(record.name, record.incarnation, "was lost with its host")
+
+    def hears(self, name: str, incarnation: int) -> bool:
+        """Whether this incarnation counts: it is the newest, has not ended and is not condemned."""
+        entry = self.entries.get(name)
+        if entry is None or incarnation > entry.record.incarnation:
+            return incarnation >= self.newest.get(name, 0)
+        return incarnation == entry.record.incarnation and entry.heard_of
+
+    @property
+    def dead(self) -> list[Dead]:
+        """The newest incarnation of each dead name."""
+        return [
+            Dead(name, entry.record.incarnation) for name, entry in self.entries.items() if entry.ended or entry.lost
+        ]
+
+    @property
+    def condemned(self) -> list[Condemned]:
+        """The condemned actors whose end is not known."""
+        return [
+            Condemned(name, entry.record.incarnation, entry.condemned)
+            for name, entry in self.entries.items()
+            if entry.condemned and not entry.ended
+        ]
+
+    def silence_of(self, entry: Entry, now: float) -> float:
+        """Seconds of silence of an actor while this process listened."""
+        return self.silence_since(entry.heard, now)
+
+    def silence_since(self, heard: float, now: float) -> float:
+        """Seconds since ``heard`` in which this process listened."""
+        return now - max(heard, self._listening_since)
+
+    def listen(self, now: float, silence_s: float) -> None:
+        """Note that this process runs. To be called regularly, with the caller's limit on silence.
+
+        After a gap between two calls silence counts from the second one: this process or its host was stopped, and
+        messages from that time are still unread.
+        """
+        # All callers share the time of the last look, so the shortest limit decides for all.
+        self._shortest_s = min(self._shortest_s, silence_s)
+        if now - self._looked > LONGEST_GAP * self._shortest_s:
+            self._listening_since = now
+        self._looked = now
+
+    def silent(self, now: float, silence_s: float) -> list[Condemned]:
+        """The living actors that were silent for ``silence_s``. To be called as regularly as ``listen``."""
+        self.listen(now, silence_s)
+        return [
+            Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
+            for name, entry in self.entries.items()
+            if entry.heard_of
+            and self.silence_of(entry, now) >= (silence_s if entry.spoken else max(silence_s, FIRST_WORD_S))
+        ]
+
+    def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
+        """The record of the living incarnation, if it is larger than ``above`` and can be called.
+
+        With ``unready`` it is enough that it has facts.
+        """
+        entry = self.entries.get(name)
+        if entry is None or not entry.heard_of or entry.record.incarnation <= above:
+            return None
+        return entry.record if entry.ready or (unready and entry.record.facts) else None
+
+    def ready(self) -> set[str]:
+        """Names of the actors that live and have started up."""
+        return {name for name, entry in self.entries.items() if entry.ready}
+
+    def _admit(self, record: ActorRecord, now: float) -> Entry:
+        name, incarnation = record.name, record.incarnation
+        entry = self.entries.get(name)
+        known = self.newest.get(name, 0)
+        # Equal if an earlier registry knew the number (``recall``), and there is no entry.
+        if incarnation >= known and (entry is None or incarnation > entry.record.incarnation):
+            if entry is not None and entry.heard_of:
+                # Its death is not reported yet, but this one was started after it.
+                entry.ended = True
+            entry = self._enter(Entry(record, since=now, heard=now))
+            if gang := self.gang_of(name):
+                # All generations below its own are over.
+                self._end_generation_of(name, incarnation - 1, "died")
+                if incarnation < self.generations[gang]:
+                    entry.condemned = self._reasons[gang]
+        if entry is None or incarnation < entry.record.incarnation or not entry.heard_of:
+            known = self.newest[name]
+            state = ""
+            if entry is not None and entry.record.incarnation == known:
+                state = ", which has ended" if entry.ended else ", which is to be killed" if entry.condemned else ""
+            raise Refused(
+                "controller/0", "incarnation", ours=f"{name} of incarnation {incarnation}", theirs=f"{known}{state}"
+            )
+        return entry
+
+    def _enter(self, entry: Entry) -> Entry:
+        self.entries[entry.record.name] = entry
+        self._note(entry.record.name, entry.record.incarnation)
+        return entry
+
+    def _note(self, name: str, incarnation: int) -> None:
+        if incarnation > self.newest.get(name, 0):
+            self.newest[name] = incarnation
+            self.changes += 1
+
+    def _end_generation_of(self, name: str, generation: int, what: str) -> None:
+        """End the generation of an actor of a gang, and all older ones."""
+        if gang := self.gang_of(name):
+            self._end_generations(gang, generation + 1, f"{name} {what}, and all of {gang} start again together")
+
+    def _end_generations(self, gang: str, before: int, reason: str) -> None:
+        """Condemn the living actors of older generations."""
+        if before <= self.generations.get(gang, -1):
+            return
+        self.generations[gang], self._reasons[gang] = before, reason
+        self.changes += 1
+        for name, entry in self.entries.items():
+            if self.gang_of(name) == gang and entry.heard_of and entry.record.incarnation < before:
+                entry.condemned = reason

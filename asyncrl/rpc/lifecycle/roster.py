@@ -1,0 +1,46 @@
+"""The members of the run: the actors of its start and those that have joined, without those that have left.
+
+The controller's ``Members`` are applied to the names and public keys of the start. So the admitted actors depend only
+on the number of the Members; older ones change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from asyncrl.messages.actors import Dead
+from asyncrl.messages.hosts import Members
+from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.transport import Transport
+
+CONTROLLER = "controller/0"
+LAUNCHER = "launcher/0"
+"""The name in which hosts are let join and leave. Its keys lie in the head's private folder, and all who can read that
+may use it."""
+
+
+class Roster:
+    """One actor's view of the members. ``names`` are the actors of the start."""
+
+    def __init__(self, names: Iterable[str], credentials: Credentials, transport: Transport) -> None:
+        self._first = tuple(names)
+        self._credentials, self._transport = credentials, transport
+        self.actors = self._first
+        """All actors of the run, in the order in which they came."""
+        self.number = 0
+        """Number of the Members taken in."""
+        self.peers: dict[str, list[str]] = dict(credentials.peers)
+        """Public keys by name, of agents too; none without CURVE."""
+
+    def take_in(self, members: Members) -> list[Dead]:
+        """Admit exactly the members. Returns the actors that have left."""
+        if members.number <= self.number:
+            return []
+        self.number = members.number
+        gone = {dead.name for dead in members.gone}
+        self.actors = tuple(name for name in (*self._first, *members.serving) if name not in gone)
+        if self._credentials.curve:
+            known = self._credentials.peers | members.keys
+            self.peers = {name: keys for name, keys in known.items() if name not in gone}
+            self._transport.admit(self.peers)
+        return members.gone

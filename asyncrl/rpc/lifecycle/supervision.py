@@ -1,0 +1,95 @@
+"""Decides how soon and how often a node agent restarts an actor that has ended.
+
+Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time after a
+pause twice as long as the one before. After that it is given up, with a reason that can be printed. Deaths that are not
+its own fault do not count. Pure: the caller passes the time.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+
+from asyncrl.rpc.lifecycle.backoff import backoff
+
+UNHEALABLE_EXITS = frozenset({2, 78})
+"""Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
+
+
+def describe_exit(exit_code: int) -> str:
+    """An exit code in words; negative for a signal."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the actor again after ``after_s``. ``number`` counts its restarts from 1."""
+
+    after_s: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Do not restart the actor, for this reason: a replica is set aside, and without any other actor the run ends."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class RestartBudget:
+    """The restarts that one actor may have, and the pauses before them."""
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float
+    _recent: deque[float] = field(default_factory=deque)
+
+    def next(self, now: float) -> float | None:
+        """Seconds until the restart after a death at ``now``; None when there have been too many."""
+        while self._recent and now - self._recent[0] >= self.window_s:
+            self._recent.popleft()
+        if len(self._recent) >= self.max_restarts:
+            return None
+        after = backoff(self.backoff_s, len(self._recent))
+        self._recent.append(now)
+        return after
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Decides about the deaths of the actors of one host."""
+
+    max_restarts: int
+    window_s: float
+    backoff_s: float
+    _budgets: dict[str, RestartBudget] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def ended(self, name: str, exit_code: int, now: float, *, blameless: bool = False) -> Restart | GiveUp:
+        """Decide about a process that ended at ``now`` (monotonic, s) without being asked to.
+
+        An end that is not its fault (``blameless``) is always followed by a restart and does not count.
+        """
+        what = describe_exit(exit_code)
+        if exit_code in UNHEALABLE_EXITS:
+            return GiveUp(f"ended with {what}, which a restart would not mend")
+        if blameless:
+            self._counts[name] = self._counts.get(name, 0) + 1
+            return Restart(self.backoff_s, self._counts[name])
+        budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
+        after = budget.next(now)
+        if after is None:
+            return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return Restart(after, self._counts[name])
+
+    def forgive(self, name: str) -> None:
+        """Forget what was counted of an actor that has rested."""
+        self._budgets.pop(name, None)

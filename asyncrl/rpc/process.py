@@ -1,0 +1,117 @@
+"""One actor as the main thing of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import platform
+import sys
+import time
+from pathlib import Path
+
+from asyncrl.config.load import config_from_json
+from asyncrl.core.errors import AsyncRLError
+from asyncrl.observe.logging import configure_logging, listen, write_text
+from asyncrl.rpc.actor import Actor, ActorContext
+from asyncrl.rpc.heartbeat import HeartbeatThread
+from asyncrl.rpc.linux import age_s, raise_descriptor_limit
+from asyncrl.rpc.wire.keys import load_credentials
+from asyncrl.rpc.wire.zeromq import ZmqTransport
+
+COLLECT_AFTER = 100_000
+"""Objects made, beyond those freed, before the collector looks for cycles. Python's own 700 are less than a hundred
+calls in flight, which are in no cycle, and it would look at all of them each time."""
+OWN_MAPPING_BYTES = 32 << 20
+"""Blocks of this size and more are mapped and unmapped one by one; smaller ones stay with the process for the next
+burst. glibc moves its limit here by itself once it has freed such a block; until then each burst faults its pages."""
+SWITCH_S = 0.0001
+"""Time for which a computing thread keeps the interpreter from the event loop. Each message releases the interpreter
+once, so with Python's default of 5 ms a learner that packs a batch would handle 200 messages a second."""
+LAST_BEAT_S = 0.5
+"""Longest time that the end of an actor waits for its last heartbeat."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt, from malloc.h."""
+
+
+def run_actor(
+    actor_class: type[Actor],
+    *,
+    name: str,
+    run_dir: Path,
+    controller: str | None,
+    incarnation: int,
+    attempt: int,
+    is_optional: bool = False,
+    host: str = "",
+    private: str = "private",
+    address: str = "",
+) -> int:
+    """Run this actor; returns the exit code of the process.
+
+    ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials;
+    ``address`` that of its predecessor, if it is to be there again.
+    """
+    tune_memory()
+    sys.setswitchinterval(SWITCH_S)
+    # Each held bucket of a version takes one or two descriptors, and shells allow no more than 1,024.
+    raise_descriptor_limit()
+    config = config_from_json((run_dir / "config.json").read_text())
+    configure_logging(config.log.level)
+    credentials = load_credentials(run_dir / private, name, attempt)
+
+    async def live() -> None:
+        context = ActorContext(
+            config=config,
+            name=name,
+            incarnation=incarnation,
+            run_dir=run_dir,
+            transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
+            credentials=credentials,
+            controller=controller,
+            attempt=attempt,
+            is_optional=is_optional,
+            bind_host=host,
+            address=address,
+            born=time.monotonic() - age_s(),
+        )
+        actor = actor_class(context)
+        listen(actor.events.add)
+        actor.measure()
+        heartbeat = None
+        if controller is not None:
+            heartbeat = HeartbeatThread(actor, controller, asyncio.get_running_loop())
+            heartbeat.start()
+        try:
+            await actor.main()
+        finally:
+            if heartbeat is not None:
+                heartbeat.stop(LAST_BEAT_S)
+            actor.stop_measuring()
+
+    try:
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(live())
+    except AsyncRLError as error:
+        write_text(f"{name}: {error}\n")
+        return error.exit_code
+    return 0
+
+
+def tune_memory() -> None:
+    """Make Python's collector and the allocator fit for bursts of messages."""
+    gc.set_threshold(COLLECT_AFTER)
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
+        # Twice the other, as glibc keeps the two where it sets them itself.
+        libc.mallopt(_M_TRIM_THRESHOLD, 2 * OWN_MAPPING_BYTES)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.SelectorEventLoop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -1,0 +1,447 @@
+"""Transport over ZeroMQ: a ROUTER for each server, a DEALER for each client.
+
+Sockets are driven by the event loop's reader callback: no task and no future per message. A ROUTER is MANDATORY
+and takes over the routing id of a peer that comes back; heartbeats of clients end half-open pipes; LINGER is 0 and
+high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
+drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
+is larger than it takes of strangers (codec.py). Peers that do not get through the handshake, which has a deadline, are
+counted and never seen by the receiver. Where connections begin faster than a server has time for, no more begin for a
+moment (listening.py), which is counted too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+import zmq.utils.z85
+
+from asyncrl.rpc.wire.codec import CURVE_BYTES, MARK, PIECE_BYTES, cut, join
+from asyncrl.rpc.wire.envelope import MAX_HEADER_BYTES
+from asyncrl.rpc.wire.keys import ZAP_DOMAIN, Credentials, Doorkeeper
+from asyncrl.rpc.wire.listening import Door, ListeningSocket
+from asyncrl.rpc.wire.transport import ClientReceive, Frames, ServerReceive
+
+HIGH_WATER_MARK = 16384
+COPY_BELOW_BYTES = 65536
+MOST_SOCKETS = 1 << 14
+"""Sockets of one actor. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an
+error that reads as if descriptors were lacking. Each that could be there takes four bytes."""
+BATCH = 64
+"""Messages that are read in one turn of the loop: a thousand heartbeats at once are not to hold up everything else."""
+SEND_BATCH = 32
+"""Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
+HEARTBEAT_MS = 10_000
+"""Interval at which a client makes sure of its server. That costs a message there and one back on every connection,
+which is most of what an idle actor sends."""
+HANDSHAKE_MS = 30_000
+"""Time for the handshake: a peer that has not completed it by then is dropped, even if it still sends."""
+TURNED_AWAY = int(
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+BEGUN = int(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
+
+# As plain numbers: an enumeration's operators cost as much as handing over a frame.
+NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+RawSocket = Any
+
+_monitors = itertools.count()
+
+
+class ZmqTransport:
+    """The transport over ZeroMQ. One ZeroMQ context for each instance."""
+
+    def __init__(self, credentials: Credentials, *, max_message_bytes: int) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
+        self._credentials = credentials
+        self._peers: Mapping[str, list[str]] = credentials.peers
+        self._max_message_bytes = max_message_bytes
+        self._open: set[_ZmqSocket] = set()
+        self._doorkeeper: Doorkeeper | None = None
+        """Authenticates the clients of the servers; a transport without one has none."""
+
+    def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> ZmqServer:
+        socket = self._socket(zmq.ROUTER)
+        socket.router_mandatory = 1
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._credentials.curve:
+            if self._doorkeeper is None:
+                self._doorkeeper = Doorkeeper(self._context, self._peers)
+                self._doorkeeper.start()
+            # A peer that has not proved who it is brings no larger frame; friends send larger ones in pieces.
+            socket.maxmsgsize = min(self._max_message_bytes, PIECE_BYTES) + CURVE_BYTES
+            socket.zap_domain = ZAP_DOMAIN.encode()
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            socket.curve_server = True
+            socket.curve_publickey = self._credentials.public_key
+            socket.curve_secretkey = self._credentials.secret_key
+        # The limit is one of body and buffers.
+        pieces = self._max_message_bytes + MAX_HEADER_BYTES if self._credentials.curve else None
+        try:
+            server = ZmqServer(socket, self._open.discard, receive, turned_away, address, pieces=pieces)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, f"{address}: {error.strerror}") from None
+        self._open.add(server)
+        return server
+
+    def connect(
+        self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
+    ) -> ZmqClient:
+        try:
+            socket = self._socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"no connection to {peer}: {error.strerror}") from None
+        socket.setsockopt(zmq.IDENTITY, routing_id)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        find_half_open(socket)
+        if self._credentials.curve:
+            keys = self._peers.get(peer, [])
+            if not keys:
+                socket.close(0)
+                raise OSError(f"no public key of {peer} is known to this run")
+            socket.maxmsgsize = self._max_message_bytes + CURVE_BYTES
+            socket.curve_publickey = self._credentials.public_key
+            socket.curve_secretkey = self._credentials.secret_key
+            # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is. All starts
+            # beyond the last pair have that one.
+            socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
+        try:
+            client = ZmqClient(
+                socket, self._open.discard, receive, lost, address.partition("#")[0], in_pieces=self._credentials.curve
+            )
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, f"no connection to {peer}: {error.strerror}") from None
+        self._open.add(client)
+        return client
+
+    def admit(self, peers: Mapping[str, list[str]]) -> None:
+        self._peers = dict(peers)
+        if self._doorkeeper is not None:
+            self._doorkeeper.admit(self._peers)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close all sockets. Blocks for ``linger_s`` at most, until what was sent has left."""
+        for item in list(self._open):
+            item.close(linger_s)
+        if self._doorkeeper is not None:
+            self._doorkeeper.stop()
+        self._context.destroy(linger=0)
+
+    def _socket(self, kind: int) -> RawSocket:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
+        socket.maxmsgsize = self._max_message_bytes
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.copy_threshold = COPY_BELOW_BYTES
+        return socket
+
+
+def find_half_open(client: RawSocket) -> None:
+    """Have a client's socket notice that its server is silent, and the server that the client is.
+
+    Only clients send heartbeats, and each says for how long it may be silent. A server with heartbeats of its own can
+    be brought down by any peer that fills its queue and leaves: the next heartbeat to it aborts the process (libzmq
+    4.3.5, ``Assertion failed: !_io_error``).
+    """
+    client.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    client.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS * 3 // 2)
+    client.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
+
+
+class _ZmqSocket:
+    """Reads a socket whenever the loop says so.
+
+    ZeroMQ's file descriptor is edge-triggered and any operation may swallow the edge, so the socket is read until
+    it is empty, and looked at once more after sends.
+
+    The first message of a turn of the loop goes out at once; more of the same turn follow together, because waking
+    ZeroMQ's thread for each would be most of its cost.
+    """
+
+    _plain: int
+    """Frames of a message without arrays."""
+
+    def __init__(self, socket: RawSocket, closed: Callable[[_ZmqSocket], None]) -> None:
+        self._socket = socket
+        self._on_closed = closed
+        # Looking up an attribute of a socket is slow; and zmq.Socket.send only adds options of no use here.
+        self._put_frame = super(zmq.Socket, socket).send  # type: ignore[misc]
+        self._take_frame, self._option = socket.recv, socket.getsockopt
+        self._loop = asyncio.get_running_loop()
+        self._outgoing: list[Frames] = []
+        """Messages to be sent; not empty only while a look is scheduled."""
+        self._look_scheduled = False
+        self._closed = False
+        self._fd = socket.getsockopt(zmq.FD)
+        self._loop.add_reader(self._fd, self._read)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if not self._look_scheduled and not self._closed:
+            self._look_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._look_scheduled = False
+        self._flush()
+        receive = self._receive_one
+        for _ in range(BATCH):
+            if self._closed:
+                return
+            try:
+                receive()
+            except zmq.Again:
+                return
+            except BaseException:
+                # The edge is gone; what else has arrived must not wait for the next one.
+                self._look_again()
+                raise
+        # Others on this loop get their turn.
+        self._look_again()
+
+    def _receive_one(self) -> None:
+        raise NotImplementedError
+
+    def _rest(self, parts: list[Any], copied: int) -> list[Any]:
+        """The further frames of a message: the first ``copied`` as bytes, the others as views."""
+        take, option = self._take_frame, self._option
+        while option(zmq.RCVMORE):
+            parts.append(take(NOW, len(parts) < copied))
+        return parts
+
+    def _send(self, frames: Frames) -> bool:
+        if self._closed:
+            return False
+        if not self._look_scheduled:
+            self._look_again()
+            return self._put(frames)
+        # It counts as sent: a message that cannot go later is lost as on its way, and its caller asks again.
+        self._outgoing.append(frames)
+        if len(self._outgoing) >= SEND_BATCH:
+            self._flush()
+        return True
+
+    def _flush(self) -> None:
+        for frames in self._outgoing:
+            self._put(frames)
+        self._outgoing.clear()
+
+    def _put(self, frames: Frames) -> bool:
+        try:
+            # A message without arrays costs less to copy than to keep track of.
+            put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
+            # Only the first frame can be refused: ZeroMQ takes the rest of a message that it has begun.
+            for index, frame in enumerate(frames):
+                put(frame, NOW if index == last else NOW_AND_MORE, copy)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            # The caller is gone and does not wait for the answer.
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+        return True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        if not self._closed:
+            self._flush()
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._socket.close(int(1000 * linger_s))
+            self._on_closed(self)
+
+
+class ZmqServer(_ZmqSocket):
+    """A ROUTER. ``pieces`` is the most bytes that a message in pieces may have; None without CURVE."""
+
+    _plain = 3
+
+    def __init__(
+        self,
+        socket: RawSocket,
+        closed: Callable[[_ZmqSocket], None],
+        receive: ServerReceive,
+        turned_away: Callable[[], None],
+        address: str,
+        *,
+        pieces: int | None,
+    ) -> None:
+        self._on_message = receive
+        self._pieces = pieces
+        self._turned_away = turned_away
+        loop = asyncio.get_running_loop()
+        self._door = Door(loop.time())
+        self._listening: ListeningSocket | None = None
+        self._opening: asyncio.TimerHandle | None = None
+        # Before the bind, whose event brings the descriptor that listens.
+        self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._happened)
+        super().__init__(socket, closed)
+        try:
+            _bind(socket, address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address = socket.last_endpoint.decode().rstrip("\0")
+
+    def _happened(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_LISTENING:
+            # It lives as long as the server.
+            self._listening = ListeningSocket(value)
+        elif event == zmq.EVENT_ACCEPTED:
+            self._let_in()
+        else:
+            self._turned_away()
+
+    def _let_in(self) -> None:
+        now = self._loop.time()
+        shut_until = self._door.begin(now)
+        if shut_until <= now or self._listening is None:
+            return
+        if self._opening is None:
+            self._listening.shut()
+            self._turned_away()
+        else:
+            # A connection that was on its way when the door was shut puts its opening off.
+            self._opening.cancel()
+        self._opening = self._loop.call_at(shut_until, self._open_door, self._listening)
+
+    def _open_door(self, listening: ListeningSocket) -> None:
+        self._opening = None
+        listening.open()
+
+    def _receive_one(self) -> None:
+        routing_id = self._take_frame(NOW)
+        owner: str | None = None
+        # A routing id is always followed by something.
+        if self._pieces is None:
+            frames = self._rest([self._take_frame(NOW)], 2)
+        else:
+            # Not copied: only a frame has the connection's User-Id, which the doorkeeper has set.
+            header = self._take_frame(NOW, copy=False)
+            owner = header.get("User-Id")
+            frames = self._rest([header.bytes], 2)
+            if frames[0][:1] == MARK:
+                # One that cannot be joined has no header that can be read.
+                with contextlib.suppress(ValueError, struct.error):
+                    frames = join(frames, self._pieces)
+        self._on_message(routing_id, frames, owner)
+
+    def send(self, routing_id: bytes, frames: Frames) -> bool:
+        return self._send([routing_id, *frames])
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._monitor.close()
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._listening is not None:
+            self._listening.close()
+        super().close(linger_s)
+
+
+class ZmqClient(_ZmqSocket):
+    """A DEALER. With ``in_pieces`` it cuts the messages that are too large."""
+
+    _plain = 2
+
+    def __init__(
+        self,
+        socket: RawSocket,
+        closed: Callable[[_ZmqSocket], None],
+        receive: ClientReceive,
+        lost: Callable[[], None],
+        endpoint: str,
+        *,
+        in_pieces: bool,
+    ) -> None:
+        self._on_message, self._in_pieces = receive, in_pieces
+        self._monitor = _Monitor(socket, zmq.EVENT_DISCONNECTED, lambda _event, _value: lost())
+        super().__init__(socket, closed)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def _receive_one(self) -> None:
+        self._on_message(self._rest([self._take_frame(NOW)], 2))
+
+    def send(self, frames: Frames) -> bool:
+        return self._send(cut(frames) if self._in_pieces else frames)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._monitor.close()
+        super().close(linger_s)
+
+
+class _Monitor:
+    """Calls ``happened`` with each of certain events of a socket from here on, and its value (zmq_socket_monitor(3)).
+
+    Its queue has no bound: ZeroMQ's thread, which serves all sockets, would wait until there is room. An event is
+    a few bytes, and the loop takes up all of them at each turn.
+    """
+
+    def __init__(self, socket: RawSocket, events: int, happened: Callable[[int, int], None]) -> None:
+        self._monitored, self._happened = socket, happened
+        # Never used again: ZeroMQ gives a name back some time after its socket is closed.
+        endpoint = f"inproc://monitor-{next(_monitors)}"
+        socket.monitor(endpoint, events)
+        self._pair = socket.context.socket(zmq.PAIR)
+        self._pair.rcvhwm = 0
+        self._pair.connect(endpoint)
+        self._fd = self._pair.getsockopt(zmq.FD)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._fd, self._read)
+        # The descriptor is edge-triggered: events from before there was a reader have no edge.
+        self._loop.call_soon(self._read)
+        self._closed = False
+
+    def _read(self) -> None:
+        while not self._closed:
+            try:
+                event, _ = self._pair.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._happened(*struct.unpack("=HI", event))
+
+    def close(self) -> None:
+        """No more calls. To be closed before its socket; may be repeated."""
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self._monitored.disable_monitor()
+            self._pair.close(0)
+
+
+def _bind(socket: RawSocket, address: str) -> None:
+    """Bind ``tcp://HOST:PORT``, where PORT is a number, 0, or a range FIRST-LAST, up or down, whose first free one is
+    taken.
+    """
+    head, _, ports = address.rpartition(":")
+    first, dash, last = ports.partition("-")
+    if not dash:
+        socket.bind(address if ports != "0" else f"{head}:*")
+        return
+    step = 1 if int(first) <= int(last) else -1
+    for port in range(int(first), int(last) + step, step):
+        try:
+            socket.bind(f"{head}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or port == int(last):
+                raise
+        else:
+            return
+
+
+def _attempt(address: str) -> int:
+    """Registered addresses are ``tcp://HOST:PORT#ATTEMPT`` under CURVE."""
+    return int(address.partition("#")[2] or 0)

@@ -1,0 +1,195 @@
+"""The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
+
+Renderers are programs where a template is text, and know what the template of their family does. The family is
+named by the configuration, never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's
+bridge puts behind an answer. Fails with ConfigError where the package or the family is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from asyncrl.config.episode import ChatConfig
+from asyncrl.core.errors import ChatRefused, ConfigError
+from asyncrl.messages import FinishReason
+from asyncrl.text.chat.answer_tokens import FIELD
+from asyncrl.text.chat.chat_report import make_report
+from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.parsers import Parsed, make_call
+from asyncrl.text.chat.probe import TOOLS, Shape, TurnCheck, example
+from asyncrl.text.tokenizer import Tokenizer
+
+PREFIX = "renderers:"
+QUESTION: Message = {"role": "user", "content": "Hello."}
+KEPT = 16
+
+
+class PackageRenderer:
+    """The Renderer of the family that chat.renderer names."""
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], chat: ChatConfig) -> None:
+        self._tokenizer = tokenizer
+        self._ends = frozenset(end_ids)
+        self._chat = chat
+        # One for each set of options: the package takes options when it makes a renderer.
+        self._made = lru_cache(KEPT)(self._make)
+        # Made at once, so that a wrong name or model is found at the start.
+        self._renderer({})
+        answered = self._ids([QUESTION, {"role": "assistant", "content": "Hi."}], (), {}, generate=False)
+        end = next((place for place in range(len(answered))[::-1] if answered[place] in self._ends), len(answered))
+        self.report = make_report(
+            chat,
+            self._examine,
+            tool_parser=chat.renderer,
+            reasoning_parser=chat.renderer,
+            shows_tools=self.render([QUESTION], TOOLS, {}) != self.render([QUESTION], (), {}),
+            end=tokenizer.decode(answered[end : end + 1], keep_special=True),
+            seam=tokenizer.decode(answered[end + 1 :], keep_special=True),
+        )
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
+        return self._ids(messages, tools, options, generate=True)
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        last_ids: Sequence[int],
+        finish: FinishReason,
+    ) -> list[int] | None:
+        if not messages or not last_ids:
+            return None
+        asked = self.render([QUESTION], tools, options)
+        try:
+            bridged = self._renderer(options).bridge_to_next_turn(
+                asked, list(last_ids), list(messages), tools=list(tools) or None
+            )
+        except Exception as error:
+            # The package raises errors of any type for a conversation that a family does not support.
+            raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
+        before = [*asked, *last_ids]
+        if bridged is None or list(bridged.token_ids[: len(before)]) != before:
+            return None
+        return list(bridged.token_ids[len(before) :])
+
+    def answer(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> list[int]:
+        asked = self.render(before, tools, options)
+        whole = self._ids([*before, answer], tools, options, generate=False)
+        if whole[: len(asked)] != asked:
+            raise ChatRefused(FIELD, "cannot be placed: the renderer does not begin it as the generation prompt does")
+        rest = whole[len(asked) :]
+        end = next((place for place, id in enumerate(rest) if id in self._ends), None)
+        if end is None:
+            raise ChatRefused(FIELD, "cannot be placed: the renderer writes no token that ends an answer")
+        return rest[: end + 1]
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        options = options or {}
+        prompt = self.render([QUESTION], tools, options)
+        try:
+            found = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
+        except Exception:
+            # No text of a model may make the parser fail.
+            return Parsed(self._tokenizer.decode(ids), malformed=1)
+        calls, content = [], found.content or ""
+        for call in found.tool_calls:
+            made = make_call(call.name, call.arguments) if tools and call.status == "ok" else None
+            if made is not None:
+                calls.append(made)
+            else:
+                content = "\n".join(text for text in (content, call.raw) if text)
+        malformed = len(found.tool_calls) - len(calls) if tools else 0
+        unfinished = found.reasoning_complete is False
+        return Parsed(content, found.reasoning_content or None, calls, malformed, unfinished)
+
+    def _renderer(self, options: Mapping[str, Any]) -> Any:
+        return self._made(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
+
+    def _make(self, options: str) -> Any:
+        try:
+            from pydantic import TypeAdapter
+            from renderers import create_renderer
+            from renderers.configs import RendererConfig
+        except ImportError as error:
+            told = f"needs the package renderers ({error}): pip install 'asyncrl[renderers]'"
+            raise ConfigError([f"chat.renderer: {told}"]) from None
+        given: dict[str, Any] = {"name": self._chat.renderer.removeprefix(PREFIX), **json.loads(options)}
+        if self._chat.history == "sampled":
+            given["thinking_retention"] = "all"
+        try:
+            config: Any = TypeAdapter(RendererConfig).validate_python(given)
+            return create_renderer(_TokenizerAdapter(self._tokenizer), config)
+        except Exception as error:
+            # The error is pydantic's, or that of a family whose tokens the model does not have.
+            lines = " ".join(str(error).split())
+            raise ConfigError(
+                [f"chat.renderer: {self._chat.renderer} cannot be made for this model: {lines}"]
+            ) from None
+
+    def _ids(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any], *, generate: bool
+    ) -> list[int]:
+        renderer = self._renderer(options)
+        try:
+            return list(renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=generate))
+        except Exception as error:
+            raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
+
+    def _examine(self, shape: Shape) -> TurnCheck:
+        before, answer, tail = example(shape)
+        tools = TOOLS if shape.with_tools else ()
+        try:
+            asked = self.render(before, tools, {})
+            answered = self._ids([*before, answer], tools, {}, generate=False)
+            whole = self.render([*before, answer, *tail], tools, {})
+            if answered[: len(asked)] != asked:
+                return TurnCheck("fork", "an answer in the context does not begin as the generation prompt does")
+            ends = [place for place in range(len(asked), len(answered)) if answered[place] in self._ends]
+            # With the token that ends it, unless it was cut.
+            sampled = answered[len(asked) : ends[0] + shape.ended] if ends else answered[len(asked) :]
+            extended = self.extension(tail, tools, {}, last_ids=sampled, finish="stop" if shape.ended else "length")
+        except ChatRefused as error:
+            return TurnCheck("refused", error.problem)
+        if extended is None:
+            return TurnCheck("fork", "the package does not extend this kind of turn")
+        if [*asked, *sampled, *extended] == whole:
+            return TurnCheck("extend")
+        return (
+            TurnCheck("extend", "the reasoning stays, which a single render leaves out")
+            if shape.reasoning
+            else TurnCheck("fork", "the extension is not what a single render has")
+        )
+
+
+class _TokenizerAdapter:
+    """A tokenizer with the interface that the package expects."""
+
+    name_or_path = "asyncrl"
+    unk_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = min(tokenizer.eos_ids, default=None)
+
+    def encode(self, text: str, *_: Any, **__: Any) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Any, *_: Any, skip_special_tokens: bool = False, **__: Any) -> str:
+        listed = [ids] if isinstance(ids, int) else list(ids)
+        return self._tokenizer.decode(listed, keep_special=not skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        ids = self._tokenizer.encode(tokens)
+        return ids[0] if len(ids) == 1 else None

@@ -1,0 +1,189 @@
+"""Parsers that split the whole text of an answer into reasoning, content and calls of tools. Pure.
+
+Invariant: reasoning is removed first, so a call that it quotes does not count. A call that cannot be read stays in the
+content, where the agent sees it, and is counted. No text of a model makes a parser fail. A parser is a callable, so an
+inference engine can provide its own (rollouter/engines/vllm/vllm_parser.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from asyncrl.text.chat.messages import Tool, read_json
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+_CALLS = re.compile(rf"{CALL}(.*?)(?:{END_CALL}|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call of a tool. ``arguments`` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """An answer in parts."""
+
+    content: str
+    reasoning: str | None = None
+    """Text of the reasoning; None without one."""
+    calls: list[ParsedCall] = field(default_factory=list)
+    malformed: int = 0
+    """Calls that were begun and cannot be read; their text is part of the content."""
+    unfinished: bool = False
+    """Whether the answer ended within its reasoning."""
+
+
+class AnswerParser(Protocol):
+    """Reads one of the forms in which models answer."""
+
+    markers: frozenset[str] | None
+    """Special tokens whose text it looks for; None: any. The others are left out of the text before."""
+
+    def __call__(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        *,
+        thinking: bool = False,
+        ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        """The parts of a text.
+
+        Without ``tools`` no call is parsed. ``thinking``: the prompt has opened the reasoning
+        already. ``ids`` are those of the text, where it is all of an answer, and ``options`` those of the template.
+        """
+
+
+class NoParser:
+    """The parser that takes all of a text for content."""
+
+    markers: frozenset[str] | None = frozenset()
+
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
+        return Parsed(text)
+
+
+class ThinkParser:
+    """Parser of ``<think>reasoning</think>`` in front of the content, opened by the model or by the prompt."""
+
+    markers: frozenset[str] | None = frozenset((THINK, END_THINK))
+
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
+        before, opened, rest = text.partition(THINK)
+        if opened and not before.strip():
+            text, thinking = rest, True
+        if not thinking:
+            return Parsed(text)
+        reasoning, ended, content = text.partition(END_THINK)
+        return Parsed(content.lstrip("\n"), reasoning=reasoning.strip("\n") or None, unfinished=not ended)
+
+
+class JsonCallParser:
+    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, of Hermes and Qwen; or of a list."""
+
+    markers: frozenset[str] | None = frozenset((CALL, END_CALL))
+
+    def __call__(self, text: str, tools: Sequence[Tool], *, thinking: bool = False, **_: Any) -> Parsed:
+        if not tools or CALL not in text:
+            return Parsed(text)
+        calls: list[ParsedCall] = []
+        malformed = 0
+
+        def take(match: re.Match[str]) -> str:
+            nonlocal malformed
+            found = _read_calls(match[1])
+            calls.extend(found)
+            malformed += not found
+            return "" if found else match[0]
+
+        content = _CALLS.sub(take, text)
+        return Parsed(content.strip() if calls else content, calls=calls, malformed=malformed)
+
+
+class Both:
+    """Two parsers: one reads the reasoning, the other the calls in the rest."""
+
+    def __init__(self, reasoning: AnswerParser, calls: AnswerParser) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        first, second = reasoning.markers, calls.markers
+        self.markers: frozenset[str] | None = None if first is None or second is None else first | second
+
+    def __call__(
+        self,
+        text: str,
+        tools: Sequence[Tool],
+        *,
+        thinking: bool = False,
+        ids: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Parsed:
+        first = self._reasoning(text, tools, thinking=thinking, ids=ids, options=options)
+        if first.unfinished:
+            return first
+        left = ids if first.content == text else ()
+        second = self._calls(first.content, tools, ids=left, options=options)
+        return replace(
+            second,
+            reasoning=first.reasoning if first.reasoning is not None else second.reasoning,
+            calls=[*first.calls, *second.calls],
+            malformed=first.malformed + second.malformed,
+        )
+
+
+def write_calls(calls: Sequence[dict[str, Any]]) -> str:
+    """The calls of a message as JsonCallParser reads them, for templates that leave them out."""
+    return "\n".join(f"{CALL}\n{json.dumps(call['function'], ensure_ascii=False)}\n{END_CALL}" for call in calls)
+
+
+def _read_calls(text: str) -> list[ParsedCall]:
+    """The call in a text, or those of a list; none where one of them cannot be read."""
+    value = read_json(text)
+    each = [one if isinstance(one, dict) else {} for one in (value if isinstance(value, list) else [value])]
+    calls = [make_call(one.get("name"), one.get("arguments", {})) for one in each]
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def make_call(name: Any, arguments: Any) -> ParsedCall | None:
+    """A call of a name with an object, or with the JSON text of one; None if it is not a valid call."""
+    if isinstance(arguments, str):
+        # Some models write the text of the object.
+        arguments = read_json(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        f"{name}{written}".encode()
+    except ValueError:
+        # A number that JSON does not have, or half of a surrogate pair, escaped: no text that could be sent.
+        return None
+    return ParsedCall(name, written)
+
+
+EngineParsers = Callable[[str | None, str | None], AnswerParser]
+"""Maker of a parser of an inference engine, by the name of its parser of calls, of that of reasoning, or of both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The parsers of a model."""
+
+    tools: str
+    reasoning: str
+    parser: AnswerParser
+    notes: tuple[str, ...] = ()
+    """Notes for the user."""
+
+    @property
+    def thinks(self) -> bool:
+        """Whether answers may have reasoning."""
+        return self.reasoning != "none"

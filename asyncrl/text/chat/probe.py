@@ -1,0 +1,196 @@
+"""The check of a chat template: whether the context of a next answer may be extended or must be rendered again. Pure.
+
+For each kind of turn, an answer's ids with its extension are compared with a single render of the same conversation.
+Verdicts: ``extend`` if they are equal; ``fork`` if not, so another sequence begins; ``refused`` if the template accepts
+no such conversation. Nothing here ends a run.
+
+Some templates leave the reasoning of earlier answers out. With ``history = "sampled"`` the context keeps it, and the
+rest must be equal; ``history = "template"`` forks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from asyncrl.core.errors import ChatRefused
+from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.template import ChatTemplate
+from asyncrl.text.chat.turns import ANSWER, NEXT, THOUGHT, ChatTurn, learn_turn
+
+Verdict = Literal["extend", "fork", "refused"]
+History = Literal["sampled", "template"]
+
+ENDINGS = ("", ".", "7", "}", "é", " ", "\n")
+"""Last characters of answers: some would become one token with what follows."""
+TOOLS: tuple[Tool, ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Looks a word up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+        },
+    }
+    for name in ("lookup", "search")
+)
+LONGEST_RUN = 2
+"""Messages of one role in a row that make a difference between shapes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A kind of turn."""
+
+    tail: tuple[str, ...]
+    """Roles of the messages behind the answer; one that begins with tool answers calls."""
+    reasoning: bool = False
+    ended: bool = True
+    """Whether the answer has the token that ends it; one that was cut has not."""
+    with_tools: bool = True
+
+    @classmethod
+    def of(cls, tail: Sequence[Message], *, reasoning: bool, ended: bool, with_tools: bool) -> Shape:
+        """The shape of the messages behind an answer."""
+        roles: list[str] = []
+        for message in tail:
+            role = message["role"]
+            if roles[-LONGEST_RUN:] != [role] * LONGEST_RUN:
+                roles.append(role)
+        return cls(tail=tuple(roles), reasoning=reasoning, ended=ended, with_tools=with_tools)
+
+
+CASES: tuple[tuple[str, Shape], ...] = (
+    ("tool", Shape(tail=("tool",))),
+    ("several tools", Shape(tail=("tool", "tool"))),
+    ("user", Shape(tail=("user",), with_tools=False)),
+    ("user, with tools", Shape(tail=("user",))),
+    ("user after tool", Shape(tail=("tool", "user"))),
+    ("system", Shape(tail=("system", "user"), with_tools=False)),
+    ("cut by length", Shape(tail=("user",), ended=False, with_tools=False)),
+    ("thinking, tool", Shape(tail=("tool",), reasoning=True)),
+    ("thinking, user", Shape(tail=("user",), reasoning=True, with_tools=False)),
+)
+"""The kinds of turns that are checked at start; others are checked when they are met."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCheck:
+    """The result of the check of one kind of turn."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Reason of a fork or a refusal; of an extension, the part of its context that a single render drops."""
+    by_policy: bool = False
+    """Whether it forks because ``history = "template"`` says so."""
+
+
+def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> TurnCheck:
+    """The verdict on a kind of turn: the worst over the beginnings before the answer, and over its endings."""
+    tools = TOOLS if shape.with_tools else ()
+    found: TurnCheck | None = None
+    refusal = "the template refuses every beginning"
+    for place, before in _beginnings(shape):
+        try:
+            template.text(before, tools, options)
+        except ChatRefused as error:
+            refusal = error.problem
+            continue
+        # A call ends in the template's text; the ends of other answers are tried behind the plain question alone.
+        endings = _known_endings(template) if not place and "tool" not in shape.tail else ENDINGS[:1]
+        for ending in endings:
+            answer, tail = _answer(shape, ending), _tail(shape)
+            try:
+                turn = learn_turn(template, before, answer, tail, tools, options)
+                each = TurnCheck("fork", turn) if isinstance(turn, str) else _judge(template, turn, shape, history)
+            except ChatRefused as error:
+                return TurnCheck("refused", f"{error.problem}{place}")
+            if each.verdict != "extend":
+                return replace(each, reason=f"{each.reason}{place}")
+            found = each if found is None or each.reason else found
+    return found or TurnCheck("refused", refusal)
+
+
+def _known_endings(template: ChatTemplate) -> list[str]:
+    """Endings that the model can say: some vocabularies lack the last."""
+    known = []
+    for ending in ENDINGS:
+        with suppress(ChatRefused):
+            template.ids(ending)
+            known.append(ending)
+    return known
+
+
+def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
+    if shape.ended and not turn.end:
+        return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
+    if turn.dropped and history == "template":
+        return TurnCheck("fork", f"a single render leaves {turn.dropped!r} out", by_policy=True)
+    asked = template.ids(turn.asked)
+    answered = template.ids(turn.asked + turn.sampled)
+    if answered[: len(asked)] != asked:
+        return TurnCheck("fork", "the first token of an answer is one with the end of the generation prompt")
+    whole = template.ids(turn.asked + turn.sampled + turn.end + turn.after)
+    if answered + extension_ids(template, turn, ended=False) != whole:
+        return TurnCheck("fork", "the last token of an answer is one with what follows")
+    return TurnCheck("extend", f"{turn.dropped!r} stays, which a single render leaves out" if turn.dropped else "")
+
+
+def extension_ids(template: ChatTemplate, turn: ChatTurn, *, ended: bool, close: str = "") -> list[int]:
+    """The tokens behind an answer, which has its end or has not; ``close`` is put in front where it has not."""
+    if ended:
+        # The end goes in front, so that the tokenizer does not take the rest for the beginning of a text.
+        return template.ids(turn.end + turn.after)[1:]
+    return template.ids(close + turn.end + turn.after)
+
+
+def example(shape: Shape) -> tuple[list[Message], Message, list[Message]]:
+    """A question, an answer with made-up words, and the messages that follow it."""
+    return next(_beginnings(shape))[1], _answer(shape, ""), _tail(shape)
+
+
+def _beginnings(shape: Shape) -> Iterator[tuple[str, list[Message]]]:
+    """Messages that may stand before an answer, the plain question first, each with a description."""
+    question: Message = {"role": "user", "content": "Hello."}
+    yield "", [question]
+    yield ", after a system message", [{"role": "system", "content": "Be brief."}, question]
+    again = [question, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Go on."}]
+    yield ", in a longer conversation", again
+    if shape.with_tools:
+        yield (
+            ", after a call of a tool",
+            [question, _calls(("lookup",), "word", "call_0_"), _result("lookup", "call_0_0")],
+        )
+
+
+def _answer(shape: Shape, ending: str) -> Message:
+    names = [name for name, role in zip(("lookup", "search"), shape.tail, strict=False) if role == "tool"]
+    if shape.tail[0] == "tool":
+        answer = _calls(names, ANSWER, "call_1_")
+    else:
+        answer = {"role": "assistant", "content": ANSWER + ending}
+    return answer | ({"reasoning_content": THOUGHT} if shape.reasoning else {})
+
+
+def _tail(shape: Shape) -> list[Message]:
+    tail: list[Message] = []
+    for number, role in enumerate(shape.tail):
+        if role == "tool":
+            tail.append(_result(("lookup", "search")[number % 2], f"call_1_{number}"))
+        else:
+            tail.append({"role": role, "content": NEXT})
+    return tail
+
+
+def _calls(names: Sequence[str], word: str, ids: str) -> Message:
+    calls = [
+        {"id": f"{ids}{number}", "type": "function", "function": {"name": name, "arguments": {"word": word}}}
+        for number, name in enumerate(names)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _result(name: str, id: str) -> Message:
+    return {"role": "tool", "content": NEXT, "tool_call_id": id, "name": name}

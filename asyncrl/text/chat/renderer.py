@@ -1,0 +1,303 @@
+"""Renders messages to tokens through the model's template, extends sampled answers, and parses them.
+
+Invariant: an extension is returned only for kinds of turns that the check of the template found exact: the answer's own
+ids with the extension equal a single render. Otherwise the result is None, and the caller renders the conversation
+again. Sampled ids are never encoded again. Thread-safe. Raises ChatRefused for a conversation that the template
+refuses, and ConfigError at the start.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
+from threading import Lock
+from typing import Any, Protocol
+
+from asyncrl.config import Config
+from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
+from asyncrl.core.errors import ChatRefused
+from asyncrl.messages import FinishReason
+from asyncrl.text.chat.answer_tokens import answer_ids
+from asyncrl.text.chat.chat_report import ChatReport, make_report
+from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.package import PackageRenderer
+from asyncrl.text.chat.parsers import (
+    END_THINK,
+    THINK,
+    AnswerParser,
+    Both,
+    EngineParsers,
+    JsonCallParser,
+    NoParser,
+    Parsed,
+    Parsers,
+    ThinkParser,
+)
+from asyncrl.text.chat.probe import TOOLS, History, Shape, TurnCheck, examine, example, extension_ids
+from asyncrl.text.chat.template import ChatTemplate
+from asyncrl.text.chat.turns import ANSWER, learn_turn
+from asyncrl.text.tokenizer import Tokenizer
+
+KEPT_FINDINGS = 256
+QUESTION: Message = {"role": "user", "content": "Hello."}
+CLOSED_THINK = f"\n{END_THINK}\n\n"
+
+
+class Renderer(Protocol):
+    """Turns conversations into tokens and answers into messages. May be called from several threads at a time."""
+
+    report: ChatReport
+    """Findings of the check at start."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
+        """The whole context with generation prompt. Raises ChatRefused."""
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        last_ids: Sequence[int],
+        finish: FinishReason,
+    ) -> list[int] | None:
+        """Context tokens to put behind a sampled answer: its seam, the new messages, the generation prompt.
+
+        ``messages`` follow the answer, and none is of the assistant; ``last_ids`` are all of the answer's. None where
+        the template does not allow it: then everything is to be rendered. Raises ChatRefused.
+        """
+
+    def answer(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> list[int]:
+        """The tokens of a written answer with its end, as they follow ``render`` of the messages before it. Raises
+        ChatRefused.
+        """
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of an answer, whole or only begun, as ``parse`` reads it."""
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        """The parts of a whole answer. Never fails."""
+
+
+class TemplateRenderer:
+    """The Renderer through the model's own chat template."""
+
+    def __init__(self, template: ChatTemplate, parsers: Parsers, chat: ChatConfig) -> None:
+        self._template = template
+        self._parsers = parsers
+        self._history: History = chat.history
+        self._findings: OrderedDict[tuple[Shape, str], TurnCheck] = OrderedDict()
+        self._thinking: dict[tuple[bool, str], bool] = {}
+        self._lock = Lock()
+        keep = parsers.parser.markers
+        self._unseen = frozenset(
+            id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
+        )
+        end, seam, note = _seam(template)
+        self.report = make_report(
+            chat,
+            lambda shape: self.finding(shape, {}),
+            tool_parser=parsers.tools,
+            reasoning_parser=parsers.reasoning,
+            shows_tools=template.shows_tools,
+            end=end,
+            seam=seam,
+            notes=[*parsers.notes, *([note] if note else [])],
+        )
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> list[int]:
+        return self._template.ids(self._template.text(messages, tools, options))
+
+    def extension(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        *,
+        last_ids: Sequence[int],
+        finish: FinishReason,
+    ) -> list[int] | None:
+        assert all(message["role"] != "assistant" for message in messages)
+        if not messages or not last_ids:
+            return None
+        ended = last_ids[-1] in self._template.end_ids
+        parsed = self.parse(last_ids, tools, options)
+        if parsed.unfinished and (ended or self._history == "template"):
+            # A single render closes the reasoning before the answer ends.
+            return None
+        # Earlier answers may have reasoning although this one has none.
+        thinks = self._parsers.thinks and self._history == "template"
+        shape = Shape.of(messages, reasoning=thinks, ended=ended, with_tools=bool(tools))
+        if self.finding(shape, options).verdict != "extend":
+            return None
+        answer = _stand_in(messages, parsed)
+        turn = learn_turn(self._template, [QUESTION], answer, messages, tools, options)
+        if isinstance(turn, str) or (ended and self._template.ends.get(turn.end) != last_ids[-1]):
+            # The template writes one of several tokens that end an answer.
+            return None
+        # An answer that was cut within its reasoning: that is closed before the turn is.
+        close = CLOSED_THINK if parsed.unfinished else ""
+        return extension_ids(self._template, turn, ended=ended, close=close)
+
+    def answer(
+        self, before: Sequence[Message], answer: Message, tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> list[int]:
+        return answer_ids(self._template, before, answer, tools, options)
+
+    def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
+        options = options or {}
+        thinking = self._opens_thinking(bool(tools), options)
+        return self._parsers.parser(self.text(ids), tools, thinking=thinking, ids=self._words(ids), options=options)
+
+    def text(self, ids: Sequence[int]) -> str:
+        # Special tokens that the parser looks for stay as text; the others are left out.
+        seen = [id for id in self._words(ids) if id not in self._unseen]
+        return self._template.tokenizer.decode(seen, keep_special=True)
+
+    def _words(self, ids: Sequence[int]) -> Sequence[int]:
+        """The tokens of an answer without the one that ends it."""
+        return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
+
+    def finding(self, shape: Shape, options: Mapping[str, Any]) -> TurnCheck:
+        """The verdict on a kind of turn, from the check at start or made now."""
+        key = (shape, _key(options))
+        with self._lock:
+            if key in self._findings:
+                self._findings.move_to_end(key)
+                return self._findings[key]
+        # Not under the lock: two threads may find the same, and none waits for another's check.
+        found = examine(self._template, shape, self._history, options)
+        with self._lock:
+            self._findings[key] = found
+            while len(self._findings) > KEPT_FINDINGS:
+                self._findings.popitem(last=False)
+        return found
+
+    def _opens_thinking(self, with_tools: bool, options: Mapping[str, Any]) -> bool:
+        """Whether the generation prompt opens the reasoning."""
+        key = (with_tools, _key(options))
+        if (known := self._thinking.get(key)) is not None:
+            return known
+        tools = TOOLS if with_tools else ()
+        try:
+            asked = self._template.text([QUESTION], tools, options)
+            base = self._template.text([QUESTION], tools, options, generate=False)
+        except ChatRefused:
+            asked = base = ""
+        prompt = asked.removeprefix(base)
+        opens = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+        # Not read back: another thread may clear all of them at any moment.
+        if len(self._thinking) >= KEPT_FINDINGS:
+            self._thinking.clear()
+        self._thinking[key] = opens
+        return opens
+
+
+def make_renderer(
+    config: Config,
+    tokenizer: Tokenizer,
+    *,
+    stop_ids: Collection[int] = (),
+    engine_parsers: EngineParsers | None = None,
+) -> Renderer:
+    """The renderer of a run, with its template checked: some tenths of a second of work.
+
+    ``stop_ids`` end answers in addition to the tokenizer's own; ``engine_parsers`` makes parsers of the inference
+    engine. Raises ConfigError where the model has no chat template, or the package that chat.renderer names is not
+    there.
+    """
+    chat = config.chat
+    path = config.model.path or "the model"
+    end_ids = tokenizer.eos_ids | set(stop_ids)
+    if chat.renderer != "template":
+        return PackageRenderer(tokenizer, end_ids, chat)
+    template = ChatTemplate(tokenizer, end_ids, path=path)
+    return TemplateRenderer(template, choose_parsers(template, chat, engine_parsers), chat)
+
+
+def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: EngineParsers | None = None) -> Parsers:
+    """The parsers that ``chat`` names; without ``engine_parsers`` an engine's read nothing, as suffices for a check."""
+    notes: list[str] = []
+    tools, reasoning = chat.tool_parser, chat.reasoning_parser
+    if reasoning == "auto":
+        text = template.tokenizer.template_text(with_tools=True) or ""
+        reasoning = "think" if THINK in text or THINK in template.tokenizer.special_ids else "none"
+    if tools == "auto":
+        tools, note = _recognise_calls(template)
+        notes += [note] if note else []
+    if not template.shows_tools:
+        notes.append("the template does not show tools to the model: name them in a system message")
+    engine_tools = None if tools in OWN_TOOL_PARSERS else tools
+    engine_reasoning = None if reasoning in OWN_REASONING_PARSERS else reasoning
+    engine: AnswerParser = NoParser()
+    if engine_parsers is not None and (engine_tools or engine_reasoning):
+        engine = engine_parsers(engine_tools, engine_reasoning)
+    if engine_tools and engine_reasoning:
+        # Some models have one parser for both.
+        return Parsers(tools, reasoning, engine, tuple(notes))
+    first = engine if engine_reasoning else ThinkParser() if reasoning == "think" else NoParser()
+    second = engine if engine_tools else JsonCallParser() if tools == "json" else NoParser()
+    return Parsers(tools, reasoning, Both(first, second), tuple(notes))
+
+
+def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
+    """The parser's name, json if the calls that the template writes are read back, else none; and a note."""
+    if not template.writes_calls:
+        return "none", "the template writes no calls of tools: set chat.tool_parser to the form that the model uses"
+    before, answer, tail = example(Shape(tail=("tool", "tool")))
+    for calls in (answer, answer | {"tool_calls": answer["tool_calls"][:1]}):
+        try:
+            text = template.text([*before, calls, *tail[: len(calls["tool_calls"])]], TOOLS)
+        except ChatRefused:
+            # Some templates take one call at a time.
+            continue
+        parsed = JsonCallParser()(text, TOOLS, thinking=False)
+        names = [call["function"]["name"] for call in calls["tool_calls"]]
+        if [call.name for call in parsed.calls] == names and ANSWER in parsed.calls[0].arguments:
+            return "json", ""
+        # The template has written them, so its form is seen not to be this one.
+        break
+    return "none", "the form in which the template writes calls is not known here: set chat.tool_parser to vLLM's name"
+
+
+def _seam(template: ChatTemplate) -> tuple[str, str, str]:
+    """The end of an answer, the text that the template writes behind it, and a note where nothing stops at that end."""
+    before, answer, tail = example(Shape(tail=("user",), with_tools=False))
+    try:
+        turn = learn_turn(template, before, answer, tail, (), {})
+        alone = template.text([*before, answer], (), {}, generate=False)
+    except ChatRefused:
+        return "", "", ""
+    if isinstance(turn, str):
+        return "", "", ""
+    # Some templates frame the last message in another way.
+    framed, goes_on = alone.rpartition(ANSWER)[2], turn.end + turn.after
+    shared = next((place for place, (a, b) in enumerate(zip(framed, goes_on, strict=False)) if a != b), len(framed))
+    seam = framed[:shared].removeprefix(turn.end)
+    note = ""
+    for text in template.tokenizer.special_ids:
+        if not turn.end and seam.startswith(text):
+            note = f"the template ends answers with {text!r}, where no answer stops: put it into rollout.stop"
+    return turn.end, seam, note
+
+
+def _stand_in(messages: Sequence[Message], parsed: Parsed) -> Message:
+    """An answer of the same form as the one that was sampled, with made-up words."""
+    answer: Message = {"role": "assistant", "content": ANSWER}
+    results = list(takewhile(lambda message: message["role"] == "tool", messages))
+    if not results:
+        return answer
+    calls = []
+    for number, result in enumerate(results):
+        called = parsed.calls[number].name if number < len(parsed.calls) else "f"
+        function = {"name": result.get("name") or called, "arguments": {"q": ANSWER}}
+        calls.append({"id": result["tool_call_id"], "type": "function", "function": function})
+    return answer | {"content": "", "tool_calls": calls}
+
+
+def _key(options: Mapping[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True, default=str)

@@ -1,0 +1,179 @@
+"""The chat template of a model as conversations use it. Its peculiarities are learnt at the start from its renders.
+
+Invariant: a rendered text depends on messages, tools and options alone. Fails with ChatRefused on a conversation that
+the template refuses, with ConfigError where there is no template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from asyncrl.core.errors import ChatRefused, ConfigError
+from asyncrl.text.chat.messages import REASONING, Message, Tool
+from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
+from asyncrl.text.tokenizer import Tokenizer
+
+SHORT_ID = 9
+"""Mistral's templates refuse ids of calls of another length."""
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_NAME = "qkzcall"
+_TOOLS: list[Tool] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "qkztool",
+            "description": "q",
+            "parameters": {"type": "object", "properties": {"q": {"type": "string", "description": "q"}}},
+        },
+    }
+]
+"""A tool with every field that a template may ask for."""
+_USER: Message = {"role": "user", "content": "q"}
+_WORDED: Message = {"role": "user", "content": _NAME}
+
+
+class ChatTemplate:
+    """Renders conversations, and knows the tokens at which answers end.
+
+    ``end_ids`` are those at which the engine stops. Raises ConfigError where the model has no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], *, path: str = "the model") -> None:
+        if tokenizer.template_text(with_tools=False) is None:
+            told = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
+            raise ConfigError([f"model.path: {told}chat_template.jinja into its folder"])
+        self.tokenizer = tokenizer
+        self.end_ids = frozenset(end_ids)
+        texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))
+        self.ends = {text: id for text, id in texts if text and _encoded(tokenizer, text) == [id]}
+        """The tokens that end an answer by their text, if that text encodes to them."""
+        self._short_ids = False
+        self._arguments_as_text = False
+        """Whether the template takes the arguments of calls as JSON text."""
+        self._as_parts = False
+        """Whether the template shows lists of text parts alone."""
+        self._reasoning_key = REASONING[0]
+        """The field in which the template looks for reasoning."""
+        self.shows_reasoning = False
+        """Whether the template writes the reasoning of any answer, or its generation prompt opens one."""
+        self.writes_calls = True
+        """Whether the template writes the calls of an earlier answer; otherwise they are put into its content."""
+        self._learn()
+
+    def _learn(self) -> None:
+        asked_in_parts = _WORDED | {"content": [{"type": "text", "text": _NAME}]}
+        self._as_parts = _NAME not in self._tried([_WORDED], ()) and _NAME in self._tried([asked_in_parts], ())
+        asked = [_USER, _call("call_0_0")]
+        answered = [*asked, _result("call_0_0")]
+        for self._arguments_as_text, self._short_ids in product((False, True), repeat=2):
+            # Without tojson a template writes Python's text of an object.
+            if (text := self._tried(answered)) and "{'q': 'q'}" not in text:
+                break
+        else:
+            self._arguments_as_text = self._short_ids = False
+        self.writes_calls = _NAME in self._tried(asked)
+        without = self._tried([_USER], ())
+        self.shows_tools = bool(without) and self._tried([_USER]) not in ("", without)
+        """Whether the template shows tools to the model."""
+        self._learn_reasoning()
+
+    def _learn_reasoning(self) -> None:
+        for key in REASONING:
+            plain = {"role": "assistant", "content": "q", key: _NAME}
+            called = _call("call_0_0", "f") | {key: _NAME}
+            if _NAME in self._tried([_USER, plain]) + self._tried([_USER, called, _result("call_0_0", "f")]):
+                self._reasoning_key, self.shows_reasoning = key, True
+                return
+        try:
+            prompt = self.text([_USER])
+        except ChatRefused:
+            return
+        self.shows_reasoning = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """A conversation as the model sees it. Raises ChatRefused."""
+        shown = [self._shown(message) for message in messages]
+        try:
+            return self.tokenizer.render_chat(shown, tools, options, generate=generate)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ChatRefused("messages", str(error)) from None
+
+    def ids(self, text: str) -> list[int]:
+        """The tokens of a text. Raises ChatRefused."""
+        try:
+            return self.tokenizer.encode(text)
+        except ValueError as error:
+            raise ChatRefused("messages", str(error)) from None
+
+    def _shown(self, message: Message) -> Message:
+        calls = message.get("tool_calls")
+        if calls and not self.writes_calls:
+            content = "\n".join(text for text in (message["content"], write_calls(calls)) if text)
+            message = {key: value for key, value in message.items() if key != "tool_calls"} | {"content": content}
+        elif calls and self._short_ids:
+            message = message | {"tool_calls": [call | {"id": _shorten(call["id"])} for call in calls]}
+        elif self._short_ids and "tool_call_id" in message:
+            message = message | {"tool_call_id": _shorten(message["tool_call_id"])}
+        if self._arguments_as_text and "tool_calls" in message:
+            message = message | {"tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if self._reasoning_key != REASONING[0] and REASONING[0] in message:
+            message = dict(message)
+            message[self._reasoning_key] = message.pop(REASONING[0])
+        if self._as_parts and isinstance(message["content"], str):
+            message = message | {"content": [{"type": "text", "text": message["content"]}]}
+        return message
+
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Tool] = _TOOLS) -> str:
+        """The text, or empty if the template refuses it."""
+        try:
+            return self.text(messages, tools, generate=False)
+        except ChatRefused:
+            return ""
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a text; empty if the vocabulary lacks a part of it."""
+    try:
+        return tokenizer.encode(text)
+    except ValueError:
+        return []
+
+
+def _shorten(id: str) -> str:
+    """A short id, as unique as the long one."""
+    digest = hashlib.blake2b(id.encode(), digest_size=SHORT_ID).digest()
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as JSON text."""
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
+def _call(id: str, name: str = _NAME) -> Message:
+    function = {"name": name, "arguments": {"q": "q"}}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": id, "type": "function", "function": function}],
+    }
+
+
+def _result(id: str, name: str = _NAME) -> Message:
+    return {"role": "tool", "content": "q", "tool_call_id": id, "name": name}

@@ -1,0 +1,114 @@
+"""The conversations of ``sft.data``: read, checked, made into tokens, and dealt out to steps.
+
+Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, its number), so a
+resumed run continues with the next conversations. Each epoch has every conversation once.
+
+Fails with DataError, which names file and line of the first row that cannot be used, and with ConfigError if the
+model's chat template cannot be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.core.errors import DataError
+from asyncrl.data.jsonl import read_jsonl
+from asyncrl.data.order import EpochOrder
+from asyncrl.text.chat.renderer import make_renderer
+from asyncrl.text.sft.encoding import BadConversation, Encoded, Encoder, LongConversation
+from asyncrl.text.stops import resolve_stops
+from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
+
+MEND = 'mend it, or leave such rows out with sft.on_bad_row = "skip"'
+LONG = 'raise sft.max_tokens if the memory allows it, or set sft.on_long = "cut"'
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    """A row as tokens. ``place`` is FILE:LINE."""
+
+    place: str
+    sequences: list[Encoded]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """All conversations of a run."""
+
+    rows: list[TokenizedRow]
+    fingerprint: str
+    """Hex digest of the tokens and of the positions that are trained."""
+    seed: int
+    batch: int
+    """Conversations of each step."""
+    skipped: int = 0
+    """Rows left out under sft.on_bad_row = "skip"."""
+    first_skipped: str = ""
+    """The first of them: FILE:LINE and its problem."""
+
+    def of_step(self, number: int) -> list[TokenizedRow]:
+        """Conversations of supervised step ``number``, counted from 1 over warm steps and then those of the run."""
+        order = EpochOrder(self.fingerprint, self.seed, len(self.rows))
+        first = (number - 1) * self.batch
+        return [self.rows[order.at(position)[1]] for position in range(first, first + self.batch)]
+
+    def epochs(self, number: int) -> float:
+        """Times that all conversations have been trained after supervised step ``number``."""
+        return number * self.batch / len(self.rows)
+
+
+def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
+    """The encoder of a run. Raises ConfigError."""
+    if tokenizer.template_text(with_tools=False) is None:
+        return Encoder(config, tokenizer, None)
+    stops = resolve_stops(config.rollout, tokenizer)
+    return Encoder(config, tokenizer, make_renderer(config, tokenizer, stop_ids=stops.token_ids))
+
+
+def load_conversations(
+    config: Config, tokenizer: Tokenizer | None = None, *, goes_on: Callable[[], bool] = lambda: True
+) -> Conversations:
+    """Read and encode every row, or the rows before ``goes_on`` says no. Raises DataError or ConfigError."""
+    sft = config.sft
+    assert sft.data is not None
+    tokenizer = tokenizer_of(config) if tokenizer is None else tokenizer
+    encode = make_encoder(config, tokenizer)
+    digest = hashlib.blake2b(digest_size=16)
+    rows: list[TokenizedRow] = []
+    skipped, first_skipped = 0, ""
+    for raw in read_jsonl(sft.data):
+        try:
+            if raw.problem:
+                raise BadConversation(raw.problem)
+            sequences = encode(raw.value)
+        except BadConversation as error:
+            if sft.on_bad_row == "error":
+                fix = LONG if isinstance(error, LongConversation) else MEND
+                raise DataError(str(error), path=raw.path, line=raw.line, fix=fix) from None
+            skipped += 1
+            first_skipped = first_skipped or f"{raw.path}:{raw.line}: {error}"
+            continue
+        rows.append(TokenizedRow(f"{raw.path}:{raw.line}", sequences))
+        for each in sequences:
+            # The lengths give the same tokens in other sequences another digest.
+            digest.update(np.array([len(each.ids), len(each.trained)], np.int64).tobytes())
+            digest.update(each.ids.tobytes())
+            digest.update(each.trained.tobytes())
+        if not goes_on():
+            break
+    if not rows:
+        told = f"none of its {skipped} rows can be used, the first: {first_skipped}" if skipped else "holds no rows"
+        raise DataError(told, path=sft.data, fix="give a file of conversations")
+    return Conversations(
+        rows=rows,
+        fingerprint=digest.hexdigest(),
+        seed=config.run.seed,
+        batch=sft.batch,
+        skipped=skipped,
+        first_skipped=first_skipped,
+    )

@@ -1,0 +1,187 @@
+"""A row of ``sft.data`` to sequences of tokens with the positions that have a loss. Pure.
+
+A conversation is laid out as the rollouter lays out an episode of the policy: an answer's tokens follow the generation
+prompt. The context of the next answer continues from them if the chat template allows it; otherwise another sequence
+begins, in which earlier answers are context. Invariant: each answer of the assistant is trained once, from its first
+token to the one that ends it.
+
+Fails with BadConversation, which names the problem of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.core.errors import ChatRefused
+from asyncrl.text.chat.answer_tokens import continuation
+from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.prompt import conversation
+from asyncrl.text.chat.renderer import Renderer
+from asyncrl.text.chat.row_messages import read_conversation, read_tools
+from asyncrl.text.chat.shown import ShownCheck
+from asyncrl.text.chat.template import ChatTemplate
+from asyncrl.text.tokenizer import Tokenizer
+
+KEYS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+
+
+class BadConversation(ValueError):
+    """A row that cannot be trained."""
+
+
+class LongConversation(BadConversation):
+    """A row whose tokens are more than the longest sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A sequence of T tokens; N of them have a loss."""
+
+    ids: np.ndarray
+    """int32 [T]."""
+    trained: np.ndarray
+    """int32 [N], ascending, each above 0: the positions of the tokens with a loss."""
+
+
+class Encoder:
+    """Encoder of a run's rows; ``renderer`` is None for a model without a chat template."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
+        self._tokenizer, self._renderer = tokenizer, renderer
+        self._template, self._system = config.data.template, config.data.system
+        self._longest, self._cuts = config.longest_supervised, config.sft.on_long == "cut"
+        self._shown: ShownCheck | None = None
+        if renderer is not None:
+            self._shown = _shown_check(config, tokenizer, renderer)
+
+    def __call__(self, row: Any) -> list[Encoded]:
+        """The sequences of a row, at least one, each with a loss. Raises BadConversation."""
+        if not isinstance(row, dict):
+            raise BadConversation(f"is no object; a row is {KEYS}")
+        try:
+            found = self._plain(row) if self._is_plain(row) else self._chat(row)
+        except (ChatRefused, ValueError) as error:
+            raise BadConversation(str(error)) from None
+        fitted = [each for each in map(self._fitted, found) if len(each.trained)]
+        if not fitted:
+            raise BadConversation(f"has no answer within {self._longest} tokens" if found else "has no answer to train")
+        return fitted
+
+    def _is_plain(self, row: Mapping[str, Any]) -> bool:
+        if "messages" in row:
+            return False
+        if "prompt" not in row or "completion" not in row:
+            raise BadConversation(f"has the keys {', '.join(map(repr, row)) or 'of nothing'}; a row is {KEYS}")
+        return self._template == "plain"
+
+    def _plain(self, row: Mapping[str, Any]) -> list[Encoded]:
+        prompt, completion = row["prompt"], row["completion"]
+        for key, value in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(value, str):
+                raise BadConversation(f'{key}: must be text under data.template = "plain"')
+        ids = self._tokenizer.encode_prompt(prompt)
+        if not ids:
+            raise BadConversation("prompt: has no tokens")
+        # Tokens that a tokenizer puts in front are no part of the text.
+        bare = self._tokenizer.encode(prompt)
+        answer = continuation(self._tokenizer, bare, prompt, completion)
+        ends = self._tokenizer.eos_ids
+        if ends and answer[-1:] and answer[-1] not in ends:
+            answer = [*answer, min(ends)]
+        trained = np.arange(len(ids), len(ids) + len(answer), dtype=np.int32)
+        return [Encoded(np.array([*ids, *answer], np.int32), trained)] if answer else []
+
+    def _chat(self, row: Mapping[str, Any]) -> list[Encoded]:
+        if self._renderer is None or self._shown is None:
+            raise BadConversation("needs a chat template, and the model has none")
+        given = row["messages"] if "messages" in row else _of_prompt(row)
+        own = read_conversation(given, "messages", also=("weight",))
+        tools = read_tools(row.get("tools"), "tools")
+        weights = [_weight(message, f"messages[{number}]") for number, message in enumerate(given)]
+        messages = conversation(own, self._system)
+        before = len(messages) - len(own)
+        self._shown.require(messages, tools, field="messages", tools_field="tools", system=before > 0)
+        return _lay_out(self._renderer, messages, [1] * before + weights, tools, first=before)
+
+    def _fitted(self, whole: Encoded) -> Encoded:
+        if len(whole.ids) <= self._longest:
+            return whole
+        if not self._cuts:
+            told = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
+            raise LongConversation(told)
+        return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
+
+
+def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> ShownCheck:
+    """The check that the model reads all of a row, through the renderer that lays it out."""
+    if config.chat.renderer == "template":
+        return ShownCheck.of(ChatTemplate(tokenizer, tokenizer.eos_ids), config.chat, by_answer=True)
+    return ShownCheck(
+        lambda messages, tools: tokenizer.decode(renderer.render(messages, tools, {}), keep_special=True),
+        writes_calls=True,
+        shows_reasoning=True,
+        by_answer=True,
+    )
+
+
+def _lay_out(
+    renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool], *, first: int
+) -> list[Encoded]:
+    """The sequences; ``first`` is the place of the row's own first message."""
+    found: list[Encoded] = []
+    ids: list[int] = []
+    trained: list[int] = []
+    said: list[int] = []
+    last = -1
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if not number:
+            raise ChatRefused("messages[0]", "is an answer to nothing")
+        between = messages[last + 1 : number]
+        context = renderer.extension(between, tools, {}, last_ids=said, finish="stop") if last >= 0 else None
+        if context is None:
+            if trained:
+                found.append(_encoded(ids, trained))
+            ids, trained = renderer.render(messages[:number], tools, {}), []
+        else:
+            ids += context
+        try:
+            said = renderer.answer(messages[:number], message, tools, {})
+        except ChatRefused as error:
+            raise ChatRefused(f"messages[{number - first}]", error.problem) from None
+        if weights[number]:
+            trained += range(len(ids), len(ids) + len(said))
+        ids, last = [*ids, *said], number
+    if trained:
+        found.append(_encoded(ids, trained))
+    return found
+
+
+def _encoded(ids: Sequence[int], trained: Sequence[int]) -> Encoded:
+    return Encoded(np.array(ids, np.int32), np.array(trained, np.int32))
+
+
+def _of_prompt(row: Mapping[str, Any]) -> list[Any]:
+    """The messages of a prompt and its completion."""
+    prompt, completion = row["prompt"], row["completion"]
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    answered = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if not isinstance(asked, list) or not isinstance(answered, list):
+        raise BadConversation("prompt and completion: each must be text or a list of messages")
+    return [*asked, *answered]
+
+
+def _weight(message: Mapping[str, Any], field: str) -> int:
+    """1 for an answer that is trained, as in OpenAI's files for fine-tuning."""
+    weight = message.get("weight")
+    if weight is None:
+        return 1
+    if weight not in (0, 1):
+        raise BadConversation(f"{field}.weight: must be 0 or 1")
+    return int(weight)

@@ -1,0 +1,44 @@
+"""Tokens and strings that end a response, beside the model's own end-of-sequence token.
+
+A special token never shows in the text of a response, so a string of ``rollout.stop`` that is one is looked for by its
+id, as those of ``rollout.stop_token_ids`` are: engines end at them as at the end-of-sequence token, which is sampled,
+trained and left out of the text. Every other string is looked for in the text (rollouter/serving/generation.py).
+
+Fails with ConfigError, naming the key, for an id that the model does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.core.errors import ConfigError
+from asyncrl.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """The ends of a response, beside its longest length."""
+
+    token_ids: tuple[int, ...] = ()
+    """Ids of the tokens, ascending."""
+    strings: tuple[str, ...] = ()
+    """Strings that are looked for in the text."""
+
+
+def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
+    """``rollout.stop`` and ``rollout.stop_token_ids`` in the terms of a tokenizer. Raises ConfigError."""
+    size = tokenizer.vocabulary
+    strangers = [id for id in rollout.stop_token_ids if id >= size]
+    if strangers:
+        listed = ", ".join(map(str, strangers))
+        raise ConfigError([f"rollout.stop_token_ids: {listed}: no token of the model, whose ids are 0 to {size - 1}"])
+    return with_strings(Stops(token_ids=tuple(rollout.stop_token_ids)), rollout.stop, tokenizer)
+
+
+def with_strings(stops: Stops, strings: Sequence[str], tokenizer: Tokenizer) -> Stops:
+    """``stops``, and ``strings`` end a response, too."""
+    special = tokenizer.special_ids
+    ids = {*stops.token_ids, *(special[text] for text in strings if text in special)}
+    return Stops(tuple(sorted(ids)), (*stops.strings, *(text for text in strings if text not in special)))

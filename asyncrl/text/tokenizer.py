@@ -1,0 +1,433 @@
+"""Text to token ids and back, without torch.
+
+A Hugging Face folder is read with ``tokenizers``, and its chat template is rendered with jinja2, as in transformers.
+Only a folder without tokenizer.json needs transformers. Without a folder, for simulated runs, tokens are bytes. Heavy
+modules are imported by ``load_tokenizer`` and at the first chat prompt, because every simulated rollouter imports this
+module.
+
+Invariant: the same messages give the same ids during a run, even past midnight: a template that asks for the time gets
+the date with which the tokenizer was loaded.
+
+Fails with ConfigError (naming model.path) if the folder holds no tokenizer, and with ValueError for a prompt that the
+template refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date as Date
+from datetime import datetime, time
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.config import Config
+from asyncrl.core.errors import ConfigError
+
+_LONGEST_PIECE = 40
+"""Longest text (characters) in an error."""
+_BYTES = 256
+BYTES_END = "<|end|>"
+BYTES_CALL = "<tool_call>{}</tool_call>"
+BYTES_REASONING = "<think>\n{}\n</think>\n\n"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "sentencepiece*",
+    "tokenization_*.py",
+)
+"""Patterns of file names; every folder with a tokenizer matches one."""
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of any kind. Its methods may be called from several threads at a time."""
+
+    eos_ids: set[int]
+    """Ids that end a response; may be empty."""
+    special_ids: dict[str, int]
+    """Ids of the special tokens, which ``decode`` leaves out, by their text."""
+    vocabulary: int
+    """Exclusive upper bound of all ids: the model's, which may exceed the tokenizer's."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of a plain text that the model continues, with the special tokens that the tokenizer puts before it.
+
+        Prompts of chat messages are rendered first (chat/prompt.py). Raises ValueError.
+        """
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """The text of a conversation through the chat template; with ``generate`` it ends where the assistant answers.
+
+        ``options`` are further arguments of the template and override those of the tokenizer. Raises ValueError if the
+        template refuses the conversation, ConfigError without a template.
+        """
+
+    def template_text(self, *, with_tools: bool) -> str | None:
+        """The source of the chat template that is used with or without tools; None without one."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without those that a tokenizer adds around it. Special tokens in it get their ids."""
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """The text of ids, without special tokens unless ``keep_special``."""
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer of a run, whose chat template receives the run's options. Raises ConfigError."""
+    model, chat = config.model, config.chat
+    return load_tokenizer(
+        model.path,
+        trust_remote_code=model.trust_remote_code,
+        date=chat.date,
+        template_options=chat.template_options,
+    )
+
+
+def load_tokenizer(
+    path: str | None,
+    *,
+    trust_remote_code: bool = False,
+    date: str | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> Tokenizer:
+    """The tokenizer of a model folder, or of bytes without a folder. Raises ConfigError.
+
+    ``date``, as YYYY-MM-DD, is the date for chat templates, today by default; ``template_options`` are
+    further arguments of the template.
+    """
+    if path is None:
+        return ByteTokenizer()
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError([f"model.path: {path} is not a folder"])
+    told = Told(Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {}))
+    if (folder / "tokenizer.json").is_file():
+        return _FileTokenizer(folder, told)
+    if not any(file.name != "tokenizer_config.json" for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+        raise ConfigError([f"model.path: {folder} holds no tokenizer: no tokenizer.json, tokenizer.model or vocab.*"])
+    return _TransformersTokenizer(folder, told, trust_remote_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Values that every chat template of a run receives with the conversation."""
+
+    date: Date
+    options: Mapping[str, Any]
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, and one id that ends a response, whose text is BYTES_END.
+
+    A chat is a line for each message; an answer is its bytes and the end.
+    """
+
+    eos_ids: set[int]
+    special_ids: dict[str, int]
+    vocabulary = _BYTES + 1
+
+    def __init__(self) -> None:
+        self.eos_ids, self.special_ids = {_BYTES}, {BYTES_END: _BYTES}
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        """Text of a conversation; calls of tools are written as Hermes does it, reasoning as Qwen does it."""
+        lines = [f"tools: {json.dumps(list(tools), ensure_ascii=False)}"] if tools else []
+        for message in messages:
+            content, role = message.get("content") or "", message["role"]
+            if role != "assistant":
+                name = f" ({message['name']})" if role != "tool" and message.get("name") else ""
+                lines.append(f"{role}{name}: {content}")
+                continue
+            if reasoning := message.get("reasoning_content"):
+                content = BYTES_REASONING.format(reasoning) + content
+            calls = (json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ())
+            lines.append(f"assistant:{content}{''.join(map(BYTES_CALL.format, calls))}{BYTES_END}")
+        return "\n".join([*lines, "assistant:"] if generate else [*lines, ""])
+
+    def template_text(self, *, with_tools: bool) -> str | None:
+        """A text that shows only how calls are written."""
+        return BYTES_CALL
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for number, part in enumerate(text.split(BYTES_END)):
+            ids += [_BYTES] * (number > 0)
+            ids += part.encode()
+        return ids
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        """Text of ids; invalid UTF-8 becomes U+FFFD."""
+        if not keep_special:
+            return bytes(id for id in ids if 0 <= id < _BYTES).decode(errors="replace")
+        end = BYTES_END.encode()
+        return b"".join(end if id == _BYTES else bytes((id,)) for id in ids if 0 <= id <= _BYTES).decode(
+            errors="replace"
+        )
+
+
+class _HuggingFace:
+    """The common part of the two kinds of Hugging Face tokenizers."""
+
+    def __init__(self, folder: Path, told: Told) -> None:
+        self._folder = folder
+        self._told = told
+        self._config = _read_json(folder / "tokenizer_config.json")
+        self.eos_ids: set[int] = set()
+        model = _read_json(folder / "config.json")
+        text_model = model.get("text_config") or {}
+        self.special_ids: dict[str, int] = {}
+        self.vocabulary = int(text_model.get("vocab_size") or model.get("vocab_size") or 0)
+        for source in (_read_json(folder / "generation_config.json"), model, text_model):
+            ids = source.get("eos_token_id")
+            self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token and so on, as text."""
+        merged = _read_json(self._folder / "special_tokens_map.json") | self._config
+        named = {name: _text(value) for name, value in merged.items() if name.endswith("_token")}
+        return {name: text for name, text in named.items() if text is not None}
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+        *,
+        generate: bool = True,
+    ) -> str:
+        given = {**self._special_tokens, **self._told.options, **(options or {})}
+        given |= {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
+        template = self._templates[bool(tools)]
+        try:
+            return str(template.render(given))
+        except Exception as error:
+            # A template is a program and may raise any error, for example if it adds text to None.
+            raise ValueError(f"the chat template refuses the prompt: {error}") from None
+
+    def template_text(self, *, with_tools: bool) -> str | None:
+        named = self._named_templates
+        return (named.get("tool_use") if with_tools else None) or named.get("default")
+
+    @cached_property
+    def _named_templates(self) -> dict[str, str]:
+        """Sources of chat templates by name. The only one, and the one of a file, is the default."""
+        source = self._config.get("chat_template")
+        named: dict[str, Any] = {"default": source}
+        if isinstance(source, list):
+            named = {entry["name"]: entry["template"] for entry in source}
+        elif isinstance(source, dict):
+            named = dict(source)
+        file, others = self._folder / "chat_template.jinja", self._folder / "additional_chat_templates"
+        if file.is_file():
+            named["default"] = file.read_text("utf-8-sig")
+        named |= {other.stem: other.read_text("utf-8-sig") for other in sorted(others.glob("*.jinja"))}
+        return {name: text for name, text in named.items() if isinstance(text, str)}
+
+    @cached_property
+    def _templates(self) -> tuple[Any, Any]:
+        """The template without tools and the one with them, compiled."""
+        plain, with_tools = (self.template_text(with_tools=tools) for tools in (False, True))
+        if plain is None:
+            raise ConfigError([f'data.template: {self._folder} has no chat template; set data.template = "plain"'])
+        assert with_tools is not None
+        compiled = _compile(plain, self._told.date)
+        return compiled, compiled if with_tools == plain else _compile(with_tools, self._told.date)
+
+
+class _FileTokenizer(_HuggingFace):
+    """A tokenizer read through tokenizer.json."""
+
+    def __init__(self, folder: Path, told: Told) -> None:
+        super().__init__(folder, told)
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise ConfigError(["model.path: needs tokenizers: pip install 'asyncrl[train]'"]) from None
+        try:
+            self._backend = Backend.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:
+            # tokenizers raises nothing more precise.
+            raise ConfigError([f"model.path: {folder}/tokenizer.json cannot be read: {error}"]) from None
+        # tokenizer.json may hold settings for batches that would pad or cut prompts.
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        eos = self._backend.token_to_id(self._special_tokens.get("eos_token", ""))
+        self.eos_ids.update([] if eos is None else [eos])
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = {token.content: id for id, token in added.items() if token.special}
+        self.vocabulary = self.vocabulary or self._backend.get_vocab_size()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        encoding = self._encode(text, add_special_tokens=True)
+        ids: list[int] = encoding.ids
+        # A token that a post-processor adds after the text, such as end-of-sequence, would end the prompt. Tokens in
+        # front are kept: transformers too ignores add_bos_token if there is a tokenizer.json.
+        while ids and encoding.special_tokens_mask[len(ids) - 1]:
+            ids.pop()
+        return ids
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Any:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            # tokenizers raises nothing more precise, for example for an unknown word in a vocabulary without UNK.
+            told = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
+            if "unk" in str(error).lower():
+                told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
+            else:
+                told += f": {error}"
+            raise ValueError(told) from None
+
+    def _piece_refused(self, text: str) -> str:
+        """The first part of a text that cannot be encoded by itself; the whole text without one."""
+        backend, special = self._backend, "|".join(map(re.escape, self.special_ids))
+        for part in re.split(special, text) if special else [text]:
+            normal = backend.normalizer.normalize_str(part) if backend.normalizer is not None else part
+            splitter = backend.pre_tokenizer
+            for piece, _ in splitter.pre_tokenize_str(normal) if splitter is not None else [(normal, None)]:
+                try:
+                    backend.model.tokenize(piece)
+                except Exception:
+                    return str(piece)
+        return text
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=not keep_special))
+
+
+class _TransformersTokenizer(_HuggingFace):
+    """A tokenizer of transformers, for formats that only it can read."""
+
+    def __init__(self, folder: Path, told: Told, trust_remote_code: bool) -> None:
+        super().__init__(folder, told)
+        # Tokenizers of transformers change their backend's settings at each call.
+        self._one_at_a_time = threading.Lock()
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise ConfigError(["model.path: needs transformers: pip install 'asyncrl[train]'"]) from None
+        try:
+            self._backend = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError, KeyError) as error:
+            raise ConfigError([f"model.path: {folder} holds no tokenizer: {error}"]) from None
+        if len(self._backend) <= len(set(self._backend.all_special_ids)):
+            # Some classes of transformers make an empty tokenizer if their files are missing.
+            raise ConfigError([f"model.path: the tokenizer in {folder} has no tokens; its vocabulary is missing"])
+        if self._backend.eos_token_id is not None:
+            self.eos_ids.add(self._backend.eos_token_id)
+        self.special_ids = dict(zip(self._backend.all_special_tokens, self._backend.all_special_ids, strict=True))
+        self.vocabulary = self.vocabulary or len(self._backend)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        with self._one_at_a_time:
+            ids: list[int] = self._backend.encode(text)
+        # An end-of-sequence token that the tokenizer adds would end the prompt.
+        eos = self._backend.eos_token_id
+        return ids[:-1] if ids[-1:] == [eos] and self.encode(text)[-1:] != [eos] else ids
+
+    def encode(self, text: str) -> list[int]:
+        with self._one_at_a_time:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, keep_special: bool = False) -> str:
+        with self._one_at_a_time:
+            return str(
+                self._backend.decode(
+                    list(ids), skip_special_tokens=not keep_special, clean_up_tokenization_spaces=False
+                )
+            )
+
+
+def _in_context(piece: str, text: str) -> str:
+    """Short literals of a piece of text and of the text around it."""
+    around = text[max(0, text.find(piece) - _LONGEST_PIECE // 2) :]
+    shown = [part if len(part) <= _LONGEST_PIECE else f"{part[:_LONGEST_PIECE]}..." for part in (piece, around)]
+    return " in ".join(map(repr, dict.fromkeys(shown)))
+
+
+def _compile(source: str, date: Date) -> Any:
+    """A chat template in the environment that transformers gives it (transformers/utils/chat_template_utils.py).
+
+    Its clock shows the beginning of ``date``.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError, nodes
+    from jinja2.ext import Extension
+    from jinja2.ext import loopcontrols as loop_controls
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %}`` marks the assistant's words; its content is rendered unchanged."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loop_controls]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = datetime.combine(date, time()).strftime
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise ConfigError([f"data.template: the chat template cannot be compiled: {error}"]) from None
+
+
+def _text(token: Any) -> str | None:
+    """Text of a special token, given as text or as a table with it."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty if the file does not exist."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.path: {path} cannot be read: {error}"]) from None
+    if not isinstance(value, dict):
+        raise ConfigError([f"model.path: {path} is not a JSON object"])
+    return value

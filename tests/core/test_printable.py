@@ -1,0 +1,137 @@
+"""Text of a run for a terminal: nothing that it would obey, and as many cells as were meant."""
+
+import io
+import json
+import unicodedata
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from top.pictures import Run
+
+from asyncrl.cli import top as command
+from asyncrl.core.printable import json_in_ascii, printable, say
+from asyncrl.launcher.common.agent_messages import StacksEvent, StateEvent
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.messages.snapshot import Event
+from asyncrl.observe.snapshots.recording import Recorder
+from asyncrl.top.detail import detail
+from asyncrl.top.draw import fit, in_ascii
+from asyncrl.top.view import View
+
+EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
+WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u202e\u2069\t\n\ud800…─"), max_size=40)
+
+
+def controls(text, keep="\n"):
+    """Characters that a terminal would obey or hide."""
+    return [each for each in text if unicodedata.category(each) in ("Cc", "Cf", "Cs", "Zl", "Zp") and each not in keep]
+
+
+@given(WRITTEN | st.text())
+def test_nothing_that_comes_out_is_a_control_and_what_is_seen_stays(text):
+    assert not controls(printable(text), keep="")
+    assert not controls(printable(text, keep="\n"))
+    assert printable(printable(text)) == printable(text)
+    seen = "".join(each for each in text if not controls(each, keep="") and each.isprintable())
+    assert printable(seen) == seen
+
+
+def test_an_escape_says_what_it_stands_for():
+    assert printable("a\x1b[2J\x9b\u202e\n\U000e0041\ud800") == r"a\x1b[2J\x9b\u202e\n\U000e0041\ud800"
+    assert printable("a\u3000b\u00a0c 字") == "a\u3000b\u00a0c 字"
+
+
+@given(st.text(st.characters(codec="utf-8")))
+def test_json_says_the_same_in_ascii(text):
+    written = json_in_ascii(msgspec.json.encode({"text": text}).decode())
+    assert written.isascii() and written.isprintable()
+    assert json.loads(written) == {"text": text}
+
+
+def test_a_character_that_an_encoding_lacks_is_replaced():
+    held = io.BytesIO()
+    stream = io.TextIOWrapper(held, encoding="ascii")
+    say("reward → 字 \x1b", stream)
+    stream.flush()
+    assert held.getvalue() == b"reward -> \\u5b57 \\x1b\n"
+
+
+@given(WRITTEN, st.integers(0, 30))
+def test_a_line_takes_exactly_the_cells_it_is_given(text, width):
+    line = fit([(text, "dim"), ("tail", "")], width)
+    assert line.cell_len == cell_len(line.plain) == width
+    assert not controls(line.plain, keep="")
+    converted = in_ascii(line)
+    assert converted.cell_len == width and converted.plain.isascii()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run in which everything that is text is evil."""
+    snapshot = Run(rollouters=2).at(40.0)
+    view = msgspec.structs.replace(snapshot.run, name=EVIL, reason=EVIL, stalled=EVIL, lost_hosts=[EVIL])
+    actors = [msgspec.structs.replace(actor, host=EVIL, state=EVIL, awaiting=EVIL) for actor in snapshot.actors]
+    events = [Event(number=1, wall=snapshot.wall, level=EVIL, actor=EVIL, text=EVIL)]
+    evil = msgspec.structs.replace(snapshot, run=view, actors=actors, events=events)
+    made = tmp_path / "trial"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    Recorder(made, 1, 1 << 20).record(evil.wall, msgspec.msgpack.encode(evil))
+    logs = made / "logs" / "attempt_1"
+    logs.mkdir(parents=True)
+    stamp = {"timestamp": "2025-10-09T08:53:20Z", "uid": "0-7"}
+    lines = [
+        {"actor": "reward/0", "event": "printed", "text": f"{EVIL}\nforged"},
+        {"actor": f"reward/1{EVIL}", "event": EVIL, "error": EVIL},
+    ]
+    text = "".join(json.dumps(line | stamp, ensure_ascii=False) + "\n" for line in lines)
+    (logs / "reward-0.log").write_text(text + EVIL + "\n")
+    return made
+
+
+@pytest.mark.parametrize("words", [("--replay", "--once"), ("--replay", "--json"), ("--explain", "0-7")])
+def test_nothing_printed_of_a_run_is_obeyed(run_dir, capsys, words):
+    assert command.main([str(run_dir), *words]) == 0
+    out, err = capsys.readouterr()
+    assert "PWNED" in out and not controls(out) and not controls(err)
+    assert not any(line.startswith("forged") for line in out.splitlines())
+
+
+@pytest.mark.parametrize("words", [(EVIL, "--replay"), ("h:80", "--keys", EVIL), ("--once", EVIL, EVIL)])
+def test_nothing_that_is_complained_of_is_obeyed(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = command.main(list(words))
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert code in (1, 2) and not out
+    assert "PWNED" in err and not controls(err)
+
+
+def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir):
+    from asyncrl.top.replay import open_replay
+
+    replay = open_replay(run_dir, lives=False)
+    view = View(replay.history())
+    log = (run_dir / "logs" / "attempt_1" / "reward-0.log").read_text().split("\n")
+    for line in detail(view, "reward/0", log, 100):
+        assert not controls(line.plain, keep="") and line.cell_len <= 100
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_nothing_that_a_launcher_shows_is_obeyed(live):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return live
+
+    out, err = Terminal(), io.StringIO()
+    progress = Progress(out, 4, err)
+    progress.show(StateEvent(phase="starting", waiting_for=[EVIL], controller=1, lost_hosts={EVIL: [EVIL]}, leaving=[]))
+    progress.show(StacksEvent(name="reward/0", lines=[EVIL], more=0, log=EVIL))
+    progress.say(EVIL)
+    shown = out.getvalue().replace("\r\x1b[2K", "")
+    assert "PWNED" in shown and not controls(shown) and not controls(err.getvalue())

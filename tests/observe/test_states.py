@@ -1,0 +1,41 @@
+"""State-time ledgers add up to the whole life, in the states of a closed set."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.observe.states import STATES, StateLedger
+
+ENGINE = sorted(STATES["engine"])
+
+
+@given(st.lists(st.tuples(st.sampled_from(ENGINE), st.floats(0, 100)), max_size=30), st.floats(0, 50))
+def test_the_states_add_up_to_the_life(steps, before):
+    now = [55.0]
+    ledger = StateLedger(lambda: now[0], "engine", born=55.0 - before)
+    told = []
+    ledger.entered = lambda state, awaiting: told.append(state)
+    for state, seconds in steps:
+        ledger.enter(state, "somebody")
+        now[0] += seconds
+        record = ledger.record("engine")
+        assert sum(record.seconds.values()) == pytest.approx(now[0] - 55.0 + before)
+        assert record.seconds[record.state] >= record.state_s - 1e-9
+    if steps:
+        assert (ledger.state, ledger.awaiting) == (steps[-1][0], "somebody")
+    assert told == [state for state, _ in steps]
+
+
+def test_what_was_before_it_was_made_counts_as_its_start():
+    ledger = StateLedger(lambda: 10.0, "rank", born=4.0)
+    ledger.enter("waiting", "groups")
+    assert ledger.record("").seconds == {"starting": 6.0, "waiting": 0.0}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_there_are_no_other_states(kind):
+    ledger = StateLedger(lambda: 0.0, kind)
+    for state in STATES[kind]:
+        ledger.enter(state)
+    with pytest.raises(AssertionError, match="meditating"):
+        ledger.enter("meditating")

@@ -1,0 +1,85 @@
+"""The admitted actors change while sockets are open: real CURVE sockets, and the view of one actor."""
+
+import asyncio
+
+from harness import Net
+
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.messages.actors import ActorRecord, Dead, Resolve, Resolved
+from asyncrl.messages.hosts import Members
+from asyncrl.rpc.actor import handler
+from asyncrl.rpc.calls.server import STRANGERS
+from asyncrl.rpc.lifecycle.roster import Roster
+from asyncrl.rpc.wire.keys import Credentials, make_pairs
+
+NAMES = ("dataloader/0", "rollouter/0")
+PAIRS = {name: make_pairs(1)[0] for name in (*NAMES, "rollouter/1")}
+KEYS = {name: [pair["public"]] for name, pair in PAIRS.items()}
+
+
+def credentials(name, known=NAMES):
+    pair = PAIRS[name]
+    peers = {other: KEYS[other] for other in known}
+    return Credentials("run-1", "", True, pair["public"].encode(), pair["secret"].encode(), peers)
+
+
+class Echo:
+    @handler
+    def resolve(self, request: Resolve, caller) -> Resolved:
+        return Resolved(record=ActorRecord(name=caller.name, incarnation=1, address=""))
+
+
+async def test_i6_a_key_is_admitted_from_joining_to_leaving():
+    """Refused keys are counted."""
+    async with (
+        asyncio.timeout(20),
+        Net(credentials=lambda name: credentials(name, KEYS if name == "rollouter/1" else NAMES)) as net,
+    ):
+        net.serve(Echo(), "dataloader/0")
+        endpoint = net.endpoints[0]
+        roster = Roster(NAMES, credentials("dataloader/0"), endpoint.transport)
+
+        async def knock(name):
+            """The owner of the key, as the server reports it; None if it does not answer."""
+            peer = net.client("dataloader/0", name, call_timeout_s=1.0)
+            try:
+                return (await peer.call(Resolve(name="x"))).record.name
+            except DeadlineExceeded:
+                return None
+            finally:
+                peer.close()
+
+        assert await knock("rollouter/1") is None
+        assert endpoint.counters[STRANGERS] == 1
+        roster.take_in(Members(number=1, keys={"rollouter/1": KEYS["rollouter/1"]}))
+        assert await knock("rollouter/1") == "rollouter/1"
+        roster.take_in(Members(number=2, gone=[Dead("rollouter/1", 1)]))
+        assert await knock("rollouter/1") is None
+        assert await knock("rollouter/0") == "rollouter/0"
+        assert endpoint.counters[STRANGERS] >= 2
+
+
+class Admitted:
+    def __init__(self):
+        self.told = []
+
+    def admit(self, peers):
+        self.told.append(set(peers))
+
+
+def test_only_a_newer_roster_counts():
+    transport = Admitted()
+    roster = Roster(NAMES, credentials("dataloader/0"), transport)
+    newer = Members(number=3, keys={"rollouter/1": KEYS["rollouter/1"]}, serving=["rollouter/1"])
+    assert roster.take_in(newer) == []
+    assert roster.actors == ("dataloader/0", "rollouter/0", "rollouter/1")
+    assert roster.take_in(Members(number=2, gone=[Dead("rollouter/0", 5)])) == []
+    assert roster.take_in(Members(number=4, gone=[Dead("rollouter/0", 5)])) == [Dead("rollouter/0", 5)]
+    assert roster.actors == ("dataloader/0",)
+    assert transport.told == [set(KEYS), {"dataloader/0"}]
+    assert roster.peers == {"dataloader/0": KEYS["dataloader/0"]}
+    # Without keys there are only names.
+    transport = Admitted()
+    roster = Roster(NAMES, Credentials("run-1", "s3cret"), transport)
+    roster.take_in(Members(number=1, serving=["rollouter/1"]))
+    assert (roster.actors, transport.told, roster.peers) == ((*NAMES, "rollouter/1"), [], {})

@@ -1,0 +1,165 @@
+"""The thread that sends heartbeats, on a real socket."""
+
+import asyncio
+from types import SimpleNamespace
+
+from harness import Net, until
+from inprocess import CREDENTIALS, sim_config
+
+from asyncrl.messages.monitor import Heartbeat, ResourceRecord
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.rpc.heartbeat import Heartbeats, HeartbeatThread
+from tools.memory_transport import MemoryNetwork
+
+
+class Racing(Actor):
+    """Its metrics change while they are read: not at the first beat, at all those in between, and never again."""
+
+    role = "rollouter"
+    asked = 0
+
+    def figures(self):
+        self.asked += 1
+        if 1 < self.asked < 5:
+            raise KeyError("0-17")
+        return super().figures() | {"rollout/in_flight": float(self.asked)}
+
+
+class Unspeakable(Actor):
+    """Beats 2 to 4 cannot be sent."""
+
+    role = "rollouter"
+    asked = 0
+
+    def resources(self):
+        self.asked += 1
+        return [ResourceRecord("\udce9" if 1 < self.asked < 5 else "engine", "idle", "", 0.0, {"idle": 0.0})]
+
+
+class Pulseless(Actor):
+    """Its pulse cannot be read from the second beat on."""
+
+    role = "rollouter"
+    asked = 0
+
+    def pulse(self):
+        self.asked += 1
+        if self.asked > 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        return super().pulse()
+
+
+class Listening:
+    """A controller that receives heartbeats."""
+
+    def __init__(self):
+        self.beats = []
+
+    @handler
+    def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
+        self.beats.append(request)
+
+
+def actor_of(tmp_path, kind, **supervision):
+    return kind(
+        ActorContext(
+            config=sim_config(supervision=supervision),
+            name="rollouter/0",
+            incarnation=1,
+            run_dir=tmp_path,
+            transport=MemoryNetwork().transport(),
+            credentials=CREDENTIALS,
+            controller="tcp://nowhere:1",
+        )
+    )
+
+
+def beaten(tmp_path, count, heartbeat_s, then=lambda actor: None, kind=Racing):
+    """This many heartbeats of an actor. A single one is the last, which is sent when the thread stops."""
+
+    async def main():
+        async with Net() as net:
+            controller = Listening()
+            address = net.serve(controller, CONTROLLER, credentials=CREDENTIALS).address
+            actor = actor_of(tmp_path, kind, heartbeat_s=heartbeat_s)
+            thread = HeartbeatThread(actor, address, asyncio.get_running_loop())
+            thread.start()
+            then(actor)
+            if count == 1:
+                await asyncio.to_thread(thread.stop, 20.0)
+            try:
+                await until(lambda: len(controller.beats) >= count)
+            finally:
+                await asyncio.to_thread(thread.stop)
+            return controller.beats[:count]
+
+    return asyncio.run(main())
+
+
+def test_beats_are_skipped_and_announced_only_while_nothing_changes(tmp_path):
+    ended = [{"silence_s": 60.0, "host_lost_s": 60.0}, {"silence_s": 60.0, "host_lost_s": 15.0}]
+    calm, short = (asyncio.run(ticks(tmp_path, supervision)) for supervision in ended)
+    # The first announces the next; then three at a time are skipped, until something happens.
+    assert calm == [(1, 0), (2, 3), (6, 3), (8, 0), (9, 3)]
+    # A late beat must not count as silence.
+    assert short == [(tick, 0) for tick in range(1, 11)]
+
+
+async def ticks(tmp_path, supervision):
+    """The ticks with a heartbeat, and what it announced. Something happens before the eighth."""
+    actor = actor_of(tmp_path, Actor, heartbeat_s=1.0, **supervision)
+    async with Net() as net:
+        controller = Listening()
+        address = net.serve(controller, CONTROLLER, credentials=CREDENTIALS).address
+        beats = Heartbeats(actor, address, asyncio.get_running_loop())
+        beats.open()
+        await beats.connected(20.0)
+        sent = []
+        try:
+            for tick in range(1, 11):
+                if tick == 8:
+                    actor.progress()
+                before = actor.counters.get("heartbeats/sent", 0)
+                beats.beat()
+                if actor.counters.get("heartbeats/sent", 0) > before:
+                    sent.append(tick)
+                await asyncio.sleep(0)
+            await until(lambda: len(controller.beats) == len(sent))
+        finally:
+            beats.close()
+        return [(tick, beat.left_out) for tick, beat in zip(sent, controller.beats, strict=True)]
+
+
+def test_a_value_that_cannot_be_read_costs_no_heartbeat(tmp_path):
+    beats = beaten(tmp_path, 6, 0.05)
+    assert [beat.beat for beat in beats] == [1, 2, 3, 4, 5, 6]
+    assert [beat.counters.get("rollout/in_flight") for beat in beats] == [1, None, None, None, 5, 6]
+
+
+def test_heartbeats_that_fail_are_skipped_and_logged_once(tmp_path):
+    told = []
+
+    def listen(actor):
+        actor.log = SimpleNamespace(error=lambda text, exc_info: told.append((text, type(exc_info))))
+
+    first, second, third = beaten(tmp_path, 3, 0.05, listen, Unspeakable)
+    assert [beat.beat for beat in (first, second, third)] == [1, 5, 6]
+    assert second.counters.keys() >= first.counters.keys(), "all values are sent again"
+    assert told == [("a heartbeat failed", UnicodeEncodeError)]
+
+
+def test_the_last_heartbeat_has_the_final_counters(tmp_path):
+    """The test is too short for any other beat than the last."""
+    (beat,) = beaten(tmp_path, 1, 5.0, lambda actor: actor.counters.add("ledger/trained", 40))
+    assert beat.counters["ledger/trained"] == 40
+
+
+def test_no_heartbeat_is_skipped_if_the_pulse_cannot_be_read(tmp_path):
+    logged = []
+
+    def listen(actor):
+        actor.log = SimpleNamespace(error=lambda text, exc_info: logged.append((text, type(exc_info))))
+
+    beats = beaten(tmp_path, 6, 0.05, listen, Pulseless)
+    assert [(beat.beat, beat.left_out) for beat in beats] == [(number, 0) for number in range(1, 7)]
+    assert logged == [("a heartbeat failed", RuntimeError)]
