@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from asyncrl.config.other_names import Meaning, describe_meaning, meaning_of
+from asyncrl.core.other_names import Meaning, describe_meaning, meaning_of
 from asyncrl.core.printable import printable
 
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from asyncrl.config import Config
-from asyncrl.config.other_names import describe_meaning, meaning_of
 from asyncrl.config.section import Section
 from asyncrl.config.training import SOURCE_KEYS
+from asyncrl.core.other_names import describe_meaning, meaning_of
 
 MOST_ADVICE = 8
 """Keys of an unknown table for which a problem says what to write."""

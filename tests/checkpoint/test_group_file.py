@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_messages import make_group
+from made_group import make_group
 
 from asyncrl.checkpoint import group_file
 from asyncrl.checkpoint.group_file import pack_group, read_groups

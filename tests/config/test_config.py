@@ -11,8 +11,8 @@ from run_settings import SIMULATED
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import config_from_json, config_to_json, load_config, validate_config
 from asyncrl.config.operation import ActorState
-from asyncrl.config.other_names import NAMES, meaning_of
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.other_names import NAMES, meaning_of
 from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.learner.actor import Learner
 from asyncrl.learner.publishing.broadcaster import collective_backend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_messages import make_group
+from made_group import make_group
 
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.observe.sample_text import LONGEST_TEXT, MOST_MESSAGES, MOST_RESPONSES, sample_lines

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import uvloop
 from judge_server import judge_server, right, scores, shown, status, told
+from made_group import make_group
 from services import services
-from test_messages import make_group
 from test_reward_actor import config_with, serving
 from virtual import LoopClock
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 from harness import replace, until
 from inprocess import CREDENTIALS, sim_config
-from test_messages import make_group
+from made_group import make_group
 
 from asyncrl.core.errors import RestoreNeeded
 from asyncrl.messages import Done

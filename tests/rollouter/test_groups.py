@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 from harness import Net
 from inprocess import sim_config
+from made_group import make_group
 from rollouter_cases import Dataloader, Learner, living
 from services import services
-from test_messages import make_group
 from virtual import LoopClock, run_virtual
 
 from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, Refused, RemoteError

@@ -20,7 +20,7 @@ from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_messages import make_group
+from made_group import make_group
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.data.order import EpochOrder

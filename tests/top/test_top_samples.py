@@ -10,8 +10,8 @@ from functools import partial
 import driven
 import pytest
 from driven import known, recording, settled, shown, text_of
+from made_group import make_group
 from msgspec.structs import replace
-from test_messages import make_group
 from top.pictures import Run
 
 from asyncrl.cli import top as command

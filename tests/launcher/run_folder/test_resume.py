@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from made_group import make_group
 from run_settings import simulated_run
-from test_messages import make_group
 
 from asyncrl.checkpoint import DIGESTS
 from asyncrl.checkpoint.contents import Adapters, CheckpointState, Geometry, TrainerContents, write_contents

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import make_sequence
+from made_group import make_group
 from msgspec.structs import replace
-from test_messages import make_group
 
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.evals import EvalCollector, estimate_pass_at, eval_metrics, pass_at_ks

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_messages import make_group
+from made_group import make_group
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.groups.intake import FLAT, FRACTION_FROM, MASKED, Intake, IntakeState

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from disks import fill, small_disk
 from learner.learner_cases import make_sequence
+from made_group import make_group
 from services import services
-from test_messages import make_group
 
 from asyncrl.learner.groups.intake import Quarantined
 from asyncrl.learner.metrics import step_lines

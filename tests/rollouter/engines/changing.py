@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from made_group import make_group
 from published_weights import stage
 from rollouter.engines.engine_cases import until
-from test_messages import make_group
 from tiny_models import VOCAB, Publisher, logprobs_of
 from virtual import LoopClock
 

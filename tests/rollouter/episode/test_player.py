@@ -6,8 +6,8 @@ import json
 import pytest
 from harness import replace
 from inprocess import sim_config
+from made_group import make_group
 from session_cases import HOST, World, played, said, user
-from test_messages import make_group
 
 from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
 from asyncrl.data.jsonl import RawRow

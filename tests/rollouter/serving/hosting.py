@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 from harness import replace
 from inprocess import sim_config
-from test_messages import make_group
+from made_group import make_group
 from virtual import LoopClock
 
 from asyncrl.observe.states import StateLedger

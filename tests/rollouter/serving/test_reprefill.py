@@ -7,7 +7,7 @@ from harness import until
 from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
-from test_messages import make_group
+from made_group import make_group
 from virtual import run_virtual
 
 from asyncrl.messages.groups import VersionSpan

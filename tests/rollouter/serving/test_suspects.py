@@ -7,7 +7,7 @@ from examples import examples
 from harness import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_messages import make_group
+from made_group import make_group
 
 from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
 

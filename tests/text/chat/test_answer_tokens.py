@@ -1,8 +1,8 @@
 """Written answers as tokens behind their context, through templates of several families."""
 
 import pytest
-from chat.spoken import Spoken
 from chat_models import FAMILIES, QWEN3_THINKING, THINK, id_of, write_chat_model
+from spoken import Spoken
 
 from asyncrl.core.errors import ChatRefused
 from asyncrl.text.chat.messages import normalise_messages

@@ -4,8 +4,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from chat.spoken import Spoken
 from chat_models import CHATML, LLAMA, QWEN3, config_of, id_of, write_chat_model
+from spoken import Spoken
 
 from asyncrl.core.errors import ChatRefused, ConfigError
 from asyncrl.text.chat.messages import normalise_tools

@@ -4,11 +4,11 @@ import functools
 import json
 
 import pytest
-from chat.spoken import Spoken
 from chat_models import CHATML, FAMILIES, LLAMA, id_of, renderer_of, write_chat_model
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from spoken import Spoken
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
