@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.observe.metrics import Figures
+from asyncrl.observe.metrics import Counters
 from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
@@ -77,7 +77,7 @@ class Net:
             return self._network.transport()
         return ZmqTransport(credentials, max_message_bytes=1 << 30)
 
-    def counters(self, name: str) -> Figures:
+    def counters(self, name: str) -> Counters:
         """Counters of the newest endpoint of this name."""
         return next(endpoint.counters for endpoint in reversed(self.endpoints) if endpoint.name == name)
 

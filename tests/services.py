@@ -3,7 +3,7 @@
 from typing import Any
 
 from asyncrl.observe.logging import get_logger
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.clock import Clock
@@ -15,7 +15,7 @@ def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) 
     clock = clock or Clock()
     alone = {
         "log": get_logger(name),
-        "counters": Figures(),
+        "counters": Counters(),
         "histograms": Histograms(),
         "awaits": Awaits(clock.now),
         "states": StateLedger(clock.now, "rank"),

@@ -17,7 +17,7 @@ from virtual import LoopClock
 from asyncrl.config.load import validate_config
 from asyncrl.messages.episodes import Chat
 from asyncrl.messages.groups import VersionSpan
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.episode.figures import EpisodeFigures
@@ -124,7 +124,7 @@ class World:
         self.speaks = asyncio.Event()
         self.speaks.set()
         self.slots = Slots(self.config.rollout.concurrency_bounds[1])
-        self.counters, self.histograms = Figures(), Histograms()
+        self.counters, self.histograms = Counters(), Histograms()
         self.host = EngineHost(
             self.config,
             lambda: engine(self.config) if engine else Speaker(self),

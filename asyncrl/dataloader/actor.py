@@ -487,10 +487,10 @@ class Dataloader(Actor):
             max_tokens=sampling.max_tokens or rollout.max_tokens,
         )
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         # Copied in one step: the heartbeat's thread asks while the event loop runs.
         oldest = next(iter(list(self._leased.values())[:1]), None)
-        return super().figures() | {
+        return super().metrics() | {
             "tickets/oldest_s": self.clock.now() - oldest if oldest is not None else 0.0,
             "tickets/parked": len(self._parked),
         }

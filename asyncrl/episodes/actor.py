@@ -123,17 +123,17 @@ class EpisodesActor(Actor):
         played = self._players.counters.played if self._players is not None else 0
         return *super().pulse(), played, len(self._sessions)
 
-    def figures(self) -> dict[str, float]:
-        figures, players, endpoint = super().figures(), self._players, self._http
+    def metrics(self) -> dict[str, float]:
+        metrics, players, endpoint = super().metrics(), self._players, self._http
         if players is None or endpoint is None:
-            return figures
-        figures |= {f"episodes/{name}": count for name, count in asdict(players.counters).items()}
-        figures |= {
+            return metrics
+        metrics |= {f"episodes/{name}": count for name, count in asdict(players.counters).items()}
+        metrics |= {
             "episodes/open": players.open,
             "episodes/waiting": players.waiting,
             "episodes/suspects": players.suspects,
         }
-        return figures | _http_figures(endpoint.counts)
+        return metrics | _http_figures(endpoint.counts)
 
     def resources(self) -> list[ResourceRecord]:
         """Resource records, one for each worker."""

@@ -206,9 +206,9 @@ class Learner(Actor):
                 await self.drained()
             return
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of this rank; those of the run once rank 0 has restored it."""
-        return super().figures() | (self._rank_0.figures() if self._rank_0 is not None else {})
+        return super().metrics() | (self._rank_0.metrics() if self._rank_0 is not None else {})
 
     def preempted(self) -> None:
         """Stop at the next version boundary, with a checkpoint."""

@@ -289,7 +289,7 @@ class Rank0:
             await self._teacher.close()
         self._training.close()
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Metrics of the run."""
         return {
             "learner/step": self.progress.step,

@@ -27,7 +27,7 @@ def check_name(name: str, kind: str = "") -> None:
         assert not kind or kind in metric.kinds, f"{name} is declared as {metric.kinds} and not as {kind}"
 
 
-class Figures(dict[str, float]):
+class Counters(dict[str, float]):
     """Counters and gauges of an actor by their names."""
 
     def __setitem__(self, name: str, value: float) -> None:

@@ -248,7 +248,7 @@ class ParameterServer(Actor):
         if len(self._held.versions) > 1:
             # Only then is it worth a look at all replicas that fetch.
             self._held.keep(self._conductor.needed())
-        self.counters.update({f"weights/{name}": value for name, value in self._conductor.figures().items()})
+        self.counters.update({f"weights/{name}": value for name, value in self._conductor.metrics().items()})
         deadline = self._conductor.next_deadline()
         if deadline is not None and (self._timer is None or deadline < self._timer):
             self._sooner.set()

@@ -304,7 +304,7 @@ class Conductor:
         """Largest number of replicas that may pause at once for shm or stream."""
         return max(1, math.floor(self._weights.max_paused_fraction * len(self.replicas.by_name)))
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counts since the start, and the present numbers of replicas by state."""
         return {
             **{name: self.replicas.counts[name] for name in COUNTED},

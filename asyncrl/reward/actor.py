@@ -102,14 +102,14 @@ class RewardActor(Actor):
         pulse, pool = super().pulse(), self._pool
         return pulse if pool is None else (*pulse, pool.counters.scored, pool.queued, pool.running)
 
-    def figures(self) -> dict[str, float]:
-        figures, pool = super().figures(), self._pool
+    def metrics(self) -> dict[str, float]:
+        metrics, pool = super().metrics(), self._pool
         if pool is None:
-            return figures
-        figures |= {f"reward/{name}": count for name, count in asdict(pool.counters).items()}
+            return metrics
+        metrics |= {f"reward/{name}": count for name, count in asdict(pool.counters).items()}
         if isinstance(pool, JudgePool):
-            figures |= {f"judge/{name}": count for name, count in asdict(pool.judged).items()}
-        return figures | {"reward/queued": pool.queued, "reward/running": pool.running}
+            metrics |= {f"judge/{name}": count for name, count in asdict(pool.judged).items()}
+        return metrics | {"reward/queued": pool.queued, "reward/running": pool.running}
 
     def resources(self) -> list[ResourceRecord]:
         """Resource records, one for each worker."""

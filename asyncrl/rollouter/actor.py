@@ -317,12 +317,12 @@ class Rollouter(Actor):
     def pulse(self) -> tuple[object, ...]:
         return *super().pulse(), self._leases.generating, len(self._leases.held)
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         host, leases = self._host, self._leases
         running, kv_use, scoring = host.running, host.kv_use, self._pools.scoring
         # The thread that beats asks: a copy, and 0 from the Counter for a lease that has ended meanwhile.
         oldest = next((began for uid, began in list(leases.taken_at.items()) if leases.ungenerated[uid] > 0), None)
-        return super().figures() | {
+        return super().metrics() | {
             "rollout/sampled_tokens": host.sampled_tokens,
             "rollout/reprefill_tokens": host.reprefill.tokens,
             "rollout/in_flight": leases.generating,

@@ -253,7 +253,7 @@ class Actor:
         vitals = self._vitals.take() if self._vitals is not None else Vitals()
         with contextlib.suppress(RuntimeError):
             # Something changes while it is counted: the next heartbeat has it.
-            self.counters.update(self.figures())
+            self.counters.update(self.metrics())
         return Heartbeat(
             beat=beat,
             state=state,
@@ -280,8 +280,8 @@ class Actor:
         states = self.states
         return self._progress, self.ready, states.state, states.awaiting, self.events.number, self.run_state.number
 
-    def figures(self) -> dict[str, float]:
-        """Figures that can be read off at any time; called from any thread. A class that overrides it adds to it."""
+    def metrics(self) -> dict[str, float]:
+        """Metrics that can be read at any time; called from any thread. A class that overrides it adds to it."""
         return {
             "calls/in_flight": sum(peer.in_flight for peer in list(self._peers.values())),
             "calls/being_served": self._server.being_served if self._server is not None else 0,

@@ -3,7 +3,7 @@
 All values are cumulative. Every FULL_BEATS heartbeats one is complete, and so is the next one after the controller was
 restarted or a heartbeat could not be sent. So a lost heartbeat loses nothing for long.
 
-Invariant: a heartbeat holds at most MOST_FIGURES figures, MOST_HISTOGRAMS histograms, MOST_RESOURCES resources and
+Invariant: a heartbeat holds at most MOST_METRICS metrics, MOST_HISTOGRAMS histograms, MOST_RESOURCES resources and
 EVENTS_IN_BEAT events. The values that have to wait are counted and come next, the oldest first. A resource that is
 still in its state is left out: the controller continues its time, unless another resource had to wait. Pure.
 """
@@ -23,7 +23,7 @@ from asyncrl.rpc.wire.codec import encodable
 T = TypeVar("T")
 
 FULL_BEATS = 10
-MOST_FIGURES = 256
+MOST_METRICS = 256
 MOST_HISTOGRAMS = 32
 MOST_RESOURCES = 64
 EVENTS_IN_BEAT = 8
@@ -74,12 +74,12 @@ class HeartbeatDelta:
     """The values that the controller has."""
 
     def __init__(self) -> None:
-        self._figures: _Sent[float] = _Sent(MOST_FIGURES)
+        self._metrics: _Sent[float] = _Sent(MOST_METRICS)
         self._histograms: _Sent[Any] = _Sent(MOST_HISTOGRAMS)
         self._resources: _Sent[tuple[Any, ...]] = _Sent(MOST_RESOURCES)
         self._beats = 0
         self.late = 0
-        """Figures, histograms and resources that had to wait, since the start."""
+        """Metrics, histograms and resources that had to wait, since the start."""
 
     def forget(self) -> None:
         """Make the next heartbeat complete: the controller may know nothing."""
@@ -89,16 +89,16 @@ class HeartbeatDelta:
     def trim(self, beat: Heartbeat) -> Heartbeat:
         """The heartbeat with the changed values, which count as sent."""
         if self._beats % FULL_BEATS == 0:
-            for sent in (self._figures, self._histograms, self._resources):
+            for sent in (self._metrics, self._histograms, self._resources):
                 sent.forget()
         self._beats += 1
-        figures = self._figures.news(beat.counters)
+        metrics = self._metrics.news(beat.counters)
         histograms = self._histograms.news(beat.histograms)
         resources = self._resources.news({resource.name: _stay(resource) for resource in beat.resources})
-        self.late += self._figures.left + self._histograms.left + self._resources.left
+        self.late += self._metrics.left + self._histograms.left + self._resources.left
         return msgspec.structs.replace(
             beat,
-            counters={name: beat.counters[name] for name in figures},
+            counters={name: beat.counters[name] for name in metrics},
             histograms={name: beat.histograms[name] for name in histograms},
             resources=[resource for resource in beat.resources if resource.name in resources],
             held_back=self._resources.left > 0,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from asyncrl.observe.logging import Logger
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.clock import Clock
@@ -20,7 +20,7 @@ class ActorServices:
     name: str
     clock: Clock
     log: Logger
-    counters: Figures
+    counters: Counters
     histograms: Histograms
     awaits: Awaits
     states: StateLedger

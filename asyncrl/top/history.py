@@ -13,7 +13,7 @@ from asyncrl.observe.metrics_line import number_in
 from asyncrl.observe.snapshots.rates import Interval, mean, median, total
 
 AT = "rollout/episodes_at/"
-"""Beginning of the names of figures of stages."""
+"""Beginning of the names of metrics by stage."""
 GONE = frozenset({"absent", "dead", "lost", "aside"})
 
 

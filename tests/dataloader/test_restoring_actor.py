@@ -147,10 +147,10 @@ async def test_prompts_of_a_checkpoint_have_no_open_leases(tmp_path: Path) -> No
     async with running(tmp_path, rollouters={A: rollouter}) as it:
         await it.lease(free=3)
         assert it.actor.counters["tickets/granted"] == 3
-        assert it.actor.figures()["tickets/oldest_s"] > 0
+        assert it.actor.metrics()["tickets/oldest_s"] > 0
         rollouter.leases = Rollouter(seen=3).leases
         await it.restore(2, ledger=ledger(0, 1, 2), groups_left=21)
-        assert (it.actor.counters["tickets/outstanding"], it.actor.figures()["tickets/oldest_s"]) == (0, 0)
+        assert (it.actor.counters["tickets/outstanding"], it.actor.metrics()["tickets/oldest_s"]) == (0, 0)
         assert await it.leased(seen=3, free=2) == ["0-3", "0-4"]
         assert it.actor.counters["tickets/granted"] == 5, "counters only grow"
 

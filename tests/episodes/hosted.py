@@ -195,7 +195,7 @@ class Hosted:
         return f"{self.actor.url}/v1"
 
     def figure(self, name: str) -> float:
-        return self.actor.figures()[f"episodes/{name}"]
+        return self.actor.metrics()[f"episodes/{name}"]
 
     def watch_output(self) -> list[tuple[str, str, int]]:
         """Output in the log from now on: uid, text, bytes dropped."""

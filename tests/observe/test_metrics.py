@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.observe import catalogue, metrics
 from asyncrl.observe.catalogue import SECONDS, Declaring, document, edges_of, every, find, quantile
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 
 ROOT = Path(__file__).parents[2]
 GROUPS = {metric.name.partition("/")[0] for metric in every() if "/" in metric.name}
@@ -69,7 +69,7 @@ def test_a_name_is_found_with_the_family_it_belongs_to(name, declared):
 
 
 def test_an_undeclared_name_fails(monkeypatch):
-    figures, histograms = Figures(), Histograms()
+    figures, histograms = Counters(), Histograms()
     assert metrics.strict
     with pytest.raises(AssertionError, match="wire/surprises"):
         figures["wire/surprises"] = 1

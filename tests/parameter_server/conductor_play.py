@@ -37,7 +37,7 @@ class Play:
         return effects.wake, [note for note in effects.notes if note.event == event]
 
     def figure(self, name):
-        return self.conductor.figures()[name]
+        return self.conductor.metrics()[name]
 
     def counts(self, *names):
         return tuple(self.figure(f"broadcasts_{name}") for name in names)

@@ -33,19 +33,19 @@ def reaches_the_newest_version(world):
     world.forget_sent()
     for _ in range(LEFT_OUT_MAX * (world.weights.transport == "gloo")):
         # After broadcasts that broke, versions are left out.
-        begun = world.conductor.figures()["broadcasts_begun"]
+        begun = world.conductor.metrics()["broadcasts_begun"]
         world.begin_version()
         live(world, 6)
         world.forget_sent()
-        if world.conductor.figures()["broadcasts_begun"] > begun:
+        if world.conductor.metrics()["broadcasts_begun"] > begun:
             break
     for _ in range(2):
-        begun = world.conductor.figures()["broadcasts_begun"]
+        begun = world.conductor.metrics()["broadcasts_begun"]
         world.begin_version()
         live(world, 6)
         assert {caller.serving for caller in world.replicas.values()} == {world.published}
         world.forget_sent()
-        broadcasts = world.conductor.figures()["broadcasts_begun"] - begun
+        broadcasts = world.conductor.metrics()["broadcasts_begun"] - begun
         assert broadcasts == (world.weights.transport == "gloo")
 
 

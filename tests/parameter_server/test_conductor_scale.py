@@ -61,7 +61,7 @@ def join(count):
 
 def figures(count):
     play = serving(count, offered=count)
-    return lambda: (play.conductor.figures(), play.conductor.next_deadline())
+    return lambda: (play.conductor.metrics(), play.conductor.next_deadline())
 
 
 @pytest.mark.parametrize("make", [ask_for_pause, commit, join, figures])

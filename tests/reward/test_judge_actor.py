@@ -45,7 +45,7 @@ async def test_a_judge_serves_rollouters_and_reports_its_metrics(tmp_path):
         said = served.actor.heartbeat(1)
         counts = {"judge/requests": 21, "judge/unjudged": 1, "judge/prompt_tokens": 2000, "reward/scored": 20}
         assert counts.items() <= said.counters.items()
-        assert all(find(name) is not None for name in served.actor.figures())
+        assert all(find(name) is not None for name in served.actor.metrics())
         assert sum(said.histograms["judge/request_s"].counts) == 21
         assert len(list((tmp_path / "judge_cache").iterdir())) == 20
 

@@ -139,7 +139,7 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
 async def test_a_caller_that_cancels_gives_up_its_task_and_the_actor_ends_while_another_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(pool_module, "CANCEL_GRACE_S", 0.1)
     async with serving(config_with(workers=1, timeout_s=600.0), tmp_path) as served:
-        figures = served.actor.figures
+        figures = served.actor.metrics
         hanging, queued = (served.rollouter.call(request("sleep 500")) for _ in range(2))
         await until(lambda: (figures()["reward/running"], figures()["reward/queued"]) == (1, 1))
         hanging.cancel()

@@ -218,7 +218,7 @@ async def test_a_call_waits_for_a_reward_pool_that_says_it_holds_the_call_and_no
     """However long its queue: that of a large run may take hours. A group reward is one call for all."""
     async with scoring(tmp_path, SAMPLES, patience_s=0.3) as (life, call):
         rollouter = life.rollouter
-        assert rollouter.figures()["rollout/scoring"] == SAMPLES
+        assert rollouter.metrics()["rollout/scoring"] == SAMPLES
 
         def waited_s():
             return max(on.seconds for on in rollouter.heartbeat(1).awaits if on.what == "Score")
@@ -229,4 +229,4 @@ async def test_a_call_waits_for_a_reward_pool_that_says_it_holds_the_call_and_no
         life.ears.deaf_to.add("reward/0")
         with pytest.raises(DeadlineExceeded, match="on reward/0 for Score"):
             await call
-        assert rollouter.figures()["rollout/scoring"] == 0
+        assert rollouter.metrics()["rollout/scoring"] == 0

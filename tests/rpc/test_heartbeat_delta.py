@@ -13,7 +13,7 @@ from asyncrl.rpc.heartbeat_delta import (
     EVENTS_KEPT,
     FULL_BEATS,
     LONGEST_EVENT,
-    MOST_FIGURES,
+    MOST_METRICS,
     MOST_RESOURCES,
     EventQueue,
     HeartbeatDelta,
@@ -55,12 +55,12 @@ def test_a_heartbeat_is_bounded_and_every_value_is_sent_in_the_end(beats):
     for number, (changes, lost) in enumerate(beats):
         now |= {f"figure/{name}": value for name, value in changes.items()}
         said = delta.trim(beat(number, counters=dict(now)))
-        assert len(said.counters) <= MOST_FIGURES
+        assert len(said.counters) <= MOST_METRICS
         if not lost:
             heard.merge(said, float(number))
     for number in range(2 * FULL_BEATS):
         heard.merge(delta.trim(beat(number, counters=dict(now))), 0.0)
-    assert heard.figures == now
+    assert heard.metrics == now
 
 
 def test_many_resources_take_turns():

@@ -49,7 +49,7 @@ def test_i1_a_host_joins_serves_and_leaves(tmp_path, within_s):
         await step(system, 3)
         dataloader = system.actors["dataloader/0"]
         async with asyncio.timeout(20):
-            await until(lambda: system.actors["rollouter/2"].figures()["rollout/sampled_tokens"])
+            await until(lambda: system.actors["rollouter/2"].metrics()["rollout/sampled_tokens"])
             await until(lambda: dataloader._book._holders.asking == 3)
         assert "rollouter/2" in dataloader.roster.actors
         await step(system, 2)

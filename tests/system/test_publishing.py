@@ -46,7 +46,7 @@ async def standstill(system, for_s=0.4):
 
     def stands():
         nonlocal step, since
-        held = sum(rollouter.figures()["rollout/held"] for rollouter in rollouters)
+        held = sum(rollouter.metrics()["rollout/held"] for rollouter in rollouters)
         if learner.step != step or held or learner.states.awaiting != "groups":
             step, since = learner.step, time.monotonic()
         return time.monotonic() - since >= for_s
@@ -260,12 +260,12 @@ def test_a_slow_gather_delays_neither_the_learner_nor_an_engine(tmp_path, monkey
         rollouters = [system.actors[f"rollouter/{index}"] for index in range(2)]
 
         def sampled():
-            return [rollouter.figures()["rollout/sampled_tokens"] for rollouter in rollouters]
+            return [rollouter.metrics()["rollout/sampled_tokens"] for rollouter in rollouters]
 
         def serves(rollouter, version):
             """Whether it serves this version, has reported so, and asks for the next."""
             asks = any(wait.what == "NextUpdate" for wait in rollouter.awaits.records())
-            return asks and rollouter.figures()["rollout/served_version"] == version
+            return asks and rollouter.metrics()["rollout/served_version"] == version
 
         before = sampled()
         await until(lambda: all(now > then for now, then in zip(sampled(), before, strict=True)))

@@ -179,7 +179,7 @@ def _merged(spans):
 def test_the_log_of_a_group_continues_with_another_rollouter_when_the_first_dies(tmp_path, logs):
     async def kill(system):
         await system.at_step(2)
-        await until(lambda: system.actors["rollouter/1"].figures()["rollout/held"])
+        await until(lambda: system.actors["rollouter/1"].metrics()["rollout/held"])
         await system.replace("rollouter/1")
 
     system = live(tmp_path, kill)

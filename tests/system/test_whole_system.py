@@ -190,7 +190,7 @@ def test_i1_a_step_without_a_token_to_train_does_not_count_and_its_groups_are_re
     empty = learner.counters["learner/empty_steps"]
     # A version is published for each step that counts, and for no other.
     assert [line["step"] for line in lines] == [line["weights/version"] for line in lines] == list(range(1, 13))
-    assert (lines[-1]["ledger/trained"], learner.figures()["ledger/filtered"]) == (12, empty)
+    assert (lines[-1]["ledger/trained"], learner.metrics()["ledger/filtered"]) == (12, empty)
     assert 0 < empty < 12
     uids = trained_uids(system)
     assert len(set(uids)) == len(uids) == 12
@@ -266,7 +266,7 @@ def test_i1_a_rollouter_that_dies_in_an_evaluation_loses_nothing_and_repeats_not
 
     def evaluates():
         rollouter = system.actors.get("rollouter/0")
-        if rollouter is None or not rollouter.figures()["rollout/in_flight"]:
+        if rollouter is None or not rollouter.metrics()["rollout/in_flight"]:
             return False
         return any("@" in uid for uid in rollouter._leases.held)
 

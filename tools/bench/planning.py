@@ -31,7 +31,7 @@ from asyncrl.messages.groups import Group, Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.observe.group_log import GroupLog
 from asyncrl.observe.logging import get_logger
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import STEPS, Trace
 from asyncrl.rpc.awaits import Awaits
@@ -195,7 +195,7 @@ class Loop:
 
     def __init__(self, config: Config, groups: Iterator[Group], trainer: TimedTrainer | None = None) -> None:
         self.trainer = TimedTrainer(config) if trainer is None else trainer
-        self.counters, self.versions, self._lines = Figures(), Versions(), _Lines()
+        self.counters, self.versions, self._lines = Counters(), Versions(), _Lines()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         self.dataloader = _Dataloader()
         self._groups, self._wanted, clock = groups, config.learner.groups_per_step + 1, Clock()

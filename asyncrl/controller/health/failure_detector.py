@@ -75,7 +75,7 @@ def _view(registry: Registry, entry: Entry, now: float) -> ActorStatus:
         silent_s=registry.silence_of(entry, now),
         ended=not entry.heard_of,
         version=entry.version,
-        progress=tuple(entry.figures.get(name, 0.0) for name in PROGRESS),
+        progress=tuple(entry.metrics.get(name, 0.0) for name in PROGRESS),
     )
 
 

@@ -250,10 +250,10 @@ class Observation:
     def _look_at_logs(self) -> None:
         own = self._own.counters if self._own is not None else {}
         counts = {self._actor.name: (self._actor.context.incarnation, own)}
-        counts |= {name: (entry.record.incarnation, entry.figures) for name, entry in self._registry.entries.items()}
+        counts |= {name: (entry.record.incarnation, entry.metrics) for name, entry in self._registry.entries.items()}
         more = 0
-        for name, (incarnation, figures) in counts.items():
-            lost, before = int(figures.get("logs/lost", 0)), self._lost_of.get(name)
+        for name, (incarnation, metrics) in counts.items():
+            lost, before = int(metrics.get("logs/lost", 0)), self._lost_of.get(name)
             # Each incarnation counts from 0.
             more += max(0, lost - (before[1] if before is not None and before[0] == incarnation else 0))
             self._lost_of[name] = (incarnation, lost)

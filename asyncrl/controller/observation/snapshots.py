@@ -296,7 +296,7 @@ def _view(
         "restarts": record.attempt,
         "version": entry.version,
         "heard_s": max(0.0, now - entry.heard),
-        "metrics": dict(entry.figures),
+        "metrics": dict(entry.metrics),
         "histograms": dict(entry.histograms),
     }
     if beat is None:

@@ -28,7 +28,7 @@ from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.messages.groups import Group
-from asyncrl.observe.metrics import Figures
+from asyncrl.observe.metrics import Counters
 
 
 def plan_step(
@@ -101,7 +101,7 @@ class StepPlanner:
         thread: ThreadPoolExecutor,
         intake: Intake,
         progress: Progress,
-        counters: Figures,
+        counters: Counters,
         advantage: Advantage,
         supervised: SupervisedSteps | None,
         teacher: ServedTeacher | None,

@@ -229,7 +229,7 @@ def step_breakdown(train: Sequence[Line]) -> list[Panel]:
 
 
 OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
-"""Figures of updates that are drawn."""
+"""Metrics of updates that are drawn."""
 
 
 def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:

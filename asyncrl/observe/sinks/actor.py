@@ -134,9 +134,9 @@ class Sinks(Actor):
                 self.log.info("sink is ready", sink=thread.name, address=thread.address)
             self._reported[thread.name] = thread.failures, thread.address
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Counts of lines and records that the sinks did not take."""
-        return super().figures() | {
+        return super().metrics() | {
             "sinks/dropped": sum(thread.dropped for thread in self._threads),
             "sinks/lost": sum(thread.lost for thread in self._threads),
         }

@@ -13,7 +13,7 @@ from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.messages import FinishReason
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationFigures
 from asyncrl.rpc.notices import Notify
 
@@ -41,7 +41,7 @@ TOLD: frozenset[Failure] = frozenset({"start", "turn", "answer", "reward"})
 class EpisodeFigures:
     """Figures of one rollouter, counted in ``counters`` and ``histograms``. ``reward`` is reward.function."""
 
-    def __init__(self, counters: Figures, histograms: Histograms, reward: str = "") -> None:
+    def __init__(self, counters: Counters, histograms: Histograms, reward: str = "") -> None:
         self._counters, self._histograms = counters, histograms
         self._scored_by = "judge" if reward in JUDGES else "score"
         counters.setdefault("rollout/malformed_calls")

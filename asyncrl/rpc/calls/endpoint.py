@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.rpc.wire.codec import Codec
 from asyncrl.rpc.wire.envelope import PROTOCOL_VERSION, Header, Hello, Kind, encode_header
 from asyncrl.rpc.wire.keys import Credentials
@@ -38,7 +38,7 @@ class Endpoint:
     param_version: int = -1
     ending: bool = False
     """Whether the actor's tasks are over or being cancelled: no call is served and no peer is looked up."""
-    counters: Figures = field(default_factory=Figures)
+    counters: Counters = field(default_factory=Counters)
     histograms: Histograms = field(default_factory=Histograms)
 
     def header(

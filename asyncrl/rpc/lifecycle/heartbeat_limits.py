@@ -18,7 +18,7 @@ from asyncrl.messages.snapshot import Gpu, Histogram
 
 T = TypeVar("T")
 
-MOST_FIGURES = 2048
+MOST_METRICS = 2048
 MOST_HISTOGRAMS = 128
 MOST_BUCKETS = 256
 MOST_RESOURCES = 4096
@@ -29,20 +29,20 @@ MOST_EVENTS = 64
 """Events in one heartbeat."""
 LONGEST_NAME = 200
 LONGEST_TEXT = 500
-LARGEST_FIGURE = float(1 << 53)
-"""Largest figure: beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
+LARGEST_METRIC = float(1 << 53)
+"""Largest metric: beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
 TEXTS = ("state", "awaiting")
 NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 
 
 def take_in(
-    beat: Heartbeat, figures: Collection[str], histograms: Collection[str], resources: Collection[str]
+    beat: Heartbeat, metrics: Collection[str], histograms: Collection[str], resources: Collection[str]
 ) -> tuple[Heartbeat, int]:
     """The bounded heartbeat, and the number of values that are left out. The arguments are the names known so far."""
     reported = {resource.name: resource for resource in beat.resources}
     taken = msgspec.structs.replace(
         beat,
-        counters=_named(beat.counters, figures, MOST_FIGURES, _is_number),
+        counters=_named(beat.counters, metrics, MOST_METRICS, _is_number),
         histograms=_named(beat.histograms, histograms, MOST_HISTOGRAMS, _is_histogram),
         resources=list(_named(reported, resources, MOST_RESOURCES, _is_resource).values()),
         awaits=[wait for wait in beat.awaits if _is_wait(wait)],
@@ -76,11 +76,11 @@ def _named(values: Mapping[str, T], known: Collection[str], most: int, is_sound:
 
 def _is_number(value: float) -> bool:
     # NaN is neither.
-    return -LARGEST_FIGURE <= value <= LARGEST_FIGURE
+    return -LARGEST_METRIC <= value <= LARGEST_METRIC
 
 
 def _is_time(seconds: float) -> bool:
-    return 0.0 <= seconds <= LARGEST_FIGURE
+    return 0.0 <= seconds <= LARGEST_METRIC
 
 
 def _is_histogram(value: Histogram) -> bool:

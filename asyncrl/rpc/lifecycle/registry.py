@@ -68,7 +68,7 @@ class Entry:
     """Whether any message from it has come."""
     beaten: float = 0.0
     """Time at which its last heartbeat came (s)."""
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Counters and gauges, of all its heartbeats."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class Entry:
 
     def merge(self, beat: Heartbeat, now: float) -> int:
         """Take in a heartbeat. Returns the number of its values that are left out."""
-        beat, left_out = take_in(beat, self.figures, self.histograms, self.resources)
+        beat, left_out = take_in(beat, self.metrics, self.histograms, self.resources)
         self.heartbeat, self.beaten = beat, now
-        self.figures.update(beat.counters)
+        self.metrics.update(beat.counters)
         self.histograms.update(beat.histograms)
         for resource in beat.resources:
             self.resources[resource.name] = HeardResource(resource, now)

@@ -30,7 +30,7 @@ from asyncrl.learner.groups.progress import News
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
 from asyncrl.messages.trajectories import sampled_positions
-from asyncrl.observe.metrics import Figures
+from asyncrl.observe.metrics import Counters
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ async def living(server, counters, news, **settings: Any):
 
 async def score(groups, server, *, begin=(), **settings: Any):
     """The scores, and the counters."""
-    counters, news = Figures(), News()
+    counters, news = Counters(), News()
     changed = news.listen()
     async with living(server, counters, news, **settings) as teacher:
         try:
@@ -207,7 +207,7 @@ def test_a_group_that_is_generated_again_is_scored_anew(done):
     first, second = (make_group(8, [9], [make_trajectory(tokens)]) for tokens in ([3, 4], [5]))
 
     async def play():
-        async with served() as server, living(server, Figures(), News()) as teacher:
+        async with served() as server, living(server, Counters(), News()) as teacher:
             teacher.begin(first)
             if done:
                 await teacher.scores([first])

@@ -32,7 +32,7 @@ from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
 from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
-from asyncrl.observe.metrics import Figures
+from asyncrl.observe.metrics import Counters
 from tools.bench.planning import Loop, TimedTrainer
 
 SIZE = 2
@@ -213,7 +213,7 @@ class Planner:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or configure()
-        self.progress, self.intake, self.counters = Progress(version=0), Intake(self.config.learner), Figures()
+        self.progress, self.intake, self.counters = Progress(version=0), Intake(self.config.learner), Counters()
         self.error: Exception | None = None
         self.plan_s = 0.0
         self.times: list[tuple[float, float]] = []

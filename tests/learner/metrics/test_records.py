@@ -20,7 +20,7 @@ from asyncrl.learner.metrics import step_lines
 from asyncrl.learner.metrics.records import MOST_BYTES, RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.groups import Turn
-from asyncrl.observe.metrics import Figures
+from asyncrl.observe.metrics import Counters
 
 
 def lines(path):
@@ -116,7 +116,7 @@ def test_a_torn_line_stands_by_itself_and_one_that_does_not_fit_leaves_nothing(t
 
 @pytest.mark.parametrize("ends", ["there is room again", "there is none to the end"])
 def test_lines_that_find_no_room_wait_for_it(tmp_path, monkeypatch, ends):
-    counters, reported, shown = Figures(), [], []
+    counters, reported, shown = Counters(), [], []
     monkeypatch.setattr(step_lines, "RETRY_S", 0.01)
     monkeypatch.setattr(step_lines, "LAST_TRY_S", 0.05)
 

@@ -11,7 +11,7 @@ from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.observe.catalogue import find
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationFigures
 from asyncrl.rollouter.episode.figures import MOST_TOOLS, OTHER_TOOLS, EpisodeFaults, EpisodeFigures, by_kind
 from asyncrl.rollouter.episode.player import EpisodeFailed
@@ -22,7 +22,7 @@ STATES = st.sampled_from(["start", "queue", "engine", "paused", "user", "close",
 @given(st.lists(STATES, max_size=60), st.lists(STATES, max_size=60))
 @example([f"tool t{n}" for n in range(30)], ["tool t29"])
 def test_every_open_episode_is_at_one_stage_and_names_are_bounded(before, now):
-    counters = Figures()
+    counters = Counters()
     figures = EpisodeFigures(counters, Histograms())
     first, second = figures.gauges(before, 1.0), figures.gauges(now, 2.0)
     at = {name: value for name, value in second.items() if name.startswith("rollout/episodes_at/")}
@@ -114,7 +114,7 @@ def test_tokens_that_engines_compute_again_after_an_update(tmp_path):
 
 @pytest.mark.parametrize(("reward", "state"), [("relative_judge", "judge"), ("exact", "score")])
 def test_episodes_that_are_scored_are_open_and_the_cost_factor_is_over_all_tokens(reward, state):
-    counters = Figures()
+    counters = Counters()
     figures = EpisodeFigures(counters, Histograms(), reward)
     for context in (100, 900):
         counts = {"sampled_tokens": 0, "context_tokens": context, "linear_tokens": 100}

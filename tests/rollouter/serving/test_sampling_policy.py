@@ -95,7 +95,7 @@ def test_a_rollouter_finds_the_concurrency_that_its_engine_can_serve(tmp_path, m
     )
     system = System(config, tmp_path / "run")
     assert asyncio.run(system.run()).phase == "done"
-    assert system.actors["rollouter/0"].figures()["rollout/concurrency"] == limits[-1]
+    assert system.actors["rollouter/0"].metrics()["rollout/concurrency"] == limits[-1]
     assert min(limits) < 40
 
 

@@ -46,7 +46,7 @@ SOUND = beat(
 def test_valid_values_are_kept_unchanged():
     entry, left_out = heard(SOUND)
     assert entry.heartbeat == SOUND and left_out == 0
-    assert (entry.figures, list(entry.resources)) == (SOUND.counters, ["worker/0"])
+    assert (entry.metrics, list(entry.resources)) == (SOUND.counters, ["worker/0"])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_invalid_values_are_omitted_and_the_rest_counts(facts):
     entry, left_out = heard(beat(**facts, **more, rss_bytes=7))
     assert left_out == 1
     assert entry.heartbeat == beat(**more, rss_bytes=7)
-    assert entry.figures == more.get("counters", {}) and not entry.resources and not entry.histograms
+    assert entry.metrics == more.get("counters", {}) and not entry.resources and not entry.histograms
 
 
 def test_texts_are_cut_and_of_too_many_events_the_newest_are_kept():
@@ -101,9 +101,9 @@ def test_the_values_kept_for_an_actor_are_limited():
         for number in range(4)
     ]
     entry, left_out = heard(*beats)
-    kept = len(entry.figures), len(entry.histograms), len(entry.resources)
-    assert kept == (heartbeat_limits.MOST_FIGURES, heartbeat_limits.MOST_HISTOGRAMS, heartbeat_limits.MOST_RESOURCES)
-    assert entry.figures["0/0"] == 3.0
+    kept = len(entry.metrics), len(entry.histograms), len(entry.resources)
+    assert kept == (heartbeat_limits.MOST_METRICS, heartbeat_limits.MOST_HISTOGRAMS, heartbeat_limits.MOST_RESOURCES)
+    assert entry.metrics["0/0"] == 3.0
     assert left_out == 4 * 4600 - sum(kept)
     # The last heartbeat does not keep more either.
     assert len(entry.heartbeat.counters) == 1 and not entry.heartbeat.histograms and not entry.heartbeat.resources

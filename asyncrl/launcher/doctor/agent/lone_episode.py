@@ -44,7 +44,7 @@ from asyncrl.messages.episodes import (
 )
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.observe.metrics import Figures, Histograms
+from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions
@@ -175,7 +175,7 @@ class LoneEpisode:
             stops=resolve_stops(config.rollout, tokenizer),
             policy=policy or ScriptedPolicy(Script(thinks=renderer.report.reasoning_parser != "none"), tokenizer),
             hosts=self,
-            figures=EpisodeFigures(Figures(), Histograms()),
+            figures=EpisodeFigures(Counters(), Histograms()),
             clock=clock,
         )
         self._playing: dict[str, PolicySession] = {}
