@@ -103,8 +103,7 @@ def test_imports_go_one_way(modules):
         part = part_of(place)
         for module, top in found:
             library, _, rest = module.partition(".")
-            late_in_codec = library == "torch" and place == "rpc/wire/codec.py" and not top
-            heavy = library in HEAVY and not place.startswith(HEAVY[library]) and not late_in_codec
+            heavy = library in HEAVY and not place.startswith(HEAVY[library])
             if place == "__init__.py":
                 # The package itself imports its names on demand, for scripts.
                 forbidden = top and module != "typing"

@@ -69,7 +69,6 @@ class Peer:
         self._adopted = 0
         """Incarnation of the peer below which none is believed."""
         self._limit = endpoint.max_message_bytes
-        self._answers_ask = False
         self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
         self._next_id = 1
         self._hello_ids: set[int] = set()
@@ -183,8 +182,7 @@ class Peer:
         """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer."""
         if self._pending.get(future.id) is future:
             # Before it is finished: a payload under way keeps its share of the budget until it is known to be there.
-            if self._answers_ask:
-                self._queue.abandon(future.id)
+            self._queue.abandon(future.id)
             self._finish(future)
             if cancel and future.sent and self.ready and self._client is not None:
                 self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
@@ -332,7 +330,7 @@ class Peer:
     def _transmit(self, future: CallFuture) -> None:
         """Send a call, or, where the peer may have it, ask after it."""
         assert self._client is not None
-        if future.placed and self._answers_ask:
+        if future.placed:
             self._ask(future.id)
             return
         # 0 would mean that the caller does not wait.
@@ -343,7 +341,7 @@ class Peer:
         # Sent, also where the socket takes no more: the next look asks after it, and the peer says that it lacks it.
         future.sent, future.placed = True, self._next_id
         self._client.send([header, *future.frames])
-        if future.size >= LARGE_BYTES and self._answers_ask:
+        if future.size >= LARGE_BYTES:
             # The answer comes when all of it has arrived, and makes room for others.
             self._ask(future.id)
 
@@ -503,7 +501,6 @@ class Peer:
         restarted = self._incarnation not in (0, body.incarnation)
         self._absence.welcome(self._loop.time(), by_another=restarted)
         self._incarnation = body.incarnation
-        self._answers_ask = body.answers_ask
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
         self.ready = True
         self.welcomes += 1
@@ -517,7 +514,7 @@ class Peer:
                     continue
                 future.placed = future.times = 0
             # Where the peer may have the call only an ASK goes, which takes none of the budget.
-            self._queue.add(future.id, 0 if future.placed and self._answers_ask else future.size)
+            self._queue.add(future.id, 0 if future.placed else future.size)
         self._let_go()
 
     def _on_refuse(self, body: Refuse) -> None:

@@ -238,7 +238,6 @@ class CallServer:
             incarnation=self._endpoint.incarnation,
             max_message_bytes=self._endpoint.max_message_bytes,
             credit=self._sessions[routing_id].credit,
-            answers_ask=True,
         )
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 

@@ -1,8 +1,7 @@
 """Typed bodies and their arrays.
 
-A body is a msgspec struct as a MessagePack map, validated against its annotations. Arrays (numpy, and torch on
-the CPU) never pass through MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]``
-in its place. Sending hands over the array's memory, receiving gives a view of the frame's; neither copies, so an
+A body is a msgspec struct as a MessagePack map, validated against its annotations. Arrays (numpy) never pass through
+MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]`` in its place. Sending hands over the array's memory, receiving gives a view of the frame's; neither copies, so an
 array that was sent must not be written to afterwards. numpy is imported with the first array: processes that never
 see one, as launcher and agent, start sooner.
 
@@ -31,9 +30,8 @@ assert sys.byteorder == "little", "arrays travel in little-endian order"
 
 T = TypeVar("T")
 
-# bfloat16 has no numpy type: as a torch tensor it travels under its own name, as numpy it does not exist.
 DTYPES = frozenset(
-    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 bfloat16".split()  # noqa: SIM905
+    "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64".split()  # noqa: SIM905
 )
 MAX_DIMENSIONS = 8
 PIECE_BYTES = 1 << 18
@@ -82,19 +80,14 @@ class Codec:
     def _encode_array(self, value: Any) -> Any:
         import numpy as np
 
-        if isinstance(value, np.ndarray):
-            # The name does not contain the order of bytes.
-            array, dtype = value, value.dtype.name if value.dtype.isnative else value.dtype.str
-        elif type(value).__module__.partition(".")[0] == "torch":
-            dtype = str(value.dtype).removeprefix("torch.")
-            tensor = value.detach()
-            array = (tensor.view(_torch().int16) if dtype == "bfloat16" else tensor).numpy()
-        else:
+        if not isinstance(value, np.ndarray):
             raise TypeError(f"{type(value).__name__} cannot travel in a message")
+        # The name does not contain the order of bytes.
+        dtype = value.dtype.name if value.dtype.isnative else value.dtype.str
         if dtype not in DTYPES:
             raise TypeError(f"arrays of {dtype} cannot travel in a message")
         # As flat bytes, whose length is their size.
-        self._outgoing.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        self._outgoing.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         return [dtype, list(value.shape), len(self._outgoing) - 1]
 
     def _decode_array(self, kind: type, value: Any) -> Any:
@@ -111,24 +104,11 @@ class Codec:
             raise ValueError(f"no such frame among {len(self._incoming)}")
         buffer = self._incoming[index]
         view = memoryview(buffer if isinstance(buffer, (bytes, bytearray, memoryview)) else buffer.buffer)
-        item = 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
-        if view.nbytes != math.prod(shape) * item:
+        if view.nbytes != math.prod(shape) * np.dtype(dtype).itemsize:
             raise ValueError(f"{dtype}{shape} does not fit a frame of {view.nbytes} bytes")
-        if kind is np.ndarray:
-            if dtype == "bfloat16":
-                raise ValueError("bfloat16 arrays can only be received as torch tensors")
-            return np.frombuffer(view, dtype=dtype).reshape(shape)
-        torch = _torch()
-        if kind is torch.Tensor:
-            try:
-                # torch refuses a buffer without a byte.
-                if not view.nbytes:
-                    return torch.empty(shape, dtype=getattr(torch, dtype))
-                return torch.frombuffer(view, dtype=getattr(torch, dtype)).reshape(shape)
-            except RuntimeError as error:
-                # No elements, but more of them in the other dimensions than can be counted.
-                raise ValueError(f"bad shape: {error}") from None
-        raise ValueError(f"{kind.__name__} is no array type")
+        if kind is not np.ndarray:
+            raise ValueError(f"{kind.__name__} is no array type")
+        return np.frombuffer(view, dtype=dtype).reshape(shape)
 
 
 def encodable(text: str) -> str:
@@ -142,12 +122,6 @@ def _no_extension(code: int, _data: memoryview) -> Any:
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 48
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch
 
 
 def cut(frames: Sequence[Any]) -> Sequence[Any]:

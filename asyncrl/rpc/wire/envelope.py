@@ -9,7 +9,7 @@ Fails with ProtocolError; when the sender speaks another version of the protocol
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -89,8 +89,6 @@ class Welcome(Struct, frozen=True, kw_only=True):
     max_message_bytes: int
     credit: int
     """Calls that may be unanswered on this connection at once."""
-    answers_ask: bool = False
-    """Whether an ASK is answered; where it is not, calls are repeated whole."""
 
 
 class Refuse(Struct, frozen=True, kw_only=True):
@@ -111,7 +109,6 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     message: str
     retryable: bool = False
     actor: str = ""
-    details: dict[str, Any] = {}
 
 
 class OtherProtocol(ProtocolError):

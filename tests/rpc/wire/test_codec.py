@@ -6,7 +6,6 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -20,10 +19,6 @@ class Arrays(Message, frozen=True, kw_only=True):
     first: np.ndarray
     many: list[np.ndarray] = []
     note: str = ""
-
-
-class Tensor(Message, frozen=True, kw_only=True):
-    data: torch.Tensor
 
 
 class Anything(Message, frozen=True, kw_only=True):
@@ -61,19 +56,6 @@ def test_sending_hands_over_the_memory_and_receiving_gives_a_view():
     assert np.shares_memory(view, np.frombuffer(received, np.uint8))
 
 
-def test_torch_tensors_travel_without_a_copy_bfloat16_included():
-    codec = Codec()
-    for tensor in (torch.arange(6.0).reshape(2, 3), torch.ones(4, dtype=torch.bfloat16), torch.empty(0)):
-        body, buffer = codec.encode(Tensor(data=tensor))
-        again = codec.decode(Tensor, body, [bytearray(buffer)]).data
-        assert again.dtype == tensor.dtype
-        assert torch.equal(again, tensor)
-    tensor = torch.zeros(3)
-    _, buffer = codec.encode(Tensor(data=tensor))
-    tensor[0] = 7
-    assert np.frombuffer(buffer, np.float32)[0] == 7
-
-
 def test_a_body_is_plain_messagepack_with_dtype_shape_and_frame():
     body, _ = Codec().encode(Arrays(first=np.zeros((2, 3), np.float32), note="x"))
     assert msgpack.unpackb(body) == {"first": ["float32", [2, 3], 0], "many": [], "note": "x"}
@@ -101,11 +83,10 @@ def test_a_place_that_does_not_fit_its_frame_is_refused(place):
         Codec().decode(Arrays, msgpack.packb({"first": place}), [bytes(24)])
 
 
-@pytest.mark.parametrize("kind", [Arrays, Tensor])
-def test_an_empty_array_of_too_many_dimensions_is_refused(kind):
+def test_an_empty_array_of_too_many_dimensions_is_refused():
     place = ["float32", [0, 1 << 47, 1 << 47, 1 << 47], 0]
-    with pytest.raises(ProtocolError, match=kind.__name__):
-        Codec().decode(kind, msgpack.packb({kind.__struct_fields__[0]: place}), [b""])
+    with pytest.raises(ProtocolError, match="Arrays"):
+        Codec().decode(Arrays, msgpack.packb({"first": place}), [b""])
 
 
 def test_extension_types_are_refused_in_untyped_fields():

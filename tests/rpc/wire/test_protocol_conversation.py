@@ -128,7 +128,7 @@ async def test_hello_is_welcomed_or_refused_with_both_values_and_a_call_with_a_b
         assert header[:6] == [2, WELCOME, 0, 1, "speaker/0", 1234]
         assert body.pop("credit") > 0
         named = {"run_id": "run-7", "name": "speaker/0", "incarnation": 1234}
-        assert body == named | {"max_message_bytes": 1 << 30, "answers_ask": True}
+        assert body == named | {"max_message_bytes": 1 << 30}
         numbers = struct.pack("<3f", 1.0, 2.0, 3.5)
         await alien.send(CALL, "Double", {"data": ["float32", [3], 0]}, numbers, id=2, deadline_ms=5000)
         header, body, buffers = await alien.receive()
