@@ -18,9 +18,9 @@ from asyncrl.core.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, NewHost
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller
-from asyncrl.rpc.clock import Clock
 from asyncrl.rpc.lifecycle.incarnations import Incarnations
 from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.services import Clock
 from asyncrl.rpc.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 

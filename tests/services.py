@@ -6,8 +6,7 @@ from asyncrl.observe.logging import get_logger
 from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.clock import Clock
-from asyncrl.rpc.services import ActorServices
+from asyncrl.rpc.services import ActorServices, Clock
 
 
 def services(name: str = "learner/0", clock: Clock | None = None, **parts: Any) -> ActorServices:

@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 
 T = TypeVar("T")
 

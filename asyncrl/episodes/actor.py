@@ -28,7 +28,7 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, R
 from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.awaits import longest_waits
-from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import NOTICE, confine
 from asyncrl.workers.user_code import FaultKinds
 

@@ -32,8 +32,7 @@ from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
 from asyncrl.rollouter.serving.policy import Player
 from asyncrl.rpc.calls.peer import Peer
-from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, is_refusal
-from asyncrl.rpc.lifecycle.backoff import backoff, backoffs
+from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoff, backoffs, is_refusal
 from asyncrl.rpc.lifecycle.roster import Roster
 from asyncrl.rpc.services import ActorServices
 

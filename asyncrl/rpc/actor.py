@@ -29,13 +29,12 @@ from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
-from asyncrl.rpc.clock import Clock
 from asyncrl.rpc.controller_session import REPORT_S, ControllerSession
 from asyncrl.rpc.heartbeat_delta import EventQueue, HeartbeatDelta
 from asyncrl.rpc.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.rpc.notices import NoticeQueue
-from asyncrl.rpc.services import ActorServices
+from asyncrl.rpc.services import ActorServices, Clock
 from asyncrl.rpc.vitals import Vitals, VitalSigns
 from asyncrl.rpc.wire.codec import encodable
 from asyncrl.rpc.wire.keys import Credentials

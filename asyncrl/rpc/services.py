@@ -1,7 +1,8 @@
-"""Services of an actor that the parts it is made of share: passed on as one, so that a part takes those it needs."""
+"""Clock of an actor, and the services that its parts share: passed on as one, so that a part takes those it needs."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,8 +10,19 @@ from asyncrl.observe.logging import Logger
 from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.clock import Clock
 from asyncrl.rpc.notices import Notify
+
+
+class Clock:
+    """The clock of one actor. Tests replace it, and the time of the event loop with it."""
+
+    def now(self) -> float:
+        """Monotonic seconds; the same on all processes of a host."""
+        return time.monotonic()
+
+    def wall(self) -> float:
+        """Unix seconds, for what people and other hosts read."""
+        return time.time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

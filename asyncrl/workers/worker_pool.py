@@ -22,7 +22,7 @@ import psutil
 from asyncrl.core.errors import AsyncRLError, ConfigError, DeadlineExceeded
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.observe.states import StateLedger
-from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.memory import held_beyond, resident_bytes
 from asyncrl.workers.process import REAP_INTERVAL_S, WorkerProcess, kill_living

@@ -35,8 +35,7 @@ from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import STEPS, Trace
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.clock import Clock
-from asyncrl.rpc.services import ActorServices
+from asyncrl.rpc.services import ActorServices, Clock
 from tools.bench.paired import compare, measure_pairs
 from tools.bench.report import Report, Target
 

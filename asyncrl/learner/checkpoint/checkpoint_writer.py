@@ -39,7 +39,7 @@ from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.failed_writes import LOOK_S, FailedWrite, Kept
 from asyncrl.messages.groups import Group
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 
 AROUND_BYTES = 1 << 16
 """Bytes of state, checksums and folders, apart from the trainer's files, the groups and the ledger."""

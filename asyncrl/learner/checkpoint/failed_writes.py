@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.core.disk import free_bytes, in_bytes
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 
 LOOK_S = 2.0
 """Pause between two checks for room."""

@@ -32,8 +32,7 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, log_away, wait_out
-from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.calls.retry import AWAY_S, DEADLINE, backoff, log_away, wait_out
 from asyncrl.rpc.services import ActorServices
 
 DATALOADER = "dataloader/0"

@@ -23,7 +23,7 @@ from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.trajectories import sampled_positions
-from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.calls.retry import backoff
 from asyncrl.rpc.services import ActorServices
 
 REQUESTS, FAILED = "teacher/requests", "teacher/failed_requests"

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.metrics_line import room_for
 from asyncrl.observe.sinks.entries import Line
-from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.calls.retry import backoff
 
 ROOM = 4000
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0

@@ -30,9 +30,8 @@ from asyncrl.rollouter.episode.stages import Expired
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rollouter.serving.policy import Slots
-from asyncrl.rpc.calls.retry import LONGEST_AWAY_S
-from asyncrl.rpc.clock import Clock
-from asyncrl.rpc.lifecycle.backoff import backoffs
+from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoffs
+from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import Message, Tool
 from asyncrl.text.chat.prompt import conversation, read_prompt
 from asyncrl.text.chat.row_messages import read_tools

@@ -31,7 +31,7 @@ from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.stages import Stages
 from asyncrl.rollouter.serving.generation import GrowingText, Phase, Response, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import normalise_messages, normalise_tools
 from asyncrl.text.chat.parsers import Parsed
 from asyncrl.text.chat.renderer import Renderer

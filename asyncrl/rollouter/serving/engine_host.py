@@ -23,7 +23,7 @@ from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest
 from asyncrl.rollouter.serving.drift import Drift, probe_engine
 from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 from asyncrl.weights.held_version import HeldVersion
 
 

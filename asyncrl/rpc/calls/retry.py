@@ -1,13 +1,15 @@
-"""Repeats calls whose peer is away: the pauses, and the log lines.
+"""Pauses before something that failed is tried again, and the log lines on a peer that is away.
 
-Invariant of ``pause``: that after the n-th time is above 0 and at most ``first_s`` doubled n times, DOUBLINGS times
-at most, and spread evenly below that, so that those who wait on the same peer do not ask at the same moment. The draw
-comes from the caller's own source, which is seeded: the same caller asks at the same times.
+Each pause is twice as long as the one before, up to a longest (``backoff``). Actors that wait on the same peer must not
+ask at the same moment, so ``pause`` spreads them evenly between 0 and that. The draw comes from the caller's own
+source, which is seeded: the same caller asks at the same times.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from asyncrl.core.errors import RemoteError, WireError
@@ -17,6 +19,10 @@ AWAY_S = 0.5
 """Pause before a peer that does not answer, or cannot serve the call yet, is asked again."""
 LONGEST_AWAY_S = 10.0
 """Longest pause before one that is tried without end."""
+LONGEST_S = 60.0
+"""Longest pause of ``backoff``, where its caller gives none."""
+MOST_DOUBLINGS = 64
+"""Bound of the exponent: a float takes so many of any seconds, and they are longer than any longest."""
 DOUBLINGS = 3
 CANCELLED = "cancelled"
 """Code of the answer to a call that an actor can no longer carry out, because it is ending."""
@@ -24,9 +30,19 @@ DEADLINE = "deadline"
 """Code of the answer to a call whose handler ran past its time; another may be answered within its own."""
 
 
+def backoff(first_s: float, times: int, longest_s: float = LONGEST_S) -> float:
+    """Seconds until the next try, after ``times`` pauses before this one; a first pause above ``longest_s`` stays."""
+    return min(first_s * 2.0 ** min(times, MOST_DOUBLINGS), max(first_s, longest_s))
+
+
+def backoffs(first_s: float, longest_s: float = LONGEST_S) -> Iterator[float]:
+    """All pauses, from the first on."""
+    return (backoff(first_s, times, longest_s) for times in count())
+
+
 def pause(first_s: float, times: int, draw: float) -> float:
     """Seconds until the next time, after ``times`` before it; ``draw`` is from [0, 1)."""
-    return first_s * 2.0 ** min(times, DOUBLINGS) * (1.0 - draw)
+    return backoff(first_s, times, first_s * 2.0**DOUBLINGS) * (1.0 - draw)
 
 
 def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:

@@ -11,7 +11,7 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
-from asyncrl.rpc.lifecycle.backoff import backoff
+from asyncrl.rpc.calls.retry import backoff
 
 UNHEALABLE_EXITS = frozenset({2, 78})
 """Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""

@@ -1,9 +1,10 @@
 """Typed bodies and their arrays.
 
 A body is a msgspec struct as a MessagePack map, validated against its annotations. Arrays (numpy) never pass through
-MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]`` in its place. Sending hands over the array's memory, receiving gives a view of the frame's; neither copies, so an
-array that was sent must not be written to afterwards. numpy is imported with the first array: processes that never
-see one, as launcher and agent, start sooner.
+MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]`` in its place. Sending hands over
+the array's memory, receiving gives a view of the frame's; neither copies, so an array that was sent must not be written
+to afterwards. numpy is imported with the first array: processes that never see one, as launcher and agent, start
+sooner.
 
 ZeroMQ has one limit for the frames of a connection, which holds before a peer has proved who it is. So under CURVE a
 server takes frames of PIECE_BYTES at most, and a client sends a message with a larger one in pieces: a table (MARK,

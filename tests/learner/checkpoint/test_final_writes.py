@@ -23,7 +23,7 @@ from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.groups.progress import Progress
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 
 WAIT_S = 30.0
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError, Deadline
 from asyncrl.core.roles import ROLES, drain_rank
 from asyncrl.messages.actors import WatchRun
 from asyncrl.rpc.actor import CONTROLLER
-from asyncrl.rpc.lifecycle.backoff import LONGEST_S
+from asyncrl.rpc.calls.retry import LONGEST_S
 from asyncrl.rpc.lifecycle.supervision import GiveUp, Restart, Supervisor
 
 

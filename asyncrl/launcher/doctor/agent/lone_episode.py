@@ -50,7 +50,7 @@ from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.rpc.clock import Clock
+from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.parsers import END_THINK, THINK
 from asyncrl.text.chat.renderer import Renderer, make_renderer
 from asyncrl.text.chat.shown import hidden_tools

@@ -39,8 +39,8 @@ from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.clock import Clock
 from asyncrl.rpc.linux import die_with_parent
+from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.renderer import Renderer, make_renderer
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
