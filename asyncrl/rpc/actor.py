@@ -116,8 +116,6 @@ class Actor:
         self._drained = asyncio.Event()
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
-        self._fenced: dict[str, int] = {}
-        """Incarnations as in ``dead``, by the word of the controller."""
         self._progress = 0
         self._notices = NoticeQueue()
         self._noticed = asyncio.Event()
@@ -133,12 +131,12 @@ class Actor:
             spawn=self._spawn,
         )
         self.counters = self._endpoint.counters
-        """Counters and gauges by their names; see telemetry/catalogue.py."""
+        """Counters and gauges by their names; see metrics.py and docs/metrics.md."""
         self.histograms = self._endpoint.histograms
         self.events = EventQueue(self.clock.wall)
         """Warnings and errors that the controller is to hear of."""
         self.heartbeat_delta = HeartbeatDelta()
-        """Facts of this actor that the controller has heard."""
+        """Values of this actor that the controller has."""
         self._vitals: VitalSigns | None = None
         self.services = ActorServices(
             name=self.name,
@@ -203,9 +201,9 @@ class Actor:
             if name == CONTROLLER and self.context.controller is not None:
                 record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
             found = self._peers[name] = Peer(self._endpoint, name, record)
-            # The word of its death came before this connection: that incarnation is not believed here either.
-            if name in self._fenced:
-                found.adopt(self._fenced[name] + 1)
+            # Its death was known before this connection: that incarnation is not believed here either.
+            if name in self.dead and not found.is_fixed:
+                found.adopt(self.dead[name] + 1)
         return found
 
     def progress(self) -> None:
@@ -435,19 +433,17 @@ class Actor:
     def fence(self, dead: list[Dead]) -> None:
         """Ignore these incarnations from now on."""
         for actor in dead:
-            name, incarnation = actor.name, actor.incarnation
             # The list may name this actor, as after the loss of its host, or its predecessor: neither is a peer of it.
-            if name != self.name and incarnation > self._fenced.get(name, 0):
-                self._fenced[name] = incarnation
-                assert self._server is not None
-                self._server.fence(name, incarnation)
-                if name in self._peers:
-                    self._peers[name].adopt(incarnation + 1)
-                self._note_death(name, incarnation)
+            if actor.name != self.name:
+                self._note_death(actor.name, actor.incarnation)
 
     def _note_death(self, name: str, incarnation: int) -> None:
         if incarnation > self.dead.get(name, 0):
             self.dead[name] = incarnation
+            assert self._server is not None
+            self._server.fence(name, incarnation)
+            if (peer := self._peers.get(name)) is not None and not peer.is_fixed:
+                peer.adopt(incarnation + 1)
             self.peer_died(name, incarnation)
 
     async def _resolve(self, name: str, above: int) -> ActorRecord | None:
@@ -462,16 +458,10 @@ class Actor:
         self._endpoint.counters.add("errors/handler")
         self.log.error("handler failed", type=type, exc_info=error)
 
-    def _will_be_restarted(self, error: BaseException) -> bool:
-        if isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS):
-            return False
-        return self.is_restarted
-
     async def _report(self, error: BaseException) -> None:
         """Report the reason of its end to the controller."""
-        if self.context.controller is None:
-            return
-        if self.context.is_optional or self._will_be_restarted(error):
+        is_final = isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS)
+        if self.context.controller is None or self.context.is_optional or (self.is_restarted and not is_final):
             # Its node agent decides; the run continues meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1

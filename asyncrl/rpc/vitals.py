@@ -1,9 +1,8 @@
 """The vital signs of an actor's process: its event loop, its processors and memory, its GPUs.
 
-The lag of the loop is measured by a timer of its own, every PROBE_S, or CALM_PROBE_S where the loop has been idle for a
-while; a timer stands for all that could have come since the one before. The loop's busy share follows from the
-processor time of its thread. All of it is read by the thread that beats, so that it is known of a loop that is blocked
-as well.
+The lag of the loop is measured by a timer of its own, every PROBE_S; a lag counts for all timers that it delayed. The
+loop's busy share follows from the processor time of its thread. The thread that beats reads both, so that they are
+known of a loop that is blocked as well.
 """
 
 from __future__ import annotations
@@ -17,13 +16,8 @@ from asyncrl.messages.snapshot import Gpu
 from asyncrl.observe.machine import GpuWatch, ProcessTimes
 from asyncrl.observe.metrics import Histograms
 
-PROBE_S = 0.1
-CALM_PROBE_S = 0.4
-CALM_PROBES = 10
-"""Probes in a row that find the loop idle, after which it is probed less often."""
-CALM_SHARE = 0.1
-"""Share of the time since the last probe in which the thread of an idle loop may compute. The controller of an idle run
-computes for a few milliseconds each second, when it looks at all actors."""
+PROBE_S = 0.25
+"""Few enough that a thousand idle actors on one machine do not notice."""
 LAG = "loop/lag_s"
 
 
@@ -53,11 +47,6 @@ class VitalSigns:
         self._gpus = GpuWatch(interval_s)
         self._largest = 0.0
         self._stopped = False
-        self._probe_s = PROBE_S
-        self._calm = 0
-        """Probes in a row that found the loop idle."""
-        self._computed = self._busy
-        """Processor time of the loop's thread at the last probe."""
         self._due = loop.time() + PROBE_S
         self._expected = self._at + PROBE_S
         """Time of ``time.monotonic`` at which the next probe is due."""
@@ -93,11 +82,7 @@ class VitalSigns:
         now = self._loop.time()
         late = max(0.0, now - self._due)
         self._largest = max(self._largest, late)
-        self._histograms.observe(LAG, late, round(self._probe_s / PROBE_S) + int(late / PROBE_S))
-        before, self._computed = self._computed, time.clock_gettime(self._clock)
-        is_calm = late < PROBE_S and self._computed - before < CALM_SHARE * self._probe_s
-        self._calm = self._calm + 1 if is_calm else 0
-        self._probe_s = CALM_PROBE_S if self._calm >= CALM_PROBES else PROBE_S
-        self._due = now + self._probe_s
-        self._expected = time.monotonic() + self._probe_s
+        self._histograms.observe(LAG, late, 1 + int(late / PROBE_S))
+        self._due = now + PROBE_S
+        self._expected = time.monotonic() + PROBE_S
         self._timer = self._loop.call_at(self._due, self._probe)

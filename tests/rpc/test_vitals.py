@@ -14,7 +14,7 @@ from asyncrl.observe import machine
 from asyncrl.observe.catalogue import edges_of
 from asyncrl.observe.machine import LOOK_S, GpuWatch, ProcessTimes, family
 from asyncrl.observe.metrics import Histograms
-from asyncrl.rpc.vitals import CALM_PROBE_S, LAG, PROBE_S, VitalSigns
+from asyncrl.rpc.vitals import LAG, PROBE_S, VitalSigns
 
 
 async def test_the_lag_shows_that_a_loop_was_blocked():
@@ -28,8 +28,8 @@ async def test_the_lag_shows_that_a_loop_was_blocked():
     vitals.stop()
     assert blocked.loop_lag_s >= 0.6 - PROBE_S
     counts = histograms.taken()[LAG].counts
-    # One long lag counts for all the rounds that the loop missed.
-    assert sum(counts[edges_of(LAG).index(0.2) + 1 :]) >= 5
+    # One long lag counts for all the probes that the loop missed.
+    assert sum(counts[edges_of(LAG).index(0.2) + 1 :]) >= 2
     # A sleeping loop uses no CPU, however late it is.
     assert blocked.loop_busy < 0.5
 
@@ -44,20 +44,6 @@ async def test_the_lag_shows_a_blocked_loop_before_its_next_round():
     vitals.stop()
     assert lags[0] >= 0.5 - PROBE_S
     assert vitals.take().loop_lag_s == 0.0
-
-
-async def test_an_idle_loop_is_probed_less_often_and_its_lag_counts_for_the_whole_time():
-    histograms = Histograms()
-    vitals = VitalSigns(asyncio.get_running_loop(), histograms, 1.0, family=False)
-    began = time.monotonic()
-    async with asyncio.timeout(60):
-        while vitals._probe_s == PROBE_S:
-            await asyncio.sleep(PROBE_S)
-    await asyncio.sleep(3 * CALM_PROBE_S)
-    counted = sum(histograms.taken()[LAG].counts)
-    vitals.stop()
-    elapsed = time.monotonic() - began
-    assert abs(counted * PROBE_S - elapsed) <= max(2 * CALM_PROBE_S, 0.2 * elapsed)
 
 
 async def test_a_loop_that_computes_is_busy():

@@ -22,6 +22,7 @@ import contextlib
 import math
 import random
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, ProtocolError, Refused, RemoteError
@@ -61,7 +62,8 @@ class Peer:
         """Number of HELLOs that were answered: after another one the peer may know nothing of what was sent before."""
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
-        self._fixed = record is not None
+        self.is_fixed = record is not None
+        """Whether it has one address for good, so that its successor is found there too."""
         self._record = record
         self._client: ClientConnection | None = None
         self._incarnation = 0
@@ -121,7 +123,7 @@ class Peer:
             self._queue.add(future.id, future.size)
             self._let_go()
         else:
-            self._connect_for(future)
+            self._connect_for([future])
         return future
 
     def cast(self, message: Message) -> int:
@@ -144,7 +146,7 @@ class Peer:
 
         A connection to an older one is dropped; calls in flight that may be repeated go to the new one.
         """
-        assert not self._fixed, "a peer of a fixed address has no older incarnation elsewhere"
+        assert not self.is_fixed, "a peer of a fixed address has no older incarnation elsewhere"
         if incarnation <= self._adopted:
             return
         self._adopted = incarnation
@@ -245,20 +247,13 @@ class Peer:
                 await self._reached.wait()
         return self.ready
 
-    def _connect_for_all(self) -> None:
-        """Connect; where that cannot be done the calls in flight end with the reason."""
+    def _connect_for(self, calls: Iterable[CallFuture]) -> None:
+        """Connect; where that cannot be done these calls end with the reason."""
         try:
             self.connect()
         except OSError as error:
-            for future in list(self._pending.values()):
+            for future in list(calls):
                 self._finish(future).set_exception(error)
-
-    def _connect_for(self, future: CallFuture) -> None:
-        """Connect; where that cannot be done the call ends with the reason."""
-        try:
-            self.connect()
-        except OSError as error:
-            self._finish(future).set_exception(error)
 
     def _disconnect(self) -> None:
         self._miss()
@@ -278,7 +273,7 @@ class Peer:
         if self._closed or self._client is None:
             return
         self._miss()
-        if self._hello_ids and not self._fixed:
+        if self._hello_ids and not self.is_fixed:
             # Not answered so far: the peer may have a successor elsewhere.
             self._find()
         self._hello_ids.add(self._next_id)
@@ -297,7 +292,7 @@ class Peer:
             return
         self._hellos = 0
         self._say_hello()
-        if not self._fixed:
+        if not self.is_fixed:
             self._find()
 
     def _find(self) -> None:
@@ -320,7 +315,7 @@ class Peer:
                 if record is not None and record.incarnation >= self._adopted and not self.ready:
                     self._record = record
                     self._disconnect()
-                    self._connect_for_all()
+                    self._connect_for(self._pending.values())
                     return
         finally:
             self._resolving = None
@@ -369,7 +364,7 @@ class Peer:
         future.times += is_out
         future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
         if not self.ready:
-            self._connect_for(future)
+            self._connect_for([future])
         elif is_out and not future.placed:
             self._send_again(future)
         elif is_out:
