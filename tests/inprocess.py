@@ -19,9 +19,8 @@ from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState,
 from asyncrl.messages.hosts import HostLeft, Join, Leave, MemberHost, NewHost
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller
 from asyncrl.rpc.lifecycle.incarnations import Incarnations
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
 from asyncrl.rpc.services import Clock
-from asyncrl.rpc.wire.keys import Credentials
+from asyncrl.rpc.wire.keys import LAUNCHER, Credentials
 from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret", seal_key=b"0" * 32)

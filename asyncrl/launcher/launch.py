@@ -76,8 +76,7 @@ from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
-from asyncrl.rpc.wire.keys import VIEWER, Keyring
+from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring
 
 PASSED_ON = (
     *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),

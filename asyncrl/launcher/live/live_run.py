@@ -23,8 +23,7 @@ from asyncrl.messages import Request
 from asyncrl.messages.hosts import Members, WatchMembers
 from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
-from asyncrl.rpc.wire.keys import Credentials, load_credentials
+from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
 
 INCARNATION = 1
 """Incarnation of every command that speaks as the launcher: with its own the newest would shut the others out."""

@@ -28,8 +28,7 @@ from asyncrl.core.errors import UsageError
 from asyncrl.core.files import replace_file
 from asyncrl.launcher.common.agent_messages import agent_name
 from asyncrl.launcher.run_folder.private import CONFIG, PRIVATE, hold_private
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
-from asyncrl.rpc.wire.keys import VIEWER, Keyring, make_keyring
+from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring, make_keyring
 
 SEALING = ("dataloader/0", "learner/0")
 """The actor that seals the leases, and the one that looks whose they are."""

@@ -33,7 +33,6 @@ from asyncrl.rpc.calls.deadlines import Deadlines
 from asyncrl.rpc.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.rpc.calls.handlers import Caller, Connection, Handler, handlers_of
 from asyncrl.rpc.calls.retry import CANCELLED, DEADLINE
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
 from asyncrl.rpc.wire.codec import encodable
 from asyncrl.rpc.wire.envelope import (
     NIL,
@@ -47,7 +46,7 @@ from asyncrl.rpc.wire.envelope import (
     Welcome,
     decode_header,
 )
-from asyncrl.rpc.wire.keys import VIEWER, VIEWER_INCARNATION
+from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, VIEWER_INCARNATION
 from asyncrl.rpc.wire.transport import Frames
 from asyncrl.rpc.wire.transport import Server as BoundSocket
 

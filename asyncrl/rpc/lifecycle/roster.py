@@ -14,9 +14,6 @@ from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.transport import Transport
 
 CONTROLLER = "controller/0"
-LAUNCHER = "launcher/0"
-"""The name in which hosts are let join and leave. Its keys lie in the head's private folder, and all who can read that
-may use it."""
 
 
 class Roster:

@@ -23,6 +23,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 ZAP_DOMAIN = "asyncrl"
+LAUNCHER = "launcher/0"
+"""Name of the launcher and of commands on a live run. Its keys lie in the head's private folder, and all who can read
+that may use it."""
 VIEWER = "viewer/0"
 """Name of all viewers of a run. They share one incarnation, so that none fences another."""
 VIEWER_INCARNATION = 1

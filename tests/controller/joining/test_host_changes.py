@@ -17,8 +17,7 @@ from asyncrl.launcher.node.controller_link import ControllerLink
 from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
-from asyncrl.rpc.wire.keys import VIEWER
+from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
 from asyncrl.top.client import decode_snapshot
 
 ASK = "a" * 16

@@ -18,7 +18,7 @@ from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, No
 from asyncrl.messages.hosts import Leave
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
+from asyncrl.rpc.wire.keys import LAUNCHER
 
 FAST = validate_config(
     CONFIG.model_dump()

@@ -20,10 +20,9 @@ from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.messages import ANYBODY, Done, Request
 from asyncrl.rpc.calls import server as serving
 from asyncrl.rpc.calls.handlers import Caller, handler
-from asyncrl.rpc.lifecycle.roster import LAUNCHER
 from asyncrl.rpc.wire import keys, zeromq
 from asyncrl.rpc.wire.codec import CURVE_BYTES, PIECE_BYTES
-from asyncrl.rpc.wire.keys import Credentials, create_credentials, load_credentials
+from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, create_credentials, load_credentials
 
 FRAMES = 1500
 
