@@ -25,9 +25,8 @@ from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
-from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import AwaitRecord, ResourceRecord
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
-from asyncrl.rpc.awaits import longest_waits
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import NOTICE, confine
 from asyncrl.workers.user_code import FaultKinds
@@ -108,16 +107,15 @@ class EpisodesActor(Actor):
             if self._http is not None:
                 await self._http.close()
 
-    def heartbeat(self, beat: int) -> Heartbeat:
-        """The heartbeat, with the episodes played and the one that has gone on for longest without the policy."""
-        said, players = super().heartbeat(beat), self._players
-        if players is None:
-            return said
-        awaits, quiet = said.awaits, [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())]
-        if quiet:
+    def waits(self) -> list[AwaitRecord]:
+        waits, quiet = (
+            super().waits(),
+            [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())],
+        )
+        if self._players is not None and quiet:
             seconds, uid = max(quiet)
-            awaits = longest_waits([*awaits, AwaitRecord("worker", f"{self._named()} of {uid}", seconds)])
-        return msgspec.structs.replace(said, awaits=awaits)
+            waits.append(AwaitRecord("worker", f"{self._named()} of {uid}", seconds))
+        return waits
 
     def pulse(self) -> tuple[object, ...]:
         played = self._players.counters.played if self._players is not None else 0

@@ -14,7 +14,7 @@ MOST_UNREACHED = 8
 
 
 class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An open wait of an actor; see runtime/awaits.py."""
+    """An open wait of an actor; see rpc/awaits.py."""
 
     whom: str
     """An actor, a role for any actor of it, or something inside the actor itself."""
@@ -26,7 +26,7 @@ class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
 
 
 class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that is asked for and not reached; see unreached_s of runtime/calls/peer.py."""
+    """An actor that is asked for and not reached; see unreached_s of rpc/calls/peer.py."""
 
     whom: str
     seconds: float
@@ -34,7 +34,7 @@ class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
 
 
 class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
-    """A serial resource of an actor, as its state-time ledger has it; see telemetry/states.py."""
+    """A serial resource of an actor, as its state-time ledger has it; see observe/states.py."""
 
     name: str
     state: str
@@ -61,7 +61,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor to controller, cast from a thread of its own.
 
     ``beat`` counts the heartbeats of an incarnation. Counters are cumulative since its start. A heartbeat carries those
-    that have changed, and from time to time all (runtime/heartbeat_delta.py). Those that it leaves out are unchanged.
+    that have changed, and from time to time all (rpc/heartbeat.py). Those that it leaves out are unchanged.
     """
 
     senders = MEMBERS
@@ -73,11 +73,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """Actor or thing that the state waits for."""
     state_s: float = 0.0
     """Seconds in the present state."""
-    # As many as MOST_RECORDS of runtime/awaits.py.
+    # As many as MOST_RECORDS of rpc/awaits.py.
     awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}
-    """Counters and gauges; names, kinds and units are in telemetry/catalogue.py."""
+    """Counters and gauges; names, kinds and units are in observe/catalogue.py."""
     histograms: dict[str, Histogram] = {}
     """Counts by the buckets of the catalogue."""
     resources: list[ResourceRecord] = []
@@ -168,10 +168,10 @@ class RequestTrace(Request, frozen=True, kw_only=True):
 
 
 class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
-    """Something that an actor did; see telemetry/trace.py."""
+    """Something that an actor did; see observe/trace.py."""
 
     track: Annotated[str, Meta(min_length=1, max_length=100)]
-    # The numbers of tracks in a file leave room for so many of an actor (telemetry/trace.py).
+    # The numbers of tracks in a file leave room for so many of an actor (observe/trace.py).
     order: Annotated[int, Meta(ge=0, lt=100_000)]
     """Place of the track among those of its actor, and no other's."""
     name: Annotated[str, Meta(min_length=1, max_length=200)]

@@ -2,7 +2,7 @@
 
 The controller builds it from heartbeats, records it in the run folder and sends it to viewers. Times are durations in
 seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state count from the start of an incarnation. A
-rate divides by the time between two heartbeats, by ``heard_s`` (telemetry/snapshots/rates.py). docs/metrics.md lists
+rate divides by the time between two heartbeats, by ``heard_s`` (observe/snapshots/rates.py). docs/metrics.md lists
 the names of metrics.
 
 Invariant: fields are only added; a change that breaks readers of older snapshots raises SCHEMA. Snapshots are never
@@ -39,7 +39,7 @@ class Resource(Struct, gc=False, frozen=True, kw_only=True):
     name: str
     """engine, rank, worker/3."""
     state: str
-    """One of the closed set of its kind; see telemetry/states.py."""
+    """One of the closed set of its kind; see observe/states.py."""
     awaiting: str = ""
     """Name of the actor or thing that the state waits for."""
     state_s: float = 0.0

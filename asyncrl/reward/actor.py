@@ -12,10 +12,8 @@ import asyncio
 from dataclasses import asdict
 from functools import partial
 
-import msgspec
-
 from asyncrl.core.errors import RewardBroken
-from asyncrl.messages.monitor import AwaitRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import AwaitRecord, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.observe.trace import FIRST_SLOT
 from asyncrl.reward.judges import JUDGES
@@ -23,7 +21,6 @@ from asyncrl.reward.judges.judge_pool import JudgePool
 from asyncrl.reward.scoring.faults import FailureRate, Faults, RewardFault
 from asyncrl.reward.scoring.reward_pool import RewardPool
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
-from asyncrl.rpc.awaits import longest_waits
 from asyncrl.workers.confinement import NOTICE, Confinement, confine
 
 START_SHARE = 0.8
@@ -86,17 +83,12 @@ class RewardActor(Actor):
         if self._pool is not None:
             await self._pool.close()
 
-    def heartbeat(self, beat: int) -> Heartbeat:
-        """The heartbeat, with the tasks that were scored and the one that has run longest."""
-        pool = self._pool
-        said = super().heartbeat(beat)
-        if pool is None:
-            return said
-        awaits, task = said.awaits, pool.longest_task()
+    def waits(self) -> list[AwaitRecord]:
+        waits, task = super().waits(), self._pool.longest_task() if self._pool is not None else None
         if task is not None:
             uid, seconds = task
-            awaits = longest_waits([*awaits, AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds)])
-        return msgspec.structs.replace(said, awaits=awaits)
+            waits.append(AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds))
+        return waits
 
     def pulse(self) -> tuple[object, ...]:
         pulse, pool = super().pulse(), self._pool

@@ -8,7 +8,6 @@ when the controller drains its role. Everything here runs on one event loop; wor
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 from collections.abc import Coroutine
@@ -20,17 +19,17 @@ from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
-from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, Heartbeat, ResourceRecord, UnreachedRecord
+from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, ResourceRecord, UnreachedRecord
 from asyncrl.observe.logging import get_logger, lost_lines
 from asyncrl.observe.states import Kind, StateLedger
 from asyncrl.observe.trace import STATES, Trace, spans_kept
-from asyncrl.rpc.awaits import Awaits, longest_waits
+from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
 from asyncrl.rpc.controller_session import REPORT_S, ControllerSession
-from asyncrl.rpc.heartbeat_delta import EventQueue, HeartbeatDelta
+from asyncrl.rpc.heartbeat import EventQueue, HeartbeatDelta
 from asyncrl.rpc.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS
 from asyncrl.rpc.notices import NoticeQueue
@@ -241,34 +240,6 @@ class Actor:
         """Whether this actor is to end."""
         return self._drained.is_set()
 
-    def heartbeat(self, beat: int) -> Heartbeat:
-        """The heartbeat of this actor as of now; called from any thread."""
-        awaits = self._all_awaits()
-        state, awaiting, state_s = self.states.present()
-        if not self.ready:
-            state, state_s = "starting", self.states.age()
-        vitals = self._vitals.take() if self._vitals is not None else Vitals()
-        with contextlib.suppress(RuntimeError):
-            # Something changes while it is counted: the next heartbeat has it.
-            self.counters.update(self.metrics())
-        return Heartbeat(
-            beat=beat,
-            state=state,
-            awaiting=awaiting,
-            state_s=state_s,
-            loop_lag_s=vitals.loop_lag_s,
-            awaits=awaits,
-            counters=dict(self.counters),
-            histograms=self.histograms.taken(),
-            resources=self.resources(),
-            loop_busy=vitals.loop_busy,
-            cpu=vitals.cpu,
-            rss_bytes=vitals.rss_bytes,
-            gpus=vitals.gpus,
-            events=self.events.take(),
-            unreached=self._unreached(),
-        )
-
     def pulse(self) -> tuple[object, ...]:
         """Values that change whenever this actor does something; called from any thread.
 
@@ -301,15 +272,20 @@ class Actor:
         """The serial resources that it has; called from any thread."""
         return []
 
-    def _all_awaits(self) -> list[AwaitRecord]:
-        """The waits that are open, and the calls in flight that belong to none of them."""
+    def vitals(self) -> Vitals:
+        """Vital signs of the process since the last call."""
+        return self._vitals.take() if self._vitals is not None else Vitals()
+
+    def waits(self) -> list[AwaitRecord]:
+        """The open waits, and the calls in flight that belong to none of them; called from any thread. A class that
+        overrides it adds to it."""
         waits = self.awaits.records()
         known = {(wait.whom, wait.what) for wait in waits}
         for peer in list(self._peers.values()):
             waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
-        return longest_waits(waits)
+        return waits
 
-    def _unreached(self) -> list[UnreachedRecord]:
+    def unreached(self) -> list[UnreachedRecord]:
         """The peers that it cannot reach, as many as a heartbeat names, those missed for longest."""
         found = [UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0]
         others = [record for record in found if record.whom != CONTROLLER]

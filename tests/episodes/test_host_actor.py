@@ -14,6 +14,7 @@ from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, InvalidRequest, Re
 from asyncrl.episodes import actor as actor_module
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
+from asyncrl.rpc.heartbeat import gather_heartbeat
 
 BY_HTTP = """
 import json, os, urllib.request
@@ -106,7 +107,7 @@ async def test_episodes_of_a_dead_rollouter_end_with_its_successor(tmp_path):
         calls = [host.run("wait"), host.run("reply", uid="0-2")]
         await until(lambda: host.figure("open") == 2 and len(host.rollouter.chats) == 1)
         # A heartbeat names the episode that keeps all waiting.
-        said = host.actor.heartbeat(1)
+        said = gather_heartbeat(host.actor, 1)
         assert [resource.state for resource in said.resources] == ["playing"]
         (own,) = [wait for wait in said.awaits if wait.whom == "worker"]
         assert own.what == "function = plays:play of 0-1"

@@ -17,6 +17,7 @@ from asyncrl.messages.reward import Completion, Score
 from asyncrl.observe.catalogue import find
 from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rpc.heartbeat import gather_heartbeat
 
 SAMPLES = 4
 RUN = uvloop.run
@@ -42,7 +43,7 @@ async def test_a_judge_serves_rollouters_and_reports_its_metrics(tmp_path):
         [(key, (text, more))] = served.notices.items()
         assert (key, more["count"]) == ("reward: unjudged (status 500)", 1)
         assert "overloaded (prompt 0-77)" in text and "A group is tried" in more["meanwhile"]
-        said = served.actor.heartbeat(1)
+        said = gather_heartbeat(served.actor, 1)
         counts = {"judge/requests": 21, "judge/unjudged": 1, "judge/prompt_tokens": 2000, "reward/scored": 20}
         assert counts.items() <= said.counters.items()
         assert all(find(name) is not None for name in served.actor.metrics())

@@ -24,6 +24,7 @@ from asyncrl.reward.actor import RewardActor
 from asyncrl.reward.scoring import reward_pool as pool_module
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.heartbeat import gather_heartbeat
 from asyncrl.rpc.wire.keys import Credentials, create_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.workers import worker_pool as workers_pool
@@ -124,7 +125,7 @@ async def test_scores_and_failures_go_over_the_wire_and_the_user_hears_of_each_k
             )
             for at, (kind, told) in enumerate(kinds.items())
         }
-        said = served.actor.heartbeat(1)
+        said = gather_heartbeat(served.actor, 1)
         assert 99 in served.actor.pulse()
         counts = {"scored": 99, "failed": 9, "timed_out": 1, "workers_killed": 1, "queued": 0, "running": 0}
         assert {f"reward/{name}": count for name, count in counts.items()}.items() <= said.counters.items()
@@ -145,7 +146,7 @@ async def test_a_caller_that_cancels_gives_up_its_task_and_the_actor_ends_while_
         hanging.cancel()
         queued.cancel()
         assert (await served.rollouter.call(request("abc"))).rewards == [3.0]
-        assert served.actor.heartbeat(1).counters["reward/workers_killed"] == 1
+        assert gather_heartbeat(served.actor, 1).counters["reward/workers_killed"] == 1
         hanging = served.rollouter.call(request("sleep 500"))
         await until(lambda: figures()["reward/running"] == 1)
     hanging.cancel()

@@ -16,6 +16,7 @@ from asyncrl.core.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.rpc.calls import peer as peer_module
+from asyncrl.rpc.heartbeat import gather_heartbeat
 
 
 @asynccontextmanager
@@ -182,7 +183,7 @@ async def test_i1_a_stopping_rollouter_returns_its_leases_and_a_leaving_one_only
 
 async def test_a_rollouter_without_the_learner_takes_no_leases_and_names_the_learner(tmp_path):
     def told():
-        return {record.whom: record.seconds for record in life.rollouter.heartbeat(1).unreached}
+        return {record.whom: record.seconds for record in gather_heartbeat(life.rollouter, 1).unreached}
 
     async with Net() as net:
         learner, dataloader = Learner(), Dataloader()

@@ -20,6 +20,7 @@ from asyncrl.rollouter.groups import GroupRunner
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rpc.calls.handlers import Caller, handler
+from asyncrl.rpc.heartbeat import gather_heartbeat
 
 SAMPLES = 4
 
@@ -221,7 +222,7 @@ async def test_a_call_waits_for_a_reward_pool_that_says_it_holds_the_call_and_no
         assert rollouter.metrics()["rollout/scoring"] == SAMPLES
 
         def waited_s():
-            return max(on.seconds for on in rollouter.heartbeat(1).awaits if on.what == "Score")
+            return max(on.seconds for on in gather_heartbeat(rollouter, 1).awaits if on.what == "Score")
 
         # Longer than it waits for a silent one.
         await life.until(lambda: waited_s() > 1.0)

@@ -25,6 +25,7 @@ from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.snapshots.recording import Recorder, last_recorded
 from asyncrl.observe.snapshots.snapshot_codec import is_wall
 from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.heartbeat import gather_heartbeat
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Registry
 
@@ -230,7 +231,7 @@ class Observation:
 
     def _look_at_self(self) -> None:
         """Take in the controller's own heartbeat and events."""
-        self._own = self._actor.heartbeat(0)
+        self._own = gather_heartbeat(self._actor, 0)
         for event in self._own.events:
             if event.number > self._own_event:
                 self._own_event = event.number

@@ -1,6 +1,6 @@
 """The history of one prompt group, from the logs of all actors and attempts: ``asyncrl-top RUN --explain UID``.
 
-Each actor logs what it does with a group under the group's uid (telemetry/group_log.py). The dataloader logs leases, a
+Each actor logs what it does with a group under the group's uid (observe/group_log.py). The dataloader logs leases, a
 rollouter the events of each sample, the learner what it took and trained. lines.py reads these lines, words.py puts
 them into words, and this module into order. Raises UsageError for an invalid or unknown uid, and without logs.
 """

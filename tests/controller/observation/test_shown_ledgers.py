@@ -16,8 +16,8 @@ from asyncrl.messages.snapshot import RunView, Snapshot
 from asyncrl.observe.sinks.exposition import families_of
 from asyncrl.observe.snapshots.rates import Interval
 from asyncrl.observe.states import StateLedger
-from asyncrl.rpc import heartbeat_delta
-from asyncrl.rpc.heartbeat_delta import HeartbeatDelta
+from asyncrl.rpc import heartbeat
+from asyncrl.rpc.heartbeat import HeartbeatDelta
 from asyncrl.rpc.lifecycle.registry import Registry
 
 BEAT_S = 2.0
@@ -58,7 +58,7 @@ def test_prometheus_counters_never_go_down(workers, in_a_beat, chance):
     """Regardless of state changes between heartbeats and of the number of resources that wait for the next one."""
     pool, before = Pool(workers), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heartbeat_delta, "MOST_RESOURCES", in_a_beat // 2)
+        patch.setattr(heartbeat, "MOST_RESOURCES", in_a_beat // 2)
         pool.delta = HeartbeatDelta()
 
         def go_on():
