@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.load import load_config
-from asyncrl.reward.scoring.functions import BUILT_IN
+from asyncrl.reward.functions import BUILT_IN
 from tools.quickstart import settings as settings_module
 from tools.quickstart.__main__ import launch_command
 from tools.quickstart.assets import Assets, draw_splits, ensure_assets

@@ -13,12 +13,11 @@ from pathlib import Path
 from asyncrl.config import resuming
 from asyncrl.learner.algorithm import losses
 from asyncrl.learner.algorithm.advantage import advantages
-from asyncrl.reward import arguments
 from tools import message_table, reference_tables
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "arguments": ("first-run.md", arguments.document),
+    "arguments": ("first-run.md", reference_tables.arguments),
     "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
     "advantages": ("algorithms.md", partial(advantages.BUILT_IN.document, "`advantage`", "A of a turn", "for")),
     "resume": ("runs.md", resuming.document),

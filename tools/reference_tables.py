@@ -11,7 +11,8 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.token_batch import TokenBatch
 from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.startup.memory import ModelShape, TrainingShape, estimate
-from asyncrl.reward.scoring.functions import BUILT_IN
+from asyncrl.reward.functions import BUILT_IN
+from asyncrl.reward.reward_worker import ARGUMENTS
 
 BFLOAT16_BYTES = 2
 SHARDS = (1, 2, 8)
@@ -24,6 +25,14 @@ def rewards() -> str:
     for name, made in BUILT_IN.items():
         options = ", ".join(_option(each) for each in inspect.signature(made).parameters.values())
         rows.append(f"| `{name}` | {options or 'none'} | {_cell(inspect.getdoc(made) or '')} |")
+    return "\n".join(rows)
+
+
+def arguments() -> str:
+    """The arguments of reward functions, of docs/first-run.md."""
+    rows = ["| `reward.per` | argument | type | what it is |", "|---|---|---|---|"]
+    for per, known in ARGUMENTS.items():
+        rows += [f"| `{per}` | `{name}` | `{each.type}` | {each.about} |" for name, each in known.items()]
     return "\n".join(rows)
 
 

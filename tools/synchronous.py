@@ -35,8 +35,7 @@ from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.reward.reward_worker import resolve
-from asyncrl.reward.scoring.reward_frames import RewardSetup, RewardTask
+from asyncrl.reward.reward_worker import RewardSetup, RewardTask, resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.serving.generation import Response, request_seed

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.core.outcome import read_outcome
 from asyncrl.episodes.playing.client import Reply
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.task import Task
 from asyncrl.messages.groups import Lease, Trajectory, Turn, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
+from asyncrl.messages.reward import read_outcome
 from asyncrl.rollouter.episode.player import first_messages, task_seed
 from asyncrl.rollouter.serving.generation import Response
 from asyncrl.text.chat.renderer import Renderer, make_renderer

@@ -18,11 +18,11 @@ from typing import Any
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.core.errors import AsyncRLError, EpisodeWorkersEnded
-from asyncrl.core.outcome import BadOutcome, Outcome, read_outcome
 from asyncrl.episodes.episode_pool import EpisodeCounts
 from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import EpisodeDone
+from asyncrl.messages.reward import BadOutcome, Outcome, read_outcome
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.workers.confinement import UNISOLATED, Confinement

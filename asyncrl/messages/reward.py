@@ -1,13 +1,30 @@
-"""Requests of rollouters to the reward pool."""
+"""Requests of rollouters to the reward pool, and the values that a reward function or an episode may return.
+
+Invariant: a value that passes is a float of a magnitude that can be learnt from, with at most MOST_NAMES such
+components under short names, one value for each completion. The rest raises BadOutcome, whose text names the value: an
+error is never turned into a reward.
+"""
 
 from __future__ import annotations
 
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from asyncrl.messages import ROLLOUTER, Count, FinishReason, Message, Request, Uid
 
+Outcome = tuple[float, dict[str, float]]
+
+LARGEST = 1e18
+"""Magnitude of a reward; the square of a larger one, which its group's deviation takes, leaves single precision."""
+MOST_NAMES = 64
+"""Names of components in a mapping, and in a run."""
+LONGEST_NAME = 100
+"""Characters of a component's name."""
 TIMED_OUT_COMPONENT = "timed_out"
 """The one component of a reward that the function did not give: that of reward.on_timeout."""
 PENALTY_COMPONENT = "overlong_penalty"
@@ -48,3 +65,83 @@ class Score(Request, frozen=True, kw_only=True):
     completions: Annotated[list[Completion], Meta(min_length=1)]
     has_worked: bool = False
     """Whether the sender has had rewards of this function before, so that a pool that was started again knows."""
+
+
+class BadOutcome(ValueError):
+    """A value that is no reward."""
+
+
+def read_outcome(value: Any) -> Outcome:
+    """One reward with its components.
+
+    A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their
+    sum.
+    """
+    # This is the common case, without the checks below; NaN fails the comparison.
+    if type(value) is float and -LARGEST <= value <= LARGEST:
+        return value, {}
+    if not isinstance(value, Mapping):
+        return read_number(value, "returned"), {}
+    if not value:
+        raise BadOutcome("returned an empty mapping; give it at least one component")
+    if len(value) > MOST_NAMES + ("reward" in value):
+        raise BadOutcome(
+            f"returned a mapping of {len(value)} components, {MOST_NAMES} are allowed: each becomes a metric; return "
+            "the few that are to be seen, under the same names for every response"
+        )
+    components: dict[str, float] = {}
+    for name, component in value.items():
+        if not isinstance(name, str):
+            raise BadOutcome(f"returned a mapping with the key {reprlib.repr(name)}; names of components are text")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            # As half of an emoji that the function has cut out of a response.
+            what = f"returned a mapping with the key {reprlib.repr(name)}, which holds half of a surrogate pair"
+            raise BadOutcome(f"{what}; names of components are text that UTF-8 can hold") from None
+        if len(name) > LONGEST_NAME:
+            raise BadOutcome(
+                f"returned a component whose name has {len(name)} characters, {LONGEST_NAME} are allowed: "
+                f"{reprlib.repr(name)}; names of components become metrics and must not hold data"
+            )
+        components[name] = read_number(component, f"returned for the component {name!r}", value)
+    reward = components.pop("reward", None)
+    if reward is None:
+        reward = sum(components.values())
+        if not abs(reward) <= LARGEST:
+            raise BadOutcome(f"returned components whose sum is {reward:g}: {reprlib.repr(value)}")
+    return reward, components
+
+
+def read_outcomes(value: Any, count: int) -> list[Outcome]:
+    """The rewards of a group, one for each of its ``count`` completions."""
+    if getattr(value, "ndim", None) == 1:
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise BadOutcome(f"returned {_describe(value)} for a group; a list of {count} rewards is expected")
+    if len(value) != count:
+        raise BadOutcome(f"returned {len(value)} rewards for a group of {count}: {reprlib.repr(value)}")
+    return [read_outcome(one) for one in value]
+
+
+def read_number(value: Any, verb: str, whole: Any = None) -> float:
+    """A number that can be learnt from. Raises BadOutcome, which says what the user's code ``verb``; ``whole`` holds
+    it."""
+    # Scalars of numpy and torch are not all registered as numbers, but convert as such.
+    scalar = hasattr(value, "__float__") and getattr(value, "ndim", None) == 0
+    if not isinstance(value, numbers.Real) and not scalar:
+        raise BadOutcome(f"{verb} {_describe(value)}; a finite number is expected")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadOutcome(f"{verb} {_describe(value)}, which is no float: {error}") from None
+    if abs(number) <= LARGEST:
+        return number
+    where = "" if whole is None else f" (in {reprlib.repr(whole)})"
+    if not math.isfinite(number):
+        raise BadOutcome(f"{verb} {number}{where}; a finite number is expected")
+    raise BadOutcome(f"{verb} {number:g}{where}; a number of a magnitude up to {LARGEST:g} is expected")
+
+
+def _describe(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"

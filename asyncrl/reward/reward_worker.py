@@ -1,9 +1,10 @@
 """A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [HIDDEN]``.
 
-Runs the reward function on one task at a time, in its main thread (some functions use signals). Invariant: exceptions
-become the error of a Result, and output goes to the pool's log. If the function ends, blocks or fills the process, the
-pool starts another. A worker without memory reports it and asks to be replaced. It ends with the socket FD or its
-parent.
+Runs the reward function on one task at a time, in its main thread (some functions use signals). The pool sends
+RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each RewardTask with one Result, in
+order; frames (workers/worker.py) hold MessagePack. Invariant: exceptions become the error of a Result, and output goes
+to the pool's log. If the function ends, blocks or fills the process, the pool starts another. A worker without memory
+reports it and asks to be replaced. It ends with the socket FD or its parent.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import inspect
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncrl.core.outcome import BadOutcome, Outcome, read_outcome, read_outcomes
-from asyncrl.reward import arguments
+from asyncrl.messages.reward import BadOutcome, Outcome, Score, read_outcome, read_outcomes
+from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.scoring.functions import BUILT_IN
-from asyncrl.reward.scoring.reward_frames import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
 from asyncrl.rpc.wire.codec import encodable
 from asyncrl.workers.memory import MemoryLimit
 from asyncrl.workers.user_code import (
@@ -45,15 +44,106 @@ from asyncrl.workers.worker import (
     frames,
 )
 
-Scorer = Callable[[RewardTask], list[Outcome]]
+MAX_RESULT_BYTES = 1 << 20
+MAX_TASK_BYTES = 1 << 30
 KEYS = Keys("reward.function", "reward.options")
+
+
+class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
+    """The function that the worker runs, as in the configuration, and the memory that it may take beyond its own."""
+
+    function: str
+    per: str
+    options: dict[str, Any]
+    max_memory_bytes: int
+
+
+class RewardTask(msgspec.Struct, frozen=True, array_like=True):
+    """One call of the function, or one for each completion when it scores single trajectories."""
+
+    prompt: str
+    row: dict[str, Any]
+    completions: list[str]
+    finish_reasons: list[str]
+    conversations: list[list[dict[str, Any]]] = []
+    """The messages of each completion; empty where none has any."""
+
+    @classmethod
+    def of(cls, request: Score) -> RewardTask:
+        """The task of a request."""
+        completions = request.completions
+        return cls(
+            request.prompt,
+            request.row,
+            [each.text for each in completions],
+            [each.finish_reason for each in completions],
+            [each.messages for each in completions] if any(each.messages for each in completions) else [],
+        )
+
+
+class Result(msgspec.Struct, frozen=True, array_like=True):
+    """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
+
+    ``last`` asks for the worker's end: it has run out of memory, and what it holds would be the next task's loss.
+    """
+
+    rewards: list[float]
+    components: list[dict[str, float]]
+    run_s: float
+    error: str = ""
+    last: bool = False
+    kind: str = ""
+    """Kind of the error, by which notices are grouped; empty if unknown."""
+
+
+class Argument(NamedTuple):
+    """An argument that the function receives if its signature names it."""
+
+    type: str
+    about: str
+    value: Callable[[RewardTask, int], Any]
+    """Its value for a task and the place of the completion in it; a group has the place 0."""
+
+
+_PROMPT = Argument("str", "The prompt as text.", lambda task, at: task.prompt)
+_ROW = Argument("dict[str, Any]", "The prompt's row of the data.", lambda task, at: task.row)
+TRAJECTORY = {
+    "prompt": _PROMPT,
+    "completion": Argument(
+        "str", "The response, or the answer given last in an episode.", lambda task, at: task.completions[at]
+    ),
+    "row": _ROW,
+    "finish_reason": Argument(
+        "str", "Cause of the end: stop, length, turns or time.", lambda task, at: task.finish_reasons[at]
+    ),
+    "messages": Argument(
+        "list[dict[str, Any]]",
+        "The messages of an episode, as in OpenAI's chat completions; empty where a prompt has one response.",
+        lambda task, at: task.conversations[at] if task.conversations else [],
+    ),
+}
+GROUP = {
+    "prompt": _PROMPT,
+    "completions": Argument("list[str]", "The responses, in order.", lambda task, at: task.completions),
+    "row": _ROW,
+    "finish_reasons": Argument("list[str]", "Cause of each end.", lambda task, at: task.finish_reasons),
+    "conversations": Argument(
+        "list[list[dict[str, Any]]]",
+        "The messages of each episode; empty lists where a prompt has one response.",
+        lambda task, at: task.conversations or [[] for _ in task.completions],
+    ),
+}
+ARGUMENTS = {"trajectory": TRAJECTORY, "group": GROUP}
+"""By reward.per. docs/first-run.md lists them."""
+
+Scorer = Callable[[RewardTask], list[Outcome]]
 
 
 def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
     """The reward function as a scorer of tasks. Coroutines are awaited in ``runner``.
 
-    The function receives by keyword what its signature accepts: arguments of arguments.py and ``reward.options``. It
-    returns a number or a mapping of components (outcome.py), or for a group a list of them, and may be async. Raises
+    The function receives by keyword what its signature accepts, of ARGUMENTS and ``reward.options``. It returns a
+    number or a mapping of components (messages/reward.py), or for a group a list of them, and may be async. Raises
     NotCallable with a line for each problem that can be found before the first call.
     """
     options = setup.options
@@ -66,19 +156,21 @@ def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
     elif ":" in setup.function:
         function = load(setup.function, KEYS.code)
     else:
-        known = [*BUILT_IN, *JUDGES]
+        names = [*BUILT_IN, *JUDGES]
         raise NotCallable(
             [
                 f"reward.function: there is no built-in function {setup.function!r}"
-                f"{did_you_mean(setup.function, known)}; built in are {', '.join(known)}, "
+                f"{did_you_mean(setup.function, names)}; built in are {', '.join(names)}, "
                 "and MODULE:FUNCTION names one of your own"
             ]
         )
-    accepts = accepted(setup.function, function, arguments.names(setup.per), options, KEYS)
-    wanted, passed = set(accepts), {name: options[name] for name in accepts if name in options}
+    known = ARGUMENTS[setup.per]
+    accepts = accepted(setup.function, function, known, options, KEYS)
+    wanted = {name: argument.value for name, argument in known.items() if name in accepts}
+    passed = {name: options[name] for name in accepts if name in options}
 
-    def call(task: RewardTask, at: int | None) -> Any:
-        value = function(**arguments.values(task, at, wanted), **passed)
+    def call(task: RewardTask, at: int) -> Any:
+        value = function(**{name: made(task, at) for name, made in wanted.items()}, **passed)
         if type(value) is float:
             return value
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
@@ -87,7 +179,7 @@ def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
         return [read_outcome(call(task, at)) for at in range(len(task.completions))]
 
     def score_group(task: RewardTask) -> list[Outcome]:
-        return read_outcomes(call(task, None), len(task.completions))
+        return read_outcomes(call(task, 0), len(task.completions))
 
     return score_group if setup.per == "group" else score_each
 

@@ -42,11 +42,11 @@ ROUNDS = 64
 class WorkerProcess:
     """A process that runs ``python -m MODULE FD``, below a warden (warden.py) or in a session of its own, confined.
 
-    ``on_frame`` receives the body of each frame from the process, at most ``max_frame_bytes``; its ValueError ends the
-    process. ``on_end`` receives the reason of the end in words; ``memory_key`` is the key that limits its memory.
-    ``output`` holds what the process prints, up to ``max_output_bytes`` in a call, and the last ``tail_bytes`` of the
-    whole; ``on_output`` reports that there is more. If the process isolates itself, its second argument is the folder
-    of the run (isolation.py).
+    ``on_frame``, which may be replaced, receives the body of each frame from the process, at most ``max_frame_bytes``;
+    its ValueError ends the process. ``on_end`` receives the reason of the end in words; ``memory_key`` is the key that
+    limits its memory. ``output`` holds what the process prints, up to ``max_output_bytes`` in a call, and the last
+    ``tail_bytes`` of the whole; ``on_output`` reports that there is more. If the process isolates itself, its second
+    argument is the folder of the run (isolation.py).
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class WorkerProcess:
         own_session: bool = False,
         tail_bytes: int = 0,
         on_output: Callable[[WorkerProcess], None],
-        on_frame: Callable[[WorkerProcess, bytes | bytearray], None],
+        on_frame: Callable[[bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._on_output, self._on_frame, self._on_end = on_output, on_frame, on_end
+        self._on_output, self.on_frame, self._on_end = on_output, on_frame, on_end
         self._memory_key, self._own_session = memory_key, own_session
         self._frames = FrameReader(max_frame_bytes)
         self._outgoing = memoryview(b"")
@@ -144,7 +144,7 @@ class WorkerProcess:
             try:
                 for frame in self._frames.feed(data):
                     if not self.ended:
-                        self._on_frame(self, frame)
+                        self.on_frame(frame)
             except (ValueError, msgspec.MsgspecError) as error:
                 # The user's code has written to a descriptor that is not its own.
                 self.kill(f"sent an invalid frame: {error}")

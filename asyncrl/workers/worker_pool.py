@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -252,18 +253,16 @@ class WorkerPool(Generic[P]):
                 max_frame_bytes=self._max_frame_bytes,
                 max_output_bytes=self._limits.max_output_bytes,
                 memory_key=f"{self.section}.max_memory_bytes",
-                on_output=lambda process: self._printed(place, process),
-                on_frame=lambda _, frame: self._heard(place, frame),
-                on_end=lambda process, reason: self._ended(place, process, reason),
+                on_output=partial(self._printed, place),
+                on_frame=partial(self._take if place.ready else self._begun, place),
+                on_end=partial(self._ended, place),
                 **self._process_options(),
             )
         except OSError as error:
             self._start_failed(place, f"cannot start a process: {error}")
 
-    def _heard(self, place: P, frame: bytes | bytearray) -> None:
-        if place.ready:
-            self._take(place, frame)
-            return
+    def _begun(self, place: P, frame: bytes | bytearray) -> None:
+        """The first frame of a worker; further ones are for the job."""
         assert place.process is not None
         ready = _ready.decode(frame)
         if ready.problems:
@@ -273,6 +272,7 @@ class WorkerPool(Generic[P]):
             return
         place.ready, place.failed_starts = True, 0
         place.memory_limit = resident_bytes([place.process.pid]) + self._limits.max_memory_bytes
+        place.process.on_frame = partial(self._take, place)
         if not self._started.done() and all(place.ready for place in self._places):
             self._started.set_result(None)
         self._ready(place)

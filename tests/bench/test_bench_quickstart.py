@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.config.load import load_config
-from asyncrl.reward.scoring.functions import BUILT_IN
+from asyncrl.reward.functions import BUILT_IN
 from tools.bench.quickstart import TASKS, Point, ratio, seconds_until, waited_for_engine
 from tools.quickstart.__main__ import CONFIG
 from tools.quickstart.task import Problem, is_right

@@ -12,9 +12,9 @@ import pytest
 import uvloop
 from episodes.hosted import config_with, hosting, until
 
-from asyncrl.core.outcome import BadOutcome
 from asyncrl.episodes.playing.task import Task
 from asyncrl.episodes.programs import described, environment, outcome_of
+from asyncrl.messages.reward import BadOutcome
 
 RUN = uvloop.run
 """As an actor's process does."""

@@ -8,7 +8,7 @@ import psutil
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.scoring.reward_pool import RewardPool
+from asyncrl.reward.reward_pool import RewardPool
 from tools.live_run import title
 
 MODULE = """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.reward.scoring.faults import MIN_PROMPTS, OUTAGE_S, FailureRate
+from asyncrl.reward.faults import MIN_PROMPTS, OUTAGE_S, FailureRate
 
 
 class Calls:

@@ -20,8 +20,8 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.catalogue import edges_of
+from asyncrl.reward import reward_pool as pool_module
 from asyncrl.reward.actor import RewardActor
-from asyncrl.reward.scoring import reward_pool as pool_module
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.heartbeat import gather_heartbeat

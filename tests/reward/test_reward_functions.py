@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward.reward_worker import resolve
-from asyncrl.reward.scoring.functions import constant, exact, math_verify, reasoning_gym, regex
-from asyncrl.reward.scoring.reward_frames import RewardSetup, RewardTask
-from asyncrl.reward.scoring.shaping import overlong_penalty, shaped
+from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym, regex
+from asyncrl.reward.reward_pool import overlong_penalty, shaped
+from asyncrl.reward.reward_worker import RewardSetup, RewardTask, resolve
 from asyncrl.workers.user_code import NotCallable
 
 NUMBER = {"normalize": "number"}

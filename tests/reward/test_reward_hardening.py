@@ -16,9 +16,9 @@ from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
 
 from asyncrl.core.errors import RewardFailed
-from asyncrl.core.outcome import MOST_NAMES
 from asyncrl.learner.groups import component_names
 from asyncrl.messages.actors import NOTICE
+from asyncrl.messages.reward import MOST_NAMES
 from asyncrl.workers import memory, user_code
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")

@@ -17,7 +17,7 @@ from reward.pools import MODULE, lives, request, reward, started, workers
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import DeadlineExceeded, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward.scoring.reward_pool import RewardPool
+from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.workers import worker_pool as pool_module
 
 pytestmark = pytest.mark.usefixtures("user_module", "nothing_left")

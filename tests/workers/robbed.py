@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.config.operation import SecurityConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.scoring.reward_pool import RewardPool
+from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers.confinement import Confinement, confine
 from asyncrl.workers.process import WorkerProcess
@@ -45,7 +45,7 @@ async def by_program(confined: Confinement) -> None:
         memory_key="",
         own_session=True,
         on_output=lambda _: None,
-        on_frame=lambda _, frame: told.set_result(json.loads(frame)),
+        on_frame=lambda frame: told.set_result(json.loads(frame)),
         on_end=lambda *_: ended.set(),
     )
     try:

@@ -21,13 +21,13 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver, WireError
-from asyncrl.core.outcome import BadOutcome, read_number
 from asyncrl.episodes.http.calls import Calls, Core, TooManyCalls
 from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.dialects.responses import Responses
 from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
+from asyncrl.messages.reward import BadOutcome, read_number
 from asyncrl.observe.logging import Logger
 from asyncrl.rpc.notices import Notify
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.core.outcome import read_number
 from asyncrl.messages.episodes import Chat, ChatReply, ToolCall
+from asyncrl.messages.reward import read_number
 
 Message = Mapping[str, Any]
 """Message as in OpenAI's chat completions: role, content, tool_calls, tool_call_id, name."""

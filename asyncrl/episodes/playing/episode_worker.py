@@ -25,13 +25,13 @@ from weakref import WeakSet
 import msgspec
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
-from asyncrl.core.outcome import BadOutcome, read_outcome
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.client import Client
 from asyncrl.episodes.playing.function import Player
 from asyncrl.episodes.playing.players import resolve
 from asyncrl.episodes.playing.task import Task
 from asyncrl.messages.episodes import Chat, ChatReply
+from asyncrl.messages.reward import BadOutcome, read_outcome
 from asyncrl.workers.user_code import NotCallable, Ready, describe, find_place, kind_of
 from asyncrl.workers.worker import NO_SOCKET_EXIT, READ_BYTES, FrameReader, begin, end, framed
 

@@ -33,7 +33,7 @@ from asyncrl.launcher.checks.process import ask_process
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.judges import JUDGES
 from asyncrl.reward.judges.judge_pool import JudgePool, for_trial
-from asyncrl.reward.scoring.reward_pool import RewardPool
+from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.workers.confinement import Confinement
 
 IMPORT_S = 45.0

@@ -16,9 +16,9 @@ import numpy as np
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.outcome import LONGEST_NAME, MOST_NAMES
 from asyncrl.learner.algorithm.advantage import advantages
 from asyncrl.learner.algorithm.advantage.advantages import Advantage, Advantages, ScoredGroup
+from asyncrl.messages.reward import LONGEST_NAME, MOST_NAMES
 from asyncrl.workers.user_code import Keys, NotCallable, accepted, describe, did_you_mean, find_place, load
 
 if TYPE_CHECKING:

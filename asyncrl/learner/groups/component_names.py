@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.core.outcome import MOST_NAMES
 from asyncrl.messages.groups import Group
-from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT
+from asyncrl.messages.reward import MOST_NAMES, PENALTY_COMPONENT, TIMED_OUT_COMPONENT
 from asyncrl.workers.user_code import find_place
 
 

@@ -20,16 +20,14 @@ import msgspec
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
-from asyncrl.core.outcome import Outcome
 from asyncrl.messages.monitor import ResourceRecord
-from asyncrl.messages.reward import Score, Scores
+from asyncrl.messages.reward import Outcome, Score, Scores
+from asyncrl.reward.faults import RewardFault
 from asyncrl.reward.judges.asker import Asker, JudgeCounters, VoteFailed
 from asyncrl.reward.judges.cache import AnswerCache
 from asyncrl.reward.judges.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
-from asyncrl.reward.scoring.faults import RewardFault
-from asyncrl.reward.scoring.reward_pool import RewardCounts, RewardPool
-from asyncrl.reward.scoring.shaping import shaped
+from asyncrl.reward.reward_pool import RewardCounts, RewardPool, shaped
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable
 

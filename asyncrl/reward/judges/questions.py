@@ -16,9 +16,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.core.outcome import Outcome
 from asyncrl.data.columns import column_names, column_of, has_column
-from asyncrl.messages.reward import Score
+from asyncrl.messages.reward import Outcome, Score
 from asyncrl.reward.judges.answers import match, read_entries, read_number
 from asyncrl.reward.judges.judge_options import (
     Criterion,

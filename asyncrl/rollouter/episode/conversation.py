@@ -26,11 +26,11 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncrl.core.errors import EpisodeOver, InvalidRequest
-from asyncrl.core.outcome import LARGEST
 from asyncrl.messages import FinishReason
 from asyncrl.messages.episodes import ToolCall
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.groups import VersionSpan
+from asyncrl.messages.reward import LARGEST
 from asyncrl.rollouter.episode.message_tree import MessageTree, Point, digest, is_answer, message_digest, minted_id
 from asyncrl.rollouter.episode.nodes import Node, depth_first, past_rewards, sequences_of, shared_prefix
 from asyncrl.text.chat.messages import Message

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.core.outcome import BadOutcome, read_outcome, read_outcomes
+from asyncrl.messages.reward import BadOutcome, read_outcome, read_outcomes
 
 
 @pytest.mark.parametrize(
