@@ -17,8 +17,8 @@ from asyncrl.messages.monitor import AwaitRecord, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.observe.trace import FIRST_SLOT
 from asyncrl.reward.faults import FailureRate, Faults, RewardFault
-from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.judges.judge_pool import JudgePool
+from asyncrl.reward.functions import JUDGES
+from asyncrl.reward.judge_pool import JudgePool
 from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.workers.confinement import NOTICE, Confinement, confine

@@ -174,6 +174,8 @@ BUILT_IN: dict[str, Callable[..., RewardFunction]] = {
     "constant": constant,
     "episode": episode,
 }
+JUDGES = ("relative_judge", "rubric")
+"""Language models that score (judge_pool.py), by their names in reward.function."""
 
 
 def _answers(row: Row, answer_key: str) -> list[str]:

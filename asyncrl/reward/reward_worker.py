@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncrl.messages.reward import BadOutcome, Outcome, Score, read_outcome, read_outcomes
-from asyncrl.reward.functions import BUILT_IN
-from asyncrl.reward.judges import JUDGES
+from asyncrl.reward.functions import BUILT_IN, JUDGES
 from asyncrl.rpc.wire.codec import encodable
 from asyncrl.workers.memory import MemoryLimit
 from asyncrl.workers.user_code import (

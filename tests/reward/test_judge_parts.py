@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from judge_server import shown
 
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.judges.answers import BadAnswer, match, read_entries, read_number
-from asyncrl.reward.judges.cache import AnswerCache, key_of
-from asyncrl.reward.judges.judge_options import Criterion, RelativeOptions, RubricOptions
-from asyncrl.reward.judges.limits import MINUTE_S, MinuteLimit
-from asyncrl.reward.judges.questions import RelativeJudge, Rubric, draw_ids
-from asyncrl.reward.judges.views import BRANCH_CHARS, message_text, shares, shorten, view
+from asyncrl.reward.judge_answers import BadAnswer, match, read_entries, read_number
+from asyncrl.reward.judge_cache import AnswerCache, key_of
+from asyncrl.reward.judge_limits import MINUTE_S, MinuteLimit
+from asyncrl.reward.judge_options import Criterion, RelativeOptions, RubricOptions
+from asyncrl.reward.judge_questions import RelativeJudge, Rubric, draw_ids
+from asyncrl.reward.judge_views import BRANCH_CHARS, message_text, shares, shorten, view
 
 OPTIONS = {"url": "http://127.0.0.1:9/v1", "model": "m"}
 NAMES = st.lists(st.text("abc", min_size=1, max_size=2), unique=True, min_size=1, max_size=5)

@@ -34,9 +34,9 @@ from judge_server import (
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import ConfigError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.judges import judge_pool as pool_module
-from asyncrl.reward.judges.judge_options import RelativeOptions, RubricOptions
-from asyncrl.reward.judges.judge_pool import JudgePool, make_judge
+from asyncrl.reward import judge_pool as pool_module
+from asyncrl.reward.judge_options import RelativeOptions, RubricOptions
+from asyncrl.reward.judge_pool import JudgePool, make_judge
 
 WORTH = [0.25, 0.75, 0.0, 1.0]
 RUN = uvloop.run

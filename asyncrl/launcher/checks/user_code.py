@@ -31,8 +31,8 @@ from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
 from asyncrl.launcher.checks.inputs import Sample
 from asyncrl.launcher.checks.process import ask_process
 from asyncrl.messages.reward import Completion, Score, Scores
-from asyncrl.reward.judges import JUDGES
-from asyncrl.reward.judges.judge_pool import JudgePool, for_trial
+from asyncrl.reward.functions import JUDGES
+from asyncrl.reward.judge_pool import JudgePool, for_trial
 from asyncrl.reward.reward_pool import RewardPool
 from asyncrl.workers.confinement import Confinement
 

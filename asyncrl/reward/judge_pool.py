@@ -23,10 +23,10 @@ from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardP
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Outcome, Score, Scores
 from asyncrl.reward.faults import RewardFault
-from asyncrl.reward.judges.asker import Asker, JudgeCounters, VoteFailed
-from asyncrl.reward.judges.cache import AnswerCache
-from asyncrl.reward.judges.judge_options import RelativeOptions, RubricOptions, read_options
-from asyncrl.reward.judges.questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
+from asyncrl.reward.judge_asker import Asker, JudgeCounters, VoteFailed
+from asyncrl.reward.judge_cache import AnswerCache
+from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
+from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.reward_pool import RewardCounts, RewardPool, shaped
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable

@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.reward.judges.answers import BadAnswer
-from asyncrl.reward.judges.cache import AnswerCache, key_of
-from asyncrl.reward.judges.judge_options import JudgeOptions
-from asyncrl.reward.judges.limits import JudgeLimits
-from asyncrl.reward.judges.questions import Question
-from asyncrl.reward.judges.views import shorten
+from asyncrl.reward.judge_answers import BadAnswer
+from asyncrl.reward.judge_cache import AnswerCache, key_of
+from asyncrl.reward.judge_limits import JudgeLimits
+from asyncrl.reward.judge_options import JudgeOptions
+from asyncrl.reward.judge_questions import Question
+from asyncrl.reward.judge_views import shorten
 
 CHARS_PER_TOKEN = 3.5
 ANSWER_TOKENS = 500
@@ -119,7 +119,7 @@ class Asker:
     ) -> None:
         import openai
 
-        from asyncrl.reward.judges.judge_client import AnswerRefused, JudgeClient
+        from asyncrl.reward.judge_client import AnswerRefused, JudgeClient
 
         self._openai, self._answer_refused = openai, AnswerRefused
         self._options, self._timeout_s, self._counters = options, timeout_s, counters

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from asyncrl.reward.judges import JUDGES
+from asyncrl.reward.functions import JUDGES
 from asyncrl.workers.user_code import NotCallable, did_you_mean
 
 Positive = Annotated[int, Meta(ge=1)]

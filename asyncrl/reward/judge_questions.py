@@ -18,15 +18,15 @@ import msgspec
 
 from asyncrl.data.columns import column_names, column_of, has_column
 from asyncrl.messages.reward import Outcome, Score
-from asyncrl.reward.judges.answers import match, read_entries, read_number
-from asyncrl.reward.judges.judge_options import (
+from asyncrl.reward.judge_answers import match, read_entries, read_number
+from asyncrl.reward.judge_options import (
     Criterion,
     JudgeOptions,
     RelativeOptions,
     RubricOptions,
     criteria_problems,
 )
-from asyncrl.reward.judges.views import shorten, view
+from asyncrl.reward.judge_views import shorten, view
 
 JUDGE_COMPONENT = "judge"
 SPREAD_COMPONENT = "judge_spread"
