@@ -24,44 +24,47 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from asyncrl.checkpoint import DIGESTS
+from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
+from asyncrl.checkpoint.origin import digests, record
 from asyncrl.config import Config
-from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import Finding, errors_of, on_host, warnings_of
+from asyncrl.launcher.checks.findings import Finding, errors_of, on_host, rows, warnings_of
 from asyncrl.launcher.common.agent_messages import (
     KILL,
-    AgentSpec,
     Checked,
     CheckOrder,
     HostOffer,
-    HostSpec,
     Prepared,
     RouteQuery,
     Routes,
     agent_name,
 )
-from asyncrl.launcher.common.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
+from asyncrl.launcher.common.placement import Placed, PlacementHost, describe, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.follower import Follower
+from asyncrl.launcher.host_part import (
+    ACTOR_ARGV,
+    GUARD_ARGV,
+    agent_spec,
+    host_of,
+    host_spec,
+    passed_on,
+    start_agent,
+    start_guard,
+)
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.checks import check_part
-from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.host_facts import find_facts
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.reached_hosts import ReachedHosts
 from asyncrl.launcher.hosts.start import LocalStart, StartCommand, shown
-from asyncrl.launcher.local import ACTOR_ARGV, GUARD_ARGV, agent_spec, begin, show_end, start_guard
-from asyncrl.launcher.plan import plan_rows
+from asyncrl.launcher.run_folder.ended import write_command
 from asyncrl.launcher.run_folder.folders import (
     RunFolder,
     create_run_folder,
@@ -76,13 +79,12 @@ from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.summary import show_end
+from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring
 
-PASSED_ON = (
-    *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),
-    *(variable for traits in ENGINES.values() for variable in traits.environment),
-)
-"""Beginnings of the names of environment variables that the other hosts have as they are here."""
+RESUMED_FROM = "resumed_from.txt"
+"""File in the folder of logs of a resumed attempt: the checkpoint that it resumes from, and what was passed over."""
 
 
 def run_hosts(
@@ -376,45 +378,6 @@ class Launch:
         return rows
 
 
-def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
-    """The host of a line, by what it offers. Raises UsageError where it has fewer GPUs than the line says."""
-    return PlacementHost(
-        name=line.name,
-        cpus=facts.cpus,
-        gpus=line.usable(facts.gpus),
-        address=address,
-        interface=addresses.interface_of(facts, address),
-    )
-
-
-def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
-    """The part of the run of the host whose agent has this index."""
-    return HostSpec(
-        version=version("asyncrl"),
-        run_id=folder.run_id,
-        run_dir=str(folder.path),
-        log_dir=str(folder.logs),
-        index=index,
-        config=config_to_json(config),
-        credentials=credentials,
-        folder=os.getcwd(),
-        env=passed_on(),
-        files={DIGESTS: (folder.path / DIGESTS).read_text()},
-    )
-
-
-def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:
-    """Start the agent of a host that is prepared."""
-    contact.keep_errors(folder.logs / f"start-{contact.name}.log")
-    contact.send(msgspec.json.encode(spec) + b"\n")
-    return AgentHandle(spec.index, contact.name, contact.process, contact)
-
-
-def passed_on() -> dict[str, str]:
-    """The environment variables that are the same on all hosts."""
-    return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
-
-
 def _for_hosts(config: Config, count: int) -> Config:
     """The configuration of a run on as many hosts. Raises ConfigError."""
     if count == 1:
@@ -431,3 +394,51 @@ def _for_hosts(config: Config, count: int) -> Config:
     tree = config.model_dump(mode="json")
     tree["security"]["curve"] = "required"
     return validate_config(tree)
+
+
+def begin(
+    folder: RunFolder, resumption: Resumption | None, config: Config, progress: Progress, command: str = ""
+) -> int:
+    """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError.
+
+    Returns the number that the incarnations of this attempt are above.
+    """
+    if resumption is None:
+        progress.say(f"run folder: {folder.path}")
+    else:
+        _resume(folder, resumption, config, progress)
+    # Before anything of the attempt loads these files.
+    record(folder.path, digests(config))
+    if command:
+        write_command(folder, command)
+    return attempt_begins_above(folder.attempt, CheckpointFolder(checkpoint_dir(config, folder.path)).newest_writer())
+
+
+def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: Progress) -> None:
+    for path in resumption.begin(config):
+        progress.say(f"set aside as {path}")
+    said = [resumption.describe(), *resumption.describe_changes(config)]
+    for line in said:
+        progress.say(line)
+    progress.warn(resumption.warnings)
+    said += resumption.warnings
+    (folder.logs / RESUMED_FROM).write_text("".join(f"{line}\n" for line in said))
+
+
+def plan_rows(
+    config: Config,
+    placed: Sequence[Placed],
+    findings: Sequence[Finding],
+    resumption: Resumption | None,
+    hosts: Sequence[str] = (),
+) -> list[str]:
+    """What ``--dry-run`` shows; ``hosts`` has a row for each of several hosts. A finished run has no findings."""
+    found = describe(config, placed)
+    found += ["", "checks:", *(f"  {row}" for row in rows(findings))] if findings else []
+    found += ["", "hosts:", *hosts] if hosts else []
+    if resumption is None:
+        found += ["", f"run folder: {free_run_folder(config)}"]
+    else:
+        found += ["", resumption.describe(), *resumption.describe_changes(config)]
+        found += [resumption.describe_finished(config)] if resumption.is_finished else []
+    return found

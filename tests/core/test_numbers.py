@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.core.numbers import LONGEST, count, duration, exact, fixed, percent, rate, size
-from asyncrl.launcher.terminal.progress import describe_eval, describe_step
+from asyncrl.launcher.terminal.metrics_words import describe_eval, describe_step
 
 
 @given(value=st.floats(), digits=st.integers(0, 3))

@@ -208,9 +208,9 @@ def main() -> int:
     from asyncrl.cli.output import flushed
     from asyncrl.config.load import validate_config
     from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts, with_gpus
+    from asyncrl.launcher.host_part import ACTOR_ARGV
     from asyncrl.launcher.hosts.hostfile import HostLine
     from asyncrl.launcher.launch import Launch
-    from asyncrl.launcher.local import ACTOR_ARGV
     from asyncrl.launcher.run_folder.resume import find_resumption
     from asyncrl.launcher.terminal.interrupts import undone_by_signals
 

@@ -50,11 +50,11 @@ from asyncrl.launcher.doctor.orders import (
     Seen,
     Time,
 )
+from asyncrl.launcher.host_part import passed_on
 from asyncrl.launcher.hosts.addresses import by_interface, by_route, interface_of, usable
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import StartCommand
-from asyncrl.launcher.launch import passed_on
 
 T = TypeVar("T")
 REMOTE = ("-m", "asyncrl.launcher.doctor.host")

@@ -24,14 +24,13 @@ from asyncrl.core.errors import AsyncRLError, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import CONTROLLER_AT, HostSpec, Prepared, RouteQuery, Routes
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
+from asyncrl.launcher.host_part import agent_spec, host_of, host_spec, start_agent
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.reached_hosts import ReachedHosts
 from asyncrl.launcher.hosts.start import StartCommand, shown
-from asyncrl.launcher.launch import host_of, host_spec, start_agent
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
-from asyncrl.launcher.local import agent_spec
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
 from asyncrl.launcher.terminal.progress import Progress

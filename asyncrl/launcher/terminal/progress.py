@@ -8,12 +8,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TextIO
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
 
-from asyncrl.core.numbers import count, duration, fixed, percent
+from asyncrl.core.numbers import duration
 from asyncrl.core.printable import printable
 from asyncrl.core.roles import role_of
 from asyncrl.core.streams import PRINTER
@@ -27,21 +29,25 @@ from asyncrl.launcher.common.agent_messages import (
     StateEvent,
     StuckEvent,
 )
-from asyncrl.launcher.terminal.notices import ShownNotices
-from asyncrl.launcher.terminal.pace import RunPace
-from asyncrl.observe.metrics_line import (
-    HIGH_TRUNCATION,
-    Line,
-    component_numbers,
-    eval_numbers,
-    is_eval_mean,
-    pass_at_numbers,
-    versions_in_words,
+from asyncrl.launcher.terminal.metrics_words import (
+    NAMES_SHOWN,
+    WARM_STEP,
+    describe_eval,
+    describe_losses,
+    describe_step,
+    describe_warm_step,
+    losses_of,
 )
+from asyncrl.observe.metrics_line import Line
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
 
-NAMES_SHOWN = 4
-WARM_STEP = "warm step"
+PACE_STEPS = 20
+"""Steps over whose mean time the time that is left is estimated."""
+NOTICE_S = 10.0
+"""Least time between two lines for notices of one key, unless the text is new."""
+BEFORE_RESTART = " (before it was started again)"
+MOST_NOTICES = 256
+"""Notices kept; those of further keys are in the logs alone."""
 CLEAR_LINE = "\r\x1b[2K"
 _NEWLINE = "\n"
 """The only control character that is printed; all others are shown as escapes."""
@@ -232,101 +238,6 @@ class Progress:
         PRINTER.print_to(self._out, CLEAR_LINE + text if self._live else text)
 
 
-_STEP_WORDS: dict[str, Callable[[float], str]] = {
-    "weights/version": lambda value: f"version {value}",
-    "reward/mean": lambda value: f"reward {fixed(value, 3)}",
-    "rollout/truncated_fraction": lambda value: f"cut {percent(value)}",
-    "staleness/token_mean": lambda value: f"staleness {fixed(value)}",
-    "rollout/tokens_per_s": lambda value: f"{count(value)} tokens/s",
-    "time/step_s": duration,
-}
-
-
-def describe_step(line: Line, steps: int, pace: str = "", losses: Iterable[str] = ()) -> str:
-    """A line of metrics in a few words; what is absent is left out.
-
-    ``pace`` and ``losses`` come early, for a narrow terminal cuts the end.
-    """
-    parts = [f"step {line.get('step', '?')}/{steps}", *filter(None, [pace]), *losses]
-    for key, words in _STEP_WORDS.items():
-        value = line.get(key)
-        if key == "rollout/tokens_per_s" and not value:
-            # As in the last step, when there is nothing more to sample: true, and of no use to anybody.
-            continue
-        if key == "rollout/truncated_fraction" and (value or 0.0) < HIGH_TRUNCATION:
-            continue
-        if isinstance(value, int | float):
-            parts.append(words(value))
-    return "  ".join(parts)
-
-
-_WARM_WORDS: dict[str, Callable[[float], str]] = {
-    "loss/sft": lambda value: f"loss {fixed(value, 3)}",
-    "sft/tokens": lambda value: f"{count(value)} tokens",
-    "sft/epochs": lambda value: f"epoch {fixed(value)}",
-    "time/train_s": duration,
-}
-
-
-def describe_warm_step(line: Line) -> str:
-    """A line of a supervised step before the first step in a few words; what is absent is left out."""
-    of = f"/{line['sft/warm_steps_of']}" if "sft/warm_steps_of" in line else ""
-    parts = [f"{WARM_STEP} {line.get('sft/warm_steps', '?')}{of}"]
-    parts += [words(line[key]) for key, words in _WARM_WORDS.items() if isinstance(line.get(key), int | float)]
-    return "  ".join(parts)
-
-
-LOSSES = {
-    "ledger/filtered": "filtered",
-    "ledger/quarantined": "quarantined",
-    "ledger/left_out": "left out",
-    "rollout/dropped_trajectories": "dropped",
-    "rollout/failed_attempts": "failed attempts",
-}
-"""Keys of a line of metrics that count what is not trained: groups and prompts since the start of the run, then
-trajectories and attempts at them since the start of its learner."""
-
-
-def losses_of(line: Line) -> dict[str, int]:
-    """The counts of LOSSES in a line."""
-    return {key: int(line[key]) for key in LOSSES if isinstance(line.get(key), int | float)}
-
-
-def describe_losses(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-    """Words for the counts that have moved since the line before, each with its increase."""
-    moved = {key: count - before.get(key, 0) for key, count in now.items() if count > before.get(key, 0)}
-    return [f"{LOSSES[key]} {now[key]} (+{by})" for key, by in moved.items()]
-
-
-def describe_eval(line: Line) -> str:
-    """An evaluation's line in a few words, with the versions that were sampled."""
-    parts = []
-    for key in filter(is_eval_mean, sorted(line)):
-        name = key.removesuffix("/mean")
-        parts += [f"{name} {mean_in_words(line[key])}", *_eval_parts(eval_numbers(line, name.removeprefix("eval/")))]
-    where = versions_in_words(line) or f"step {line.get('step', '?')}"
-    return "  ".join([where, *(parts or ["evaluation without results"])])
-
-
-def _eval_parts(numbers: Mapping[str, float]) -> list[str]:
-    """Words for the other numbers of an evaluation: the ends of pass@k, length, cut responses, and components."""
-    passed, components = pass_at_numbers(numbers), component_numbers(numbers)
-    parts = [f"pass@{k} {fixed(passed[k], 3)}" for k in dict.fromkeys([*passed][:1] + [*passed][-1:])]
-    if "length_mean" in numbers:
-        parts.append(f"{count(numbers['length_mean'])} tokens")
-    if numbers.get("truncated_fraction"):
-        parts.append(f"cut {percent(numbers['truncated_fraction'])}")
-    parts += [f"{name} {fixed(components[name], 3)}" for name in sorted(components)[:NAMES_SHOWN]]
-    if len(components) > NAMES_SHOWN:
-        parts.append(f"{len(components) - NAMES_SHOWN} more components")
-    return parts
-
-
-def mean_in_words(mean: Any) -> str:
-    """The mean of an evaluation in words; it is null where nothing was scored."""
-    return fixed(mean, 3) if isinstance(mean, int | float) else "n/a"
-
-
 def _basis(step: int) -> str:
     """Words for the state that a learner with so many trained steps resumes from."""
     return f"the checkpoint of step {step}" if step > 0 else "the initial weights"
@@ -342,3 +253,105 @@ def _again(first: int, last: int) -> str:
 def _some(names: list[str]) -> str:
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+class RunPace:
+    """Elapsed time, and the time that is left at the mean pace of the last PACE_STEPS steps. Pure.
+
+    ``steps`` is the run's last step, ``began`` the time of its start (s, monotonic). The mean starts again when a
+    learner goes back to a checkpoint.
+    """
+
+    def __init__(self, steps: int, began: float) -> None:
+        self._steps, self._began = steps, began
+        self._heard: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
+
+    def heard(self, step: int, now: float) -> None:
+        """``step`` was trained at ``now``."""
+        if self._heard and step <= self._heard[-1][0]:
+            self._heard.clear()
+        self._heard.append((step, now))
+
+    def describe(self, now: float) -> str:
+        """Elapsed and remaining time in a few words; the latter only where it is known."""
+        words = f"elapsed {clock_words(now - self._began)}"
+        if len(self._heard) < 2:
+            return words
+        (first, since), (last, until) = self._heard[0], self._heard[-1]
+        left = max(0, self._steps - last) * (until - since) / (last - first)
+        return f"{words}  left {clock_words(left)}" if last < self._steps else words
+
+
+def clock_words(seconds: float) -> str:
+    """A time as M:SS, H:MM:SS, or, from a day on, D d HH:MM."""
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24:02}:{minutes % 60:02}"
+    if hours:
+        return f"{hours}:{minutes % 60:02}:{whole % 60:02}"
+    return f"{minutes}:{whole % 60:02}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    event: NoticeEvent
+    """The newest."""
+    told: NoticeEvent
+    """The one that was shown last."""
+    at: float
+    """Time at which that was (s, monotonic)."""
+
+
+class ShownNotices:
+    """The notices of actors: which line is shown, and when. Pure.
+
+    The first notice of an actor and key is shown when it comes. A later one is shown if its text is new or its count
+    has doubled, at most once in NOTICE_S; without a new text, the sentences on what to do are left out. The summary has
+    the newest notice of each key. An actor that is started again counts from 1, so its counts are not compared with
+    earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], _Shown] = {}
+        self._ended: dict[str, int] = {}
+        """The newest incarnation of each actor that died."""
+
+    def ended(self, actor: str, incarnation: int) -> None:
+        """This incarnation of an actor died, and another one starts."""
+        self._ended[actor] = max(incarnation, self._ended.get(actor, 0))
+
+    def take(self, event: NoticeEvent, now: float) -> str:
+        """The line to show at ``now`` (s, monotonic); empty for none."""
+        key = event.actor, event.key
+        before, is_new_text = self._kept.get(key), True
+        if before is not None:
+            told = before.told
+            if event.incarnation < before.event.incarnation:
+                return ""
+            is_new_text = (event.text, event.meanwhile) != (told.text, told.meanwhile)
+            if event.incarnation > told.incarnation and not is_new_text:
+                self._kept[key] = _Shown(event, event, before.at)
+                return ""
+            is_news = is_new_text or event.count >= 2 * told.count
+            if not is_news or now - before.at < NOTICE_S:
+                self._kept[key] = replace(before, event=event)
+                return ""
+        elif len(self._kept) >= MOST_NOTICES:
+            return ""
+        self._kept[key] = _Shown(event, event, now)
+        return _words(event) + (f". {event.meanwhile}" if event.meanwhile and is_new_text else "")
+
+    def summary(self) -> list[str]:
+        """A line for each notice, in the order of their first appearance."""
+        return [
+            _words(shown.event, BEFORE_RESTART if self._is_over(shown.event) else "") for shown in self._kept.values()
+        ]
+
+    def _is_over(self, event: NoticeEvent) -> bool:
+        return event.incarnation <= self._ended.get(event.actor, -1)
+
+
+def _words(event: NoticeEvent, when: str = "") -> str:
+    counted = f" ({event.count} {f'of {event.of}' if event.of else 'times'})" if event.count > 1 else ""
+    return f"{event.actor}{when}: {event.text}{counted}"

@@ -1,4 +1,4 @@
-"""The summary at the end of a run: its results and where its files are. Fails with OSError."""
+"""The end of a run as the user sees it: its results, where its files are, and why it ended. Fails with OSError."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import Config
 from asyncrl.core.numbers import fixed
-from asyncrl.launcher.run_folder.ended import exported_model
-from asyncrl.launcher.terminal.progress import mean_in_words
-from asyncrl.observe.metrics_line import Line, is_eval_mean, number_in
+from asyncrl.launcher.common.agent_messages import EndedEvent
+from asyncrl.launcher.run_folder.ended import describe_end, exported_model, find_left
+from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.launcher.terminal.metrics_words import mean_in_words
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.observe.metrics_line import Line, is_eval_mean, number_in, read_metrics
+from asyncrl.observe.snapshots.recording import last_recorded
 
 TENTH = 10
+LEARNER = "learner/0"
 OF_THE_RUN = {
     "ledger/filtered": "groups filtered",
     "ledger/quarantined": "groups quarantined",
@@ -20,6 +26,42 @@ OF_THE_RUN = {
 }
 OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout/failed_attempts": "failed attempts"}
 """Counts of what was not trained, since the start of the run or of its learner."""
+
+
+def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
+    """Show what came of a run; its exit code."""
+    progress.end()
+    left = find_left(config, folder, heard=progress.step)
+    lines = read_metrics(folder.path / "metrics.jsonl", ("train", "eval"))
+    for row in summarise(
+        lines,
+        folder.path,
+        folder.logs,
+        config.learner.steps,
+        trained=left.trained,
+        checkpoint=left.checkpoint.path if left.checkpoint is not None else None,
+        restarts=progress.restarts,
+        figures={} if left.trained else _last_figures(folder),
+    ):
+        progress.say(row)
+    progress.warn(progress.notices.summary())
+    rows = describe_end(folder, ended, left)
+    if ended.result == "failed":
+        progress.warn(rows)
+    else:
+        for row in rows:
+            progress.say(row)
+    return ended.exit_code
+
+
+def _last_figures(folder: RunFolder) -> dict[str, float]:
+    """The learner's figures, as the run's controller has recorded them last; empty where it has not, or not here."""
+    try:
+        recorded = last_recorded(folder.path, folder.attempt)
+    except OSError:
+        return {}
+    learner = [actor for actor in recorded.actors if actor.name == LEARNER] if recorded is not None else []
+    return learner[0].metrics if learner else {}
 
 
 def summarise(

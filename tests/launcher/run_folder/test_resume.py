@@ -19,10 +19,9 @@ from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import CheckpointError, ConfigError, RunChanged, UsageError
 from asyncrl.core.files import write_file
 from asyncrl.launcher.common import placement
+from asyncrl.launcher.host_part import host_spec
 from asyncrl.launcher.hosts.hostfile import HostLine
-from asyncrl.launcher.launch import Launch, host_spec
-from asyncrl.launcher.local import begin
-from asyncrl.launcher.plan import plan_rows
+from asyncrl.launcher.launch import Launch, begin, plan_rows
 from asyncrl.launcher.run_folder import resume
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.resume import find_resumption

@@ -18,9 +18,16 @@ from asyncrl.launcher.common.agent_messages import (
     StateEvent,
     StuckEvent,
 )
-from asyncrl.launcher.terminal.notices import PACE_S, ShownNotices
-from asyncrl.launcher.terminal.pace import STEPS, RunPace, clock_words
-from asyncrl.launcher.terminal.progress import CLEAR_LINE, Progress, describe_eval, describe_step
+from asyncrl.launcher.terminal.metrics_words import describe_eval, describe_step
+from asyncrl.launcher.terminal.progress import (
+    CLEAR_LINE,
+    NOTICE_S,
+    PACE_STEPS,
+    Progress,
+    RunPace,
+    ShownNotices,
+    clock_words,
+)
 from asyncrl.launcher.terminal.summary import summarise
 from asyncrl.observe.metrics_line import is_voided, read_metrics
 
@@ -276,9 +283,9 @@ def test_another_text_is_news_another_actor_another_notice_and_a_count_comes_wit
     for at, notice in (
         (0.0, {"text": "f raised", "meanwhile": "Mend it", "of": "3 calls"}),
         (0.0, {"actor": "reward/1", "text": "f raised"}),
-        (PACE_S / 2, {"text": "worse"}),
-        (PACE_S, {"text": "worst"}),
-        (2 * PACE_S, {"text": "worst", "count": 177, "of": "279 calls"}),
+        (NOTICE_S / 2, {"text": "worse"}),
+        (NOTICE_S, {"text": "worst"}),
+        (2 * NOTICE_S, {"text": "worst", "count": 177, "of": "279 calls"}),
     ):
         show.now = at
         show.show(NoticeEvent(**{"actor": "reward/0", "key": "k", "count": 1} | notice))
@@ -291,8 +298,8 @@ def test_counts_of_an_actor_that_was_started_again_begin_anew():
     notices = ShownNotices()
     first, second = ({"actor": "reward/0", "key": "k", "text": "bad", "incarnation": number} for number in (1, 2))
     assert notices.take(NoticeEvent(**first, count=64), 0.0) == "reward/0: bad (64 times)"
-    assert notices.take(NoticeEvent(**second, count=1), PACE_S) == ""
-    assert notices.take(NoticeEvent(**second, count=2), 2 * PACE_S) == "reward/0: bad (2 times)"
+    assert notices.take(NoticeEvent(**second, count=1), NOTICE_S) == ""
+    assert notices.take(NoticeEvent(**second, count=2), 2 * NOTICE_S) == "reward/0: bad (2 times)"
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(1, 3)), min_size=1))
@@ -302,7 +309,7 @@ def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
         now, count = now + wait, count + more
         if notices.take(NoticeEvent(actor="reward/0", key="k", text="bad", count=count), now):
             shown_at.append(now)
-    assert all(b - a >= PACE_S for a, b in zip(shown_at, shown_at[1:], strict=False))
+    assert all(b - a >= NOTICE_S for a, b in zip(shown_at, shown_at[1:], strict=False))
     assert shown_at[0] == events[0][0]
     assert notices.summary() == [f"reward/0: bad ({count} times)" if count > 1 else "reward/0: bad"]
 
@@ -320,7 +327,7 @@ def test_counts_come_at_a_decent_pace_and_the_summary_has_the_last(events):
         ([(1, 0.0), (2, 50.0), (1, 60.0), (2, 61.0)], 61.0, "elapsed 1:01  left 1:38"),
         ([(99, 60.0), (100, 62.0)], 62.0, "elapsed 1:02"),
         # Only the last steps count.
-        ([(1, 0.0), *((2 + step, 500.0 + step) for step in range(STEPS + 1))], 520.0, "elapsed 8:40  left 1:18"),
+        ([(1, 0.0), *((2 + step, 500.0 + step) for step in range(PACE_STEPS + 1))], 520.0, "elapsed 8:40  left 1:18"),
     ],
 )
 def test_elapsed_and_left(heard, now, told):

@@ -1,0 +1,124 @@
+"""A host's part of a run: what the host and its agent get, and the start of the agent, here or over a connection.
+
+Fails with UsageError for a host that has less than its line says, and with OSError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from asyncrl.checkpoint import DIGESTS
+from asyncrl.config import Config
+from asyncrl.config.engines import ENGINES
+from asyncrl.config.load import config_to_json
+from asyncrl.launcher.agent_handle import AgentHandle
+from asyncrl.launcher.common.agent_messages import ActorSpec, AgentSpec, HostOffer, HostSpec
+from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
+from asyncrl.launcher.hosts.addresses import interface_of
+from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.run_folder.folders import RunFolder
+
+ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
+GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.node.guard")
+LONGEST_EVENT_BYTES = 64 << 20
+PASSED_ON = (
+    *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),
+    *(variable for traits in ENGINES.values() for variable in traits.environment),
+)
+"""Beginnings of the names of environment variables that the other hosts have as they are here."""
+
+
+def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
+    """The host of a line, by what it offers. Raises UsageError where it has fewer GPUs than the line says."""
+    return PlacementHost(
+        name=line.name,
+        cpus=facts.cpus,
+        gpus=line.usable(facts.gpus),
+        address=address,
+        interface=interface_of(facts, address),
+    )
+
+
+def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
+    """The part of the run of the host whose agent has this index."""
+    return HostSpec(
+        version=version("asyncrl"),
+        run_id=folder.run_id,
+        run_dir=str(folder.path),
+        log_dir=str(folder.logs),
+        index=index,
+        config=config_to_json(config),
+        credentials=credentials,
+        folder=os.getcwd(),
+        env=passed_on(),
+        files={DIGESTS: (folder.path / DIGESTS).read_text()},
+    )
+
+
+def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:
+    """Start the agent of a host that is prepared."""
+    contact.keep_errors(folder.logs / f"start-{contact.name}.log")
+    contact.send(msgspec.json.encode(spec) + b"\n")
+    return AgentHandle(spec.index, contact.name, contact.process, contact)
+
+
+def passed_on() -> dict[str, str]:
+    """The environment variables that are the same on all hosts."""
+    return {key: value for key, value in os.environ.items() if key.startswith(PASSED_ON)}
+
+
+def agent_spec(
+    config: Config,
+    folder: RunFolder,
+    placed: Sequence[Placed],
+    actor_argv: Sequence[str] = ACTOR_ARGV,
+    *,
+    above: int,
+    index: int = 0,
+    host: str = "",
+    name: str = "",
+) -> AgentSpec:
+    """The spec of a host's agent; ``placed`` are its actors, ``host`` the address that they bind.
+
+    ``name`` is that of the host in the hostfile; incarnations are larger than ``above``, the same for all agents. The
+    interfaces that the user has chosen by environment variables come before those of the placement.
+    """
+    chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
+    env = {actor.name: {key: value for key, value in actor.env.items() if key not in chosen} for actor in placed}
+    return AgentSpec(
+        run_dir=str(folder.path),
+        log_dir=str(folder.logs),
+        attempts=config.supervision.max_restarts + 1,
+        actors=[ActorSpec(name=actor.name, argv=list(actor_argv), env=env[actor.name]) for actor in placed],
+        index=index,
+        host=host,
+        name=name,
+        above=above,
+    )
+
+
+async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.subprocess.Process:
+    """Start the guard of this host, and below it the agent, which has its spec. Raises OSError."""
+    with (folder.logs / "agent-0.log").open("ab") as errors:
+        guard = await asyncio.create_subprocess_exec(
+            *GUARD_ARGV,
+            str(folder.private),
+            str(lock),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+            pass_fds=(lock,),
+            limit=LONGEST_EVENT_BYTES,
+        )
+    assert guard.stdin is not None
+    guard.stdin.write(msgspec.json.encode(spec) + b"\n")
+    return guard
