@@ -15,7 +15,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
 from asyncrl.core.errors import AsyncRLError, DataError, Refused, RemoteError
-from asyncrl.launcher.node.controller_link import ControllerLink
+from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
@@ -31,6 +31,7 @@ from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.peer import Peer
+from asyncrl.rpc.calls.server import SHARED
 from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
@@ -55,7 +56,7 @@ class Cluster:
         self.run_dir = run_dir
         self.config = config
         self.network = MemoryNetwork()
-        self.peers = []
+        self.peers = {}
 
     def context(self, name, incarnation, controller=None, **changes):
         return ActorContext(
@@ -86,26 +87,31 @@ class Cluster:
         await until(lambda: not (self.run_dir / "private" / "controller.json.new").exists())
 
     async def __aexit__(self, *_):
-        for peer in self.peers:
+        for peer in self.peers.values():
             peer.close()
         await self.die()
 
     def caller(self, name="agent/0", incarnation=1, *, whom=None):
-        """A caller of the controller, or of ``peer``."""
-        endpoint = Endpoint(
-            name=name,
-            incarnation=incarnation,
-            credentials=CREDENTIALS,
-            transport=self.network.transport(),
-            call_timeout_s=5.0,
-            max_message_bytes=1 << 20,
-            resolve=None,
-            spawn=asyncio.create_task,
-        )
+        """The connection of this actor to the controller, or to ``whom``.
+
+        An actor has one; viewers and commands may be many. Connections that are not in use would connect again to a
+        successor, which drops the oldest of a name beyond a few, with the calls that it has parked.
+        """
         record = whom or ActorRecord(name=CONTROLLER, incarnation=0, address=self.controller.address)
-        peer = Peer(endpoint, record.name, record)
-        self.peers.append(peer)
-        return peer
+        key = name, incarnation, record.name, record.address, len(self.peers) if name in SHARED else 0
+        if key not in self.peers:
+            endpoint = Endpoint(
+                name=name,
+                incarnation=incarnation,
+                credentials=CREDENTIALS,
+                transport=self.network.transport(),
+                call_timeout_s=5.0,
+                max_message_bytes=1 << 20,
+                resolve=None,
+                spawn=asyncio.create_task,
+            )
+            self.peers[key] = Peer(endpoint, record.name, record)
+        return self.peers[key]
 
     async def register(self, name, incarnation=1, address="memory://x", **changes):
         record = ActorRecord(name=name, incarnation=incarnation, address=address, **changes)
@@ -364,7 +370,7 @@ async def test_i5_a_successor_learns_everything_from_actors_that_register_again(
     address = cluster.controller.address
     actor = Working(cluster.context("rollouter/0", 9, controller=address))
     states = []
-    link = ControllerLink(
+    link = AgentLink(
         cluster.context("agent/0", 1, controller=address),
         on_state=lambda state: states.append((state.number, [line["step"] for line in state.lines])),
         on_silent=lambda: None,

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.launcher.node import stacks as taking
+from asyncrl.launcher.node import stuck_actors as taking
 from asyncrl.launcher.node.child import Child
-from asyncrl.launcher.node.stacks import process_state, take_stacks
+from asyncrl.launcher.node.stuck_actors import process_state, take_stacks
 from asyncrl.rpc.stacks import TASKS_BEGIN, TASKS_END, describe_tasks
 
 ACTOR = """

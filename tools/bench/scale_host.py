@@ -25,8 +25,8 @@ import uvloop
 
 from asyncrl.config.load import config_from_json
 from asyncrl.core.errors import AsyncRLError
-from asyncrl.launcher.node.controller_link import ControllerLink
-from asyncrl.messages.actors import ActorEnded, RunState
+from asyncrl.launcher.node.agent_link import AgentLink
+from asyncrl.messages.actors import ActorEnded, RunState, StopRun
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import Actor, ActorContext
@@ -67,7 +67,7 @@ class Host:
         self._run_dir, self._controller, self._names = run_dir, controller, names
         self._config = config_from_json((run_dir / "config.json").read_text())
         # The head, where no rollouters are, has the number 0.
-        self._link = ControllerLink(
+        self._link = AgentLink(
             self._context(f"agent/{index + 1}", 1),
             on_state=self._on_state,
             on_silent=lambda: None,
@@ -84,10 +84,8 @@ class Host:
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as tasks:
             link = tasks.create_task(self._live(self._link))
-            stop = self._link.ask_stop
-            loop.add_signal_handler(
-                signal.SIGTERM, lambda: tasks.create_task(stop("everything is measured", preempt=False))
-            )
+            stop = StopRun(reason="everything is measured")
+            loop.add_signal_handler(signal.SIGTERM, lambda: tasks.create_task(self._link.tell(stop)))
             async with asyncio.TaskGroup() as keepers:
                 for name in self._names:
                     keepers.create_task(self._keep(name))
@@ -127,7 +125,7 @@ class Host:
             # The controller of a run that ends may be gone before.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
-                    await self._link.report_end(
+                    await self._link.tell(
                         ActorEnded(
                             name=name, incarnation=incarnation, exit_code=int(bool(reason)), fatal=False, reason=reason
                         )

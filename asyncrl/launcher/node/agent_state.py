@@ -27,18 +27,8 @@ from dataclasses import dataclass, field
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, ActorFailed
 from asyncrl.core.roles import is_set_aside
-from asyncrl.launcher.common.agent_messages import EndedEvent
-from asyncrl.launcher.node.instructions import (
-    AnnounceRestart,
-    AskStop,
-    Instruction,
-    Kill,
-    KillAll,
-    ReportEnd,
-    ReportStart,
-    Spawn,
-)
-from asyncrl.messages.actors import RunState
+from asyncrl.launcher.common.agent_messages import EndedEvent, RestartEvent
+from asyncrl.messages.actors import ActorEnded, ActorStarted, RunState, StopRun
 from asyncrl.rpc.actor import CONTROLLER
 from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, Restart, Supervisor, describe_exit
@@ -51,6 +41,30 @@ VERDICT_S = 10.0
 """Longest wait for the controller's word on an actor that ended with exit code 0: two of its answers may be lost."""
 UNANSWERED = 2
 """Calls in a row without an answer after which a silent controller is frozen: one may be this host's own fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start an actor now."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill an actor's process group; its end is reported like any other."""
+
+    name: str
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class KillAll:
+    """Kill every process that is left."""
+
+
+Instruction = Spawn | Kill | KillAll | ActorStarted | ActorEnded | StopRun | RestartEvent
+"""What the agent does next. Messages are sent: RestartEvent to the launcher, and the others to the controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +109,7 @@ class AgentState:
     """Actors that are being killed because they were condemned, with the reason."""
     _aside: dict[str, bool] = field(default_factory=dict)
     """Replicas that are not started for now, each with whether the living controller has said so."""
-    _ends: dict[str, ReportEnd] = field(default_factory=dict)
+    _ends: dict[str, ActorEnded] = field(default_factory=dict)
     """The last end of each actor."""
     _all_started: bool = False
     _reachable: bool = False
@@ -154,9 +168,9 @@ class AgentState:
         # A successor names no replica before it has received the ends below, so its first state does not start these.
         self._aside = dict.fromkeys(self._aside, False)
         living = sorted(self.living - {CONTROLLER})
-        told: list[Instruction] = [ReportStart(name, self.incarnations[name]) for name in living]
+        told: list[Instruction] = [ActorStarted(name=name, incarnation=self.incarnations[name]) for name in living]
         told += self._ends.values()
-        return told if self._preempted_until is None else [*told, AskStop(self._preempted_by, preempt=True)]
+        return told if self._preempted_until is None else [*told, StopRun(reason=self._preempted_by, preempt=True)]
 
     def controller_lost(self, reason: str, now: float) -> list[Instruction]:
         """The controller could not be found, or does not want this agent."""
@@ -186,7 +200,7 @@ class AgentState:
         """A process is started."""
         self.incarnations[name] = incarnation
         self._stale.discard(name)
-        return [] if name == CONTROLLER else [ReportStart(name, incarnation)]
+        return [] if name == CONTROLLER else [ActorStarted(name=name, incarnation=incarnation)]
 
     def exited(self, name: str, exit_code: int, hint: str, now: float) -> list[Instruction]:
         """A process and all of its group are gone; ``hint`` is the last line of its log."""
@@ -225,7 +239,7 @@ class AgentState:
         # A restart has been told: as a plain end.
         return [report] if report.fatal else []
 
-    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ReportEnd:
+    def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
         """A death: a restart, or the end."""
         decision = self._supervisor.ended(name, exit_code, now, blameless=blameless)
         if isinstance(decision, Restart):
@@ -293,7 +307,7 @@ class AgentState:
             return []
         self.stopped = reason
         self._end(now)
-        return [AskStop(reason)] if self._reachable and self._has_run else self._kill(now)
+        return [StopRun(reason=reason)] if self._reachable and self._has_run else self._kill(now)
 
     def preempt(self, reason: str, now: float) -> list[Instruction]:
         """Preempt the run: a checkpoint first, then the end. During the start there is nothing to keep."""
@@ -303,7 +317,7 @@ class AgentState:
             return self.stop(reason, now)
         self._begin_preemption(reason, now)
         # A controller that is away is asked once it is found.
-        return [AskStop(reason, preempt=True)] if self._reachable else []
+        return [StopRun(reason=reason, preempt=True)] if self._reachable else []
 
     def _begin_preemption(self, reason: str, now: float) -> None:
         self._stop_asked, self._preempted_by = True, reason
@@ -355,10 +369,9 @@ class AgentState:
             instructions += self._died_after_all(name, now)
         for name in [name for name, (at, *_) in self._due.items() if now >= at]:
             _, reason, died = self._due.pop(name)
-            instructions += [
-                AnnounceRestart(name, reason, now - died, self.incarnations.get(name, 0)),
-                *self._spawn(name),
-            ]
+            died_as = self.incarnations.get(name, 0)
+            restart = RestartEvent(name=name, reason=reason, after_s=now - died, incarnation=died_as)
+            instructions += [restart, *self._spawn(name)]
             if name == CONTROLLER and self._all_started:
                 self._reach_by = now + self._first_word_s
         return instructions
@@ -441,8 +454,15 @@ class AgentState:
         self.living.add(name)
         return [Spawn(name)]
 
-    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> ReportEnd:
-        report = ReportEnd(name, self.incarnations.get(name, 0), exit_code, fatal, reason)
+    def _report(self, name: str, exit_code: int, fatal: bool, reason: str) -> ActorEnded:
+        report = ActorEnded(
+            name=name,
+            incarnation=self.incarnations.get(name, 0),
+            exit_code=exit_code,
+            fatal=fatal,
+            reason=reason,
+            log=self.logs[name],
+        )
         self._ends[name] = report
         return report
 

@@ -16,8 +16,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.roles import ROLES, gang_of, role_of
@@ -30,11 +28,7 @@ from asyncrl.launcher.common.agent_messages import (
     STOP,
     ActorSpec,
     AgentSpec,
-    BeatEvent,
     ControllerEvent,
-    EndedEvent,
-    Event,
-    LogEvent,
     MetricsEvent,
     NoticeEvent,
     ReadyEvent,
@@ -44,24 +38,14 @@ from asyncrl.launcher.common.agent_messages import (
     private_name,
 )
 from asyncrl.launcher.common.signals import STOPPING, cause_of
-from asyncrl.launcher.node.agent_state import AgentState
+from asyncrl.launcher.node.agent_link import AgentLink, make_link
+from asyncrl.launcher.node.agent_state import AgentState, Instruction, Kill, KillAll, Spawn
 from asyncrl.launcher.node.child import Child, environment_of
-from asyncrl.launcher.node.controller_link import ControllerLink, make_link
-from asyncrl.launcher.node.instructions import (
-    AnnounceRestart,
-    AskStop,
-    Instruction,
-    Kill,
-    KillAll,
-    ReportEnd,
-    ReportStart,
-    Spawn,
-)
-from asyncrl.launcher.node.log_shipper import LogShipper
+from asyncrl.launcher.node.launcher_link import LauncherLink
 from asyncrl.launcher.node.stuck_actors import StuckActors
 from asyncrl.launcher.run_folder.ended import write_ended
 from asyncrl.launcher.run_folder.private import PART, remove_part
-from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, RunState
+from asyncrl.messages.actors import NOTICE, READY, ActorEnded, ActorStarted, EndNoted, RunState, StopRun
 from asyncrl.observe.logging import get_logger, listen
 from asyncrl.rpc.actor import CONTROLLER
 from asyncrl.rpc.controller_client import ADDRESS_FILE, read_address_file
@@ -69,14 +53,10 @@ from asyncrl.rpc.heartbeat import HeartbeatThread
 from asyncrl.rpc.lifecycle.incarnations import Incarnations
 
 LOOK_FOR_CONTROLLER_S = 0.02
-UNREAD_BYTES = 1 << 20
-"""Bytes unread by the launcher above which it gets no more metrics, whose file has them all; above twice as many it
-gets only what _ALWAYS_SENT names."""
-_ALWAYS_SENT = (ControllerEvent, LogEvent, EndedEvent)
-"""Events without which the launcher would be wrong. Log lines have a limit of their own (``_room``)."""
 STACKS_S = 5.0
 """Time that an actor has to write its stacks, beside that of four heartbeats."""
 FAREWELL_S = 2.0
+ASK_STOP_S = 2.0
 
 
 class HostAgent:
@@ -86,7 +66,7 @@ class HostAgent:
         self._spec = spec
         self._config = config
         self._run_dir = Path(spec.run_dir)
-        self._output = output
+        self._launcher = LauncherLink(output, Path(spec.log_dir))
         self._guard = os.getppid()
         self._actors = {actor.name: actor for actor in spec.actors}
         logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
@@ -99,8 +79,7 @@ class HostAgent:
         """The launcher has said where the controller is."""
         self._is_part = (self._run_dir / PART).exists()
         """Whether the run folder is only this host's."""
-        self._shipper = LogShipper(Path(spec.log_dir), self._room, self._emit)
-        self._link: ControllerLink | None = None
+        self._link: AgentLink | None = None
         self._news = asyncio.Event()
         self._signalled = 0
         """The first signal, or the first after SIGHUP, which hurries nothing."""
@@ -108,7 +87,7 @@ class HostAgent:
         self._log = get_logger(own)
         self._tasks: asyncio.TaskGroup
         log, patience_s = f"{spec.log_dir}/agent-{spec.index}.log", STACKS_S + 4 * config.supervision.heartbeat_s
-        self._stuck = StuckActors(own, log, patience_s, self._emit, lambda work: self._tasks.create_task(work))
+        self._stuck = StuckActors(own, log, patience_s, self._launcher.emit, lambda work: self._tasks.create_task(work))
 
     async def main(self, commands: asyncio.StreamReader) -> int:
         """Run this host's part to its end; the exit code is the run's."""
@@ -121,9 +100,9 @@ class HostAgent:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._read_commands(commands))
                 self._tasks.create_task(self._find_controller())
-                self._tasks.create_task(self._beat())
+                self._tasks.create_task(self._launcher.beat(self._config.supervision.heartbeat_s))
                 if self._is_part:
-                    self._tasks.create_task(self._shipper.send_all())
+                    self._tasks.create_task(self._launcher.send_logs())
                 self._do(self._host.begin())
                 while not self._host.finished:
                     await self._wait_for_news()
@@ -137,14 +116,14 @@ class HostAgent:
         except* _Finished:
             pass
         if self._is_part:
-            await self._shipper.send_the_rest(FAREWELL_S)
+            await self._launcher.send_last_logs(FAREWELL_S)
         return self._say_how_it_ended()
 
     def _has_parted(self) -> bool:
         """Whether this host ends, the run may continue, and the controller knows the host."""
         return not self._host.unreached and (self._host.leaving or self._host.failure is not None)
 
-    async def _say_farewell(self, link: ControllerLink) -> None:
+    async def _say_farewell(self, link: AgentLink) -> None:
         """Say farewell to the controller; where asked to leave, to a successor too, unless the run ends first."""
         host = self._host
         if host.failure is not None:
@@ -178,25 +157,21 @@ class HostAgent:
                         self._spawn(self._actors[name])
                     except OSError as error:
                         unstarted.append((name, error))
-                case ReportStart(name, incarnation):
-                    if self._link is not None:
-                        started = ActorStarted(name=name, incarnation=incarnation)
-                        self._tasks.create_task(self._link.report_start(started))
-                case ReportEnd():
-                    self._report(instruction)
-                case AnnounceRestart(name, reason, after_s, incarnation):
-                    self._emit(RestartEvent(name=name, reason=reason, after_s=after_s, incarnation=incarnation))
+                case RestartEvent():
+                    self._launcher.emit(instruction)
                 # Not there is one that this same answer was to start.
                 case Kill(name, reason) if name in self._children:
                     if name == CONTROLLER:
                         # Only this agent can report that.
                         self._stuck.show(self._children[name], f"{name} holds up the run: {reason}")
                     self._stuck.kill(self._children[name], reason)
-                case AskStop(reason, preempt):
-                    self._tasks.create_task(self._ask_stop(reason, preempt))
                 case KillAll():
                     for child in self._children.values():
                         child.kill()
+                case StopRun():
+                    self._tasks.create_task(self._ask_stop(instruction))
+                case ActorStarted() | ActorEnded() if self._link is not None:
+                    self._tasks.create_task(self._report(self._link, instruction))
         # Each is an event of its own, after the instructions above.
         for name, failure in unstarted:
             # The error names the program, also where it is the log that cannot be written.
@@ -270,9 +245,9 @@ class HostAgent:
         found = read_address_file(path)
         assert found is not None, f"{path} is replaced, and never removed"
         self._address = found.address
-        self._emit(ControllerEvent(address=self._address))
+        self._launcher.emit(ControllerEvent(address=self._address))
 
-    async def _follow(self, link: ControllerLink) -> None:
+    async def _follow(self, link: AgentLink) -> None:
         # A host is lost when its agent does not beat either.
         heartbeat = HeartbeatThread(link, self._address, asyncio.get_running_loop())
         listen(link.events.add)
@@ -296,9 +271,9 @@ class HostAgent:
             leaving=[leaving.name for leaving in state.leaving],
             controller=self._link.controller,
         )
-        self._emit(told)
+        self._launcher.emit(told)
         for line in state.lines:
-            self._emit(_event_of(line))
+            self._launcher.emit(_event_of(line))
         # Before the host may have one of them killed.
         self._stuck.hear(state.stuck, self._children)
         # Before anybody is started for what it says.
@@ -346,35 +321,18 @@ class HostAgent:
         self._log.info("ended", actor=child.name, pid=child.pid, exit_code=exit_code, hint=hint)
         self._do(self._host.exited(child.name, exit_code, hint, time.monotonic()))
 
-    def _report(self, end: ReportEnd) -> None:
-        if self._link is not None:
-            message = ActorEnded(
-                name=end.name,
-                incarnation=end.incarnation,
-                exit_code=end.exit_code,
-                fatal=end.fatal,
-                reason=end.reason,
-                log=self._host.logs[end.name],
-            )
-            self._tasks.create_task(self._tell_end(self._link, message))
+    async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
+        reply = await link.tell(message)
+        if isinstance(reply, EndNoted):
+            self._do(self._host.told(message.name, message.incarnation, reply.asked, time.monotonic()))
 
-    async def _tell_end(self, link: ControllerLink, end: ActorEnded) -> None:
-        asked = await link.report_end(end)
-        if asked is not None:
-            self._do(self._host.told(end.name, end.incarnation, asked, time.monotonic()))
+    async def _ask_stop(self, request: StopRun) -> None:
+        timeout = None if request.preempt else ASK_STOP_S
+        asked = self._link is not None and await self._link.tell(request, timeout) is not None
+        if not asked and not request.preempt:
+            self._do(self._host.kill(request.reason, time.monotonic()))
 
-    async def _ask_stop(self, reason: str, preempt: bool) -> None:
-        asked = self._link is not None and await self._link.ask_stop(reason, preempt=preempt)
-        if not asked and not preempt:
-            self._do(self._host.kill(reason, time.monotonic()))
-
-    # --- output ---
-
-    async def _beat(self) -> None:
-        """Let the launcher know that this agent lives."""
-        while True:
-            self._emit(BeatEvent())
-            await asyncio.sleep(self._config.supervision.heartbeat_s)
+    # --- the end ---
 
     async def leave(self, commands: asyncio.StreamReader) -> None:
         """Remove this host's part of the run folder, if the launcher says that it has everything.
@@ -390,19 +348,6 @@ class HostAgent:
                             remove_part(self._run_dir)
                             return
 
-    def _room(self) -> int:
-        """Bytes that the launcher may be sent; -1 if it is gone."""
-        unread = self._output.transport.get_write_buffer_size()
-        return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
-
-    def _emit(self, event: Event) -> None:
-        if self._output.is_closing():
-            return
-        # A suspended launcher may read nothing for days. The logs have the events that are dropped here.
-        unread = 0 if isinstance(event, _ALWAYS_SENT) else self._output.transport.get_write_buffer_size()
-        if unread < (UNREAD_BYTES if isinstance(event, MetricsEvent | BeatEvent) else 2 * UNREAD_BYTES):
-            self._output.write(msgspec.json.encode(event) + b"\n")
-
     def _say_how_it_ended(self) -> int:
         own = agent_name(self._spec.index)
         ended = self._host.how_it_ended(own, f"{self._spec.log_dir}/agent-{self._spec.index}.log")
@@ -411,7 +356,7 @@ class HostAgent:
                 write_ended(self._run_dir, self._spec.log_dir, ended)
             except OSError as error:
                 self._log.warning("how the run ended is not kept", error=str(error), result=ended.result)
-        self._emit(ended)
+        self._launcher.emit(ended)
         return ended.exit_code
 
 

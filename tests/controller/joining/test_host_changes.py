@@ -13,7 +13,7 @@ from played import played
 from asyncrl.config.load import validate_config
 from asyncrl.controller.joining import host_changes
 from asyncrl.core.errors import Refused, RemoteError
-from asyncrl.launcher.node.controller_link import ControllerLink
+from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
 from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot
@@ -282,7 +282,7 @@ async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(c
 
     found = await serve(cluster)
     heard = dict.fromkeys(("on_state", "on_silent", "on_successor"), lambda *_: None)
-    link = ControllerLink(cluster.context(found.agent, 3, cluster.controller.address), **heard)
+    link = AgentLink(cluster.context(found.agent, 3, cluster.controller.address), **heard)
     living = asyncio.create_task(link.main())
     await until(lambda: link.ready)
     await leave(cluster, "c")

@@ -29,7 +29,7 @@ from asyncrl.launcher.common.agent_messages import (
 )
 from asyncrl.launcher.hosts.addresses import by_interface, by_route, interfaces, is_this_host, route_to
 from asyncrl.launcher.hosts.start import SshStart
-from asyncrl.launcher.node.log_shipper import CHUNK_BYTES, LogShipper
+from asyncrl.launcher.node.launcher_link import CHUNK_BYTES, LauncherLink
 from asyncrl.rpc.wire.keys import make_keyring
 
 
@@ -183,14 +183,24 @@ def test_the_checks_of_a_host_end_when_the_launcher_hangs_up(tmp_path):
 
 def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
     room, sent = [100], []
-    shipper, log = LogShipper(tmp_path, lambda: room[0], sent.append), tmp_path / "rollouter-0.log"
+
+    class Link(LauncherLink):
+        """One whose launcher has room for so much, and takes events."""
+
+        def room(self):
+            return room[0]
+
+        def emit(self, event):
+            sent.append(event)
+
+    link, log = Link(None, tmp_path), tmp_path / "rollouter-0.log"
 
     def send(text, free=100, *, last=False):
         """What is sent of the log when it has this text."""
         log.write_text(text)
         room[0] = free
         sent.clear()
-        more = asyncio.run(shipper.send(last=last))
+        more = asyncio.run(link.send_new_lines(last=last))
         assert more == (bool(sent) or not free) and all(event.file == log.name for event in sent)
         return [event.text for event in sent]
 
@@ -201,5 +211,5 @@ def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
     longer = "one\ntwo\nthree" + "x" * (CHUNK_BYTES + 10)
     assert [len(text) for text in send(longer, free=10 * CHUNK_BYTES)] == [CHUNK_BYTES]
     room[0] = 100
-    asyncio.run(shipper.send_the_rest(20.0))
+    asyncio.run(link.send_last_logs(20.0))
     assert sent[-1].text == "x" * 10

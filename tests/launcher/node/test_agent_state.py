@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config.operation import SupervisionConfig
-from asyncrl.launcher.common.agent_messages import AT_ONCE, EndedEvent
-from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, AgentState
-from asyncrl.launcher.node.instructions import AnnounceRestart, AskStop, Kill, KillAll, ReportEnd, ReportStart, Spawn
-from asyncrl.messages.actors import Aside, Condemned, RunState
+from asyncrl.launcher.common.agent_messages import AT_ONCE, EndedEvent, RestartEvent
+from asyncrl.launcher.node.agent_state import NEVER_RAN_GRACE_S, VERDICT_S, AgentState, Kill, KillAll, Spawn
+from asyncrl.messages.actors import ActorEnded, ActorStarted, Aside, Condemned, RunState, StopRun
 from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 
 HEAD = ("controller/0", "dataloader/0", "learner/0", "rollouter/0", "rollouter/1")
@@ -44,6 +43,21 @@ def host(names=HEAD, *, running=True):
     return found
 
 
+def ended(name, incarnation, exit_code, fatal, reason):
+    log = f"/logs/{name.replace('/', '-')}.log"
+    return ActorEnded(name=name, incarnation=incarnation, exit_code=exit_code, fatal=fatal, reason=reason, log=log)
+
+
+def restart(name, reason):
+    return RestartEvent(name=name, reason=reason)
+
+
+def ticked(found, now):
+    """What a tick brings; of restarts only whose and why."""
+    told = found.tick(now)
+    return [restart(each.name, each.reason) if isinstance(each, RestartEvent) else each for each in told]
+
+
 def dies(found, name, *times, exit_code=-9):
     """Deaths, each followed by a restart; a controller is heard of again."""
     for now in times:
@@ -63,12 +77,12 @@ def end_of(found):
 
 def test_a_death_is_followed_by_a_restart_after_a_pause_until_there_are_too_many():
     found = host()
-    assert found.exited("dataloader/0", -9, "", 5.0) == [ReportEnd("dataloader/0", 2, -9, False, KILLED)]
+    assert found.exited("dataloader/0", -9, "", 5.0) == [ended("dataloader/0", 2, -9, False, KILLED)]
     assert found.next_deadline() == 6.0 and found.tick(5.9) == []
-    assert found.tick(6.0) == [AnnounceRestart("dataloader/0", KILLED), Spawn("dataloader/0")]
+    assert ticked(found, 6.0) == [restart("dataloader/0", KILLED), Spawn("dataloader/0")]
     found.exited("dataloader/0", 3, "out of memory", 7.0)
     assert found.next_deadline() == 9.0 and not found.ending
-    assert found.tick(9.0)[0] == AnnounceRestart("dataloader/0", "exit code 3: out of memory")
+    assert ticked(found, 9.0)[0] == restart("dataloader/0", "exit code 3: out of memory")
     (report,) = found.exited("dataloader/0", 3, "out of memory", 20.0)
     assert (report.fatal, report.reason) == (True, "exit code 3, after 2 restarts within 1000 s: out of memory")
     assert found.ending and found.next_deadline() == 30.0
@@ -83,7 +97,7 @@ def test_a_death_is_followed_by_a_restart_after_a_pause_until_there_are_too_many
 def test_what_a_restart_would_not_mend_ends_the_run(name):
     found = host()
     reason = "ended with exit code 78, which a restart would not mend"
-    assert found.exited(name, 78, "", 5.0) == [ReportEnd(name, found.incarnations[name], 78, True, reason)]
+    assert found.exited(name, 78, "", 5.0) == [ended(name, found.incarnations[name], 78, True, reason)]
     assert found.ending and found.failure.exit_code == 78
 
 
@@ -94,9 +108,9 @@ def test_only_the_process_that_is_frozen_is_killed_once_and_started_again_as_aft
     assert found.state(condemned("rollouter/0", 4), 5.0) == [Kill("rollouter/0")]
     assert found.state(condemned("rollouter/0", 4), 5.1) == []
     (report,) = found.exited("rollouter/0", -9, "last words", 5.2)
-    assert report == ReportEnd("rollouter/0", 4, -9, False, f"{KILLED}: it did not beat for 61 s")
+    assert report == ended("rollouter/0", 4, -9, False, f"{KILLED}: it did not beat for 61 s")
     assert found.state(condemned("rollouter/0", 4), 5.3) == []
-    assert found.tick(6.2) == [AnnounceRestart("rollouter/0", report.reason), Spawn("rollouter/0")]
+    assert ticked(found, 6.2) == [restart("rollouter/0", report.reason), Spawn("rollouter/0")]
     found.spawned("rollouter/0", 100)
     assert found.state(condemned("rollouter/0", 100), 70.0) == [Kill("rollouter/0")]
     found.exited("rollouter/0", -9, "", 71.0)
@@ -111,7 +125,7 @@ def test_only_the_process_that_is_frozen_is_killed_once_and_started_again_as_aft
 def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller(word):
     """The actor may hear of the end of the run before its agent does, and restarts may be over."""
     found = host()
-    assert found.exited("rollouter/0", 0, "", 20.0) == [ReportEnd("rollouter/0", 4, 0, False, "exit code 0")]
+    assert found.exited("rollouter/0", 0, "", 20.0) == [ended("rollouter/0", 4, 0, False, "exit code 0")]
     assert found.next_deadline() == 20.0 + VERDICT_S and not found.ending
     assert found.told("rollouter/0", 3, False, 20.1) == []
     judged = 20.0 + VERDICT_S
@@ -124,7 +138,7 @@ def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller(word):
         assert (found.tick(1e6), found.next_deadline(), found.failure) == ([], None, None)
     else:
         assert found.next_deadline() == judged + 1.0
-        assert found.tick(judged + 1.0) == [AnnounceRestart("rollouter/0", "exit code 0"), Spawn("rollouter/0")]
+        assert ticked(found, judged + 1.0) == [restart("rollouter/0", "exit code 0"), Spawn("rollouter/0")]
         assert found.told("rollouter/0", 4, False, judged + 2.0) == []
 
 
@@ -164,10 +178,10 @@ def test_the_successor_of_a_controller_is_told_who_is_given_up_and_is_not_misund
     found = given_up()
     found.state(aside("rollouter/0"), 20.2)
     told = found.controller_found(30.0)
-    assert [end.name for end in told if isinstance(end, ReportEnd) and end.fatal] == ["rollouter/0"]
+    assert [end.name for end in told if isinstance(end, ActorEnded) and end.fatal] == ["rollouter/0"]
     assert found.state(state(), 30.1) == found.state(aside("rollouter/0"), 30.2) == []
     assert found.state(state(), 30.3) == [Spawn("rollouter/0")]
-    assert not any(isinstance(told, ReportEnd) for told in found.controller_found(40.0))
+    assert not any(isinstance(told, ActorEnded) for told in found.controller_found(40.0))
 
 
 @pytest.mark.parametrize("exit_code", [-9, 0])
@@ -219,10 +233,13 @@ def test_the_others_go_on_while_the_controller_is_started_again():
     assert not found.ending and found.living == set(HEAD[1:])
     # Actors that die are still restarted.
     ends += found.exited("rollouter/1", 1, "boom", 5.5)
-    assert found.tick(6.0) == [AnnounceRestart("controller/0", KILLED), Spawn("controller/0")]
-    assert found.tick(6.5) == [AnnounceRestart("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
+    assert ticked(found, 6.0) == [restart("controller/0", KILLED), Spawn("controller/0")]
+    assert ticked(found, 6.5) == [restart("rollouter/1", "exit code 1: boom"), Spawn("rollouter/1")]
     # Its successor gets every end, and starts no actor a second time.
-    living = [ReportStart(name, found.incarnations[name]) for name in sorted(found.living - {"controller/0"})]
+    living = [
+        ActorStarted(name=name, incarnation=found.incarnations[name])
+        for name in sorted(found.living - {"controller/0"})
+    ]
     assert found.controller_found(7.0) == [*living, *ends]
     assert found.next_deadline() is None and found.living == set(HEAD)
 
@@ -230,15 +247,15 @@ def test_the_others_go_on_while_the_controller_is_started_again():
 def test_the_successor_of_a_controller_that_was_never_heard_is_found_by_its_first_word():
     found = host(running=False)
     assert found.exited("controller/0", -9, "", 1.0) == []
-    assert found.tick(2.0) == [AnnounceRestart("controller/0", KILLED), Spawn("controller/0")]
+    assert ticked(found, 2.0) == [restart("controller/0", KILLED), Spawn("controller/0")]
     assert found.controller_found(3.0) == [Spawn(name) for name in HEAD[1:]]
     found.spawned("rollouter/0", 100)
     found.exited("controller/0", -9, "", 5.0)
     found.tick(7.0)
     assert found.next_deadline() == 7.0 + FIRST_S
-    assert ReportStart("rollouter/0", 100) in found.state(state(), 8.0)
+    assert ActorStarted(name="rollouter/0", incarnation=100) in found.state(state(), 8.0)
     assert found.next_deadline() is None
-    assert found.stop("Ctrl-C", 9.0) == [AskStop("Ctrl-C")]
+    assert found.stop("Ctrl-C", 9.0) == [StopRun(reason="Ctrl-C")]
 
 
 def test_a_controller_that_keeps_dying_ends_the_run_with_its_name():
@@ -258,7 +275,7 @@ def test_a_controller_that_says_nothing_after_its_restart_is_killed_as_one_that_
     now = 7.0 + FIRST_S
     assert found.exited("controller/0", -9, "", now) == []
     words = f"{KILLED}: it said nothing for {FIRST_S:g} s after its start"
-    assert found.tick(now + 5) == [AnnounceRestart("controller/0", words), Spawn("controller/0")]
+    assert ticked(found, now + 5) == [restart("controller/0", words), Spawn("controller/0")]
     assert found.tick(now + 5 + FIRST_S) == [Kill("controller/0")]
     assert found.exited("controller/0", -9, "", now + 6 + FIRST_S) == [KillAll()]
     assert found.failure.actor == "controller/0"
@@ -272,7 +289,7 @@ def test_a_frozen_controller_is_killed_and_started_again():
     assert found.controller_silent(130.0) == found.exited("controller/0", -9, "", 131.0) == []
     # There is no answer without a controller.
     assert found.controller_silent(131.1) == []
-    assert found.tick(132.0)[0] == AnnounceRestart("controller/0", f"{KILLED}: it did not answer for 89 s")
+    assert ticked(found, 132.0)[0] == restart("controller/0", f"{KILLED}: it did not answer for 89 s")
     found.controller_found(133.0)
     # One call without an answer may be this host's own fault: it was asleep.
     assert found.controller_silent(1000.0) == []
@@ -303,7 +320,7 @@ def test_nothing_is_started_while_the_run_ends_and_what_is_left_is_killed():
     found.exited("rollouter/0", -9, "", 5.0)
     found.state(state("draining"), 5.5)
     assert found.next_deadline() == 15.5 and found.tick(7.0) == []
-    assert found.exited("rollouter/1", -9, "", 7.0) == [ReportEnd("rollouter/1", 5, -9, False, "")]
+    assert found.exited("rollouter/1", -9, "", 7.0) == [ended("rollouter/1", 5, -9, False, "")]
     # The first stop does not hurry a run that is ending.
     assert found.stop("SIGINT", 7.1) == [] and found.stopped == ""
     assert found.tick(15.5) == [KillAll()]
@@ -315,7 +332,7 @@ def test_nothing_is_started_while_the_run_ends_and_what_is_left_is_killed():
 
 def test_a_run_is_preempted_once_and_actors_that_die_are_still_restarted():
     found = host()
-    assert found.preempt("SIGTERM", 5.0) == [AskStop("SIGTERM", preempt=True)]
+    assert found.preempt("SIGTERM", 5.0) == [StopRun(reason="SIGTERM", preempt=True)]
     # Asked by two at once, as when a scheduler signals every process.
     assert found.preempt("SIGUSR2", 5.1) == [] and not found.ending
     found.state(state("preempting"), 5.2)
@@ -334,13 +351,13 @@ def test_a_wish_is_kept_for_the_successor_of_a_controller_that_was_told_of_it_or
             found.exited("controller/0", -9, "", 5.0)
             assert found.preempt("a wish", 5.0) == []
             found.tick(6.0)
-            assert found.controller_found(7.0)[-1] == AskStop("a wish", preempt=True)
+            assert found.controller_found(7.0)[-1] == StopRun(reason="a wish", preempt=True)
         else:
             assert found.state(state("preempting", reason="a wish"), 5.0) == []
         assert found.next_deadline() == 5.0 + GRACE_S + POLICY.drain_s
         found.exited("controller/0", -9, "", 7.1)
         found.tick(9.2)
-        assert found.controller_found(9.3)[-1] == AskStop("a wish", preempt=True)
+        assert found.controller_found(9.3)[-1] == StopRun(reason="a wish", preempt=True)
         # One of several who ask does not hurry the others.
         assert found.preempt("SIGTERM", 9.5) == []
         assert found.next_deadline() == 5.0 + GRACE_S + POLICY.drain_s
@@ -378,7 +395,7 @@ def test_what_is_ended_at_once_or_is_not_preempted_in_time_goes_on_from_its_last
 @pytest.mark.parametrize("second", ["stop", "kill"])
 def test_a_first_wish_asks_the_controller_and_a_second_one_ends_at_once(first, second):
     found = host()
-    assert getattr(found, first)("SIGTERM", 5.0) == [AskStop("SIGTERM", preempt=first == "preempt")]
+    assert getattr(found, first)("SIGTERM", 5.0) == [StopRun(reason="SIGTERM", preempt=first == "preempt")]
     assert found.next_deadline() == (15.0 if first == "stop" else 5.0 + GRACE_S + POLICY.drain_s)
     assert getattr(found, second)("again", 6.0) == [KillAll()]
     assert found.stopped == ("SIGTERM" if first == "stop" else "again")
@@ -402,7 +419,7 @@ def test_a_run_that_never_ran_is_not_waited_for():
 
 def test_an_agent_without_its_guard_preempts_the_run_and_fails_unless_it_is_done():
     found = host()
-    assert found.guard_lost(5.0) == [AskStop("the death of a guard", preempt=True)]
+    assert found.guard_lost(5.0) == [StopRun(reason="the death of a guard", preempt=True)]
     reason = "preempted by the death of a guard with a checkpoint of version 3"
     found.state(state("draining", exit_code=75, reason=reason), 8.0)
     why = f"its guard was killed, and an agent cannot continue without it ({reason})"
@@ -434,14 +451,14 @@ def test_a_host_that_leaves_ends_with_its_actors_and_starts_none_again():
     found.exited("rollouter/2", -9, "", 4.5)
     assert found.leave(5.0, 5.0) == found.tick(6.0) == []
     assert (found.finished, found.next_deadline()) == (False, 20.0)
-    assert found.exited("learner/1", 0, "", 7.0) == [ReportEnd("learner/1", 1, 0, False, "")]
+    assert found.exited("learner/1", 0, "", 7.0) == [ended("learner/1", 1, 0, False, "")]
     assert found.finished and not found.ending
     # It has not failed when the controller wants nothing more of it.
     assert found.controller_lost("controller/0 refuses this actor", 7.1) == []
     assert found.finished and end_of(found) == EndedEvent(result="left")
     late = host(FAR)
     late.leave(5.0, 5.0)
-    assert late.exited("learner/1", -9, "", 7.0) == [ReportEnd("learner/1", 1, -9, False, "")]
+    assert late.exited("learner/1", -9, "", 7.0) == [ended("learner/1", 1, -9, False, "")]
     assert late.tick(19.9) == [] and late.tick(20.0) == [KillAll()] and late.next_deadline() is None
     idle = AgentState({"rollouter/0": "/logs/0"}, POLICY, grace_s=GRACE_S)
     idle.leave(5.0, 1.0)

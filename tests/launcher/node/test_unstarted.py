@@ -12,10 +12,9 @@ from run_settings import simulated_run
 
 from asyncrl.launcher.common.agent_messages import ActorSpec, AgentSpec
 from asyncrl.launcher.node import host_agent
-from asyncrl.launcher.node.agent_state import AgentState
+from asyncrl.launcher.node.agent_state import AgentState, Kill, Spawn
 from asyncrl.launcher.node.child import Child
 from asyncrl.launcher.node.host_agent import HostAgent
-from asyncrl.launcher.node.instructions import Kill, Spawn
 from asyncrl.rpc.linux import children_of
 
 NAMES = ("controller/0", "rollouter/0")

@@ -1,27 +1,28 @@
-"""The node agent's end of the wire: it follows the run's state and reports the ends of processes."""
+"""A node agent's connection to the controller: it follows the run's state and sends the agent's reports."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError, WireError
 from asyncrl.launcher.common.agent_messages import agent_name, private_name
-from asyncrl.messages.actors import ActorEnded, ActorStarted, EndNoted, RunState, StopRun, WatchRun
+from asyncrl.messages import Request
+from asyncrl.messages.actors import RunState, WatchRun
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.rpc.calls.retry import AWAY_S, log_away
 from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 
-ASK_STOP_S = 2.0
 SILENCE_SHARE = 0.5
 """Deadline of a call whose answer is missed, as a share of the shorter of supervision.silence_s and host_lost_s."""
 
 
-class ControllerLink(Actor):
+class AgentLink(Actor):
     """Hands each state to ``on_state``, in order and with every line of metrics once, until cancelled.
 
     ``on_silent`` is called when a call was not answered, ``on_successor`` when a new incarnation has answered.
@@ -72,21 +73,13 @@ class ControllerLink(Actor):
             seen_line = state.last_line if no_line == 0 else no_line
             self._on_state(state)
 
-    async def report_start(self, message: ActorStarted) -> None:
-        """Report a start. If the controller cannot be reached, the start is reported again to its successor."""
+    async def tell(self, message: Request, timeout: float | None = None) -> Any:
+        """The controller's reply; None if it does not answer. What is lost is reported again to its successor."""
         try:
-            await self.peer(CONTROLLER).call(message)
+            return await self.peer(CONTROLLER).call(message, timeout=timeout)
         except WireError as error:
-            self.log.warning("start not reported", actor=message.name, error=str(error))
-
-    async def report_end(self, message: ActorEnded) -> bool | None:
-        """Report an end; returns whether the controller had asked for it, None if it does not answer."""
-        try:
-            reply: EndNoted = await self.peer(CONTROLLER).call(message)
-        except WireError as error:
-            self.log.warning("end not reported", actor=message.name, error=str(error))
+            self.log.warning("controller did not take a message", type=type(message).__name__, error=str(error))
             return None
-        return reply.asked
 
     async def say_farewell(self, timeout: float) -> None:
         """Report that everything on this host has ended, until the controller has kept that."""
@@ -105,16 +98,6 @@ class ControllerLink(Actor):
                     return
             await asyncio.sleep(AWAY_S)
 
-    async def ask_stop(self, reason: str, *, preempt: bool) -> bool:
-        """Ask for an end in good order, or for a checkpoint and the end; False if the controller does not answer."""
-        timeout = None if preempt else ASK_STOP_S
-        try:
-            await self.peer(CONTROLLER).call(StopRun(reason=reason, preempt=preempt), timeout=timeout)
-        except WireError as error:
-            self.log.warning("stop not answered", error=str(error))
-            return False
-        return True
-
 
 def make_link(
     config: Config,
@@ -129,7 +112,7 @@ def make_link(
     on_state: Callable[[RunState], None],
     on_silent: Callable[[], None],
     on_successor: Callable[[], None],
-) -> ControllerLink:
+) -> AgentLink:
     """A link of the agent with this index to the controller at this address; its ``main`` is yet to be run.
 
     ``host`` is the address that it binds, empty for network.host; ``called`` is the host's name in the hostfile, and
@@ -148,6 +131,6 @@ def make_link(
         controller=controller,
         bind_host=host,
     )
-    link = ControllerLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
+    link = AgentLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
     link.facts = {"actors": list(actors), "host": called}
     return link

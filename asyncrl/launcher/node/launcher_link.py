@@ -1,0 +1,102 @@
+"""A node agent's connection to its launcher: events, heartbeats, and the logs of a host without the shared run folder.
+
+A suspended launcher may read nothing for days, so events are dropped while much is unread; the logs have them. Logs are
+sent in order, in whole lines, and never more than the launcher has room for: the file is the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.launcher.common.agent_messages import BeatEvent, ControllerEvent, EndedEvent, Event, LogEvent, MetricsEvent
+from asyncrl.observe.logging import get_logger
+
+UNREAD_BYTES = 1 << 20
+"""Bytes unread by the launcher above which it gets no more metrics, whose file has them all; above twice as many it
+gets only what _ALWAYS_SENT names."""
+_ALWAYS_SENT = (ControllerEvent, LogEvent, EndedEvent)
+"""Events without which the launcher would be wrong. Log lines have a limit of their own (``room``)."""
+CHUNK_BYTES = 128 << 10
+"""Longest piece of a file; a longer line is cut."""
+SHIP_S = 0.25
+"""Interval at which the logs are checked for new lines."""
+READ_S = 0.02
+"""Pause for the launcher to read, before the end."""
+
+
+class LauncherLink:
+    """Writes to ``output``; ``logs`` is the folder whose ``*.log`` files are sent."""
+
+    def __init__(self, output: asyncio.StreamWriter, logs: Path) -> None:
+        self._output, self._logs = output, logs
+        self._sent: dict[str, int] = {}
+        """Bytes sent of each file."""
+
+    def emit(self, event: Event) -> None:
+        """Send an event, unless the launcher is gone or too far behind for one of this kind."""
+        if self._output.is_closing():
+            return
+        unread = 0 if isinstance(event, _ALWAYS_SENT) else self._output.transport.get_write_buffer_size()
+        if unread < (UNREAD_BYTES if isinstance(event, MetricsEvent | BeatEvent) else 2 * UNREAD_BYTES):
+            self._output.write(msgspec.json.encode(event) + b"\n")
+
+    async def beat(self, every_s: float) -> None:
+        """Tell the launcher that this agent lives, until cancelled."""
+        while True:
+            self.emit(BeatEvent())
+            await asyncio.sleep(every_s)
+
+    def room(self) -> int:
+        """Bytes that the launcher may be sent; -1 if it is gone."""
+        unread = self._output.transport.get_write_buffer_size()
+        return -1 if self._output.is_closing() else max(0, UNREAD_BYTES - unread)
+
+    async def send_logs(self) -> None:
+        """Send new log lines as they come, until cancelled."""
+        while True:
+            await self.send_new_lines()
+            await asyncio.sleep(SHIP_S)
+
+    async def send_last_logs(self, timeout_s: float) -> None:
+        """Send the rest of the logs, unfinished lines too, while the launcher reads."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while await self.send_new_lines(last=True):  # noqa: ASYNC110
+                    await asyncio.sleep(READ_S)
+
+    async def send_new_lines(self, *, last: bool = False) -> bool:
+        """Send new lines that there is room for; returns whether there may be more."""
+        room = self.room()
+        try:
+            found = await asyncio.to_thread(self._look, room, last=last)
+        except OSError as error:
+            get_logger("agent").warning("logs cannot be sent", error=str(error))
+            return False
+        # A task that is cancelled before this has sent nothing, and the next one finds the same.
+        for event, end in found:
+            self.emit(event)
+            self._sent[event.file] = end
+        return bool(found) or room == 0
+
+    def _look(self, room: int, *, last: bool) -> list[tuple[LogEvent, int]]:
+        """The next pieces, of at most ``room`` bytes and one piece, each with its end offset in its file (bytes)."""
+        found: list[tuple[LogEvent, int]] = []
+        for path in sorted(self._logs.glob("*.log")):
+            end = self._sent.get(path.name, 0)
+            while room > 0 and (piece := self._next(path, end, last=last)):
+                room, end = room - len(piece), end + len(piece)
+                found.append((LogEvent(file=path.name, text=piece.decode(errors="replace")), end))
+        return found
+
+    @staticmethod
+    def _next(path: Path, start: int, *, last: bool) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            piece = file.read(CHUNK_BYTES)
+        whole = piece[: piece.rfind(b"\n") + 1]
+        # An unfinished line waits, unless it fills a piece or this is the last call.
+        return whole if whole or (len(piece) < CHUNK_BYTES and not last) else piece
