@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.config import resuming
-from asyncrl.learner.algorithm import losses
-from asyncrl.learner.algorithm.advantage import advantages
+from asyncrl.learner.algorithm import advantages, losses
 from tools import message_table, reference_tables
 
 DOCS = Path(__file__).parent.parent / "docs"

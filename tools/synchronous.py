@@ -27,10 +27,10 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.data.order import EpochOrder
 from asyncrl.dataloader.prompts import PromptSet
 from asyncrl.dataloader.sources import load_dataset
-from asyncrl.learner.algorithm.advantage.group_check import has_signal
-from asyncrl.learner.algorithm.plan.batch import step_metrics
+from asyncrl.learner.algorithm.batch import step_metrics
+from asyncrl.learner.algorithm.group_check import has_signal
+from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.trainer import Trainer
-from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group, Lease, Trajectory

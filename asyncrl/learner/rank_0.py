@@ -20,7 +20,7 @@ from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import CannotLearn
-from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites

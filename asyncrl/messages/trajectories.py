@@ -1,7 +1,7 @@
 """Figures of a trajectory, or a group of them, that follow from its sequences alone. Pure.
 
 They speak of sampled tokens, in the order of ``Sequence.logprobs``: context, and tokens repeated from an earlier
-sequence, are in none of them. They rely on the checks of learner/algorithm/advantage/group_check.py, and fail in no
+sequence, are in none of them. They rely on the checks of learner/algorithm/group_check.py, and fail in no
 other way.
 """
 

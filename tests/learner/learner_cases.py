@@ -13,10 +13,10 @@ from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.config.rollout import RolloutConfig, WeightsConfig
 from asyncrl.config.training import DataConfig, LearnerConfig, ModelConfig, RewardConfig
-from asyncrl.learner.algorithm.plan import batch
-from asyncrl.learner.algorithm.plan.batch import StepPlan, UpdatePlan
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
-from asyncrl.learner.functions.user_functions import find_advantage
+from asyncrl.learner.algorithm import batch
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.messages.groups import Group, Lease, Sequence, TokenRole, Trajectory, VersionSpan
 from asyncrl.messages.ledger import Ledger
 from asyncrl.messages.trajectories import sampled_positions

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.learner.algorithm.plan.batch import StepPlan
+from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress

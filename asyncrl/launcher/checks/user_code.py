@@ -47,7 +47,7 @@ SHOWN_COMPLETION = 40
 KEY = "reward.function"
 NOWHERE = "http://127.0.0.1:9/v1"
 """Address of an endpoint that is never called."""
-ALGORITHM = "asyncrl.learner.functions.trial"
+ALGORITHM = "asyncrl.learner.algorithm.user_functions"
 TRIAL_S = 60.0
 """Longest time for the trial (s); importing torch takes most."""
 KEYS = ("loss", "loss_options", "correction", "kl", "entropy_bonus", "teacher", "advantage", "advantage_options")

@@ -1,5 +1,9 @@
 """The built-in losses: functions of a TokenBatch and its options.
 
+A TokenBatch has one entry for each token that has a loss, and none for context. Tokens of a sequence are side by side.
+Invariant: only ``logprobs`` and ``entropies`` have a gradient, so a value made of the others is a constant. A number
+that is not finite stays so, and the step that it reaches is refused.
+
 A loss returns its token losses, float32 [N] with a gradient, and named sums over tokens, scalars without one. The sums
 appear as ``loss/NAME``, divided by the number of tokens. objective.py multiplies the token losses by the correction,
 unless the loss corrects itself, weights and sums them, and divides by the step's denominator.
@@ -12,6 +16,8 @@ update from the batch, pi_b the engine's; A is the advantage; sg stops the gradi
 Sources: PPO arXiv 1707.06347; decoupled PPO arXiv 2505.24298; asymmetric clip (DAPO) arXiv 2503.14476; GSPO arXiv
 2507.18071; CISPO arXiv 2506.13585; DPPO arXiv 2602.04879; truncated weights (IMPALA) arXiv 1802.01561; on-policy
 distillation (GKD, reverse KL on the student's samples) arXiv 2306.13649.
+
+CheckedLoss fails with ConfigError for a loss that raises an error or returns something of the wrong form.
 """
 
 from __future__ import annotations
@@ -23,8 +29,60 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.built_in import BuiltIn
-from asyncrl.learner.algorithm.token_batch import TokenBatch, log_ratio
+from asyncrl.messages.reward import LONGEST_NAME, MOST_NAMES
+from asyncrl.workers.user_code import describe, find_place
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to +-20 nats: exp(20) still squares within float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """N tokens of S sequences. Log-probs are in nats, of the sampled token at the temperature of sampling."""
+
+    logprobs: Tensor
+    """Log-prob under the weights that are trained: float32 [N], with a gradient."""
+    entropies: Tensor
+    """Entropy, nats: float32 [N]; with a gradient under the loss's ``entropy_gradient`` or an entropy bonus."""
+    behaviour: Tensor
+    """Log-prob as the engine reported it, under the version that sampled the token: float32 [N]."""
+    proximal: Tensor
+    """Log-prob under the weights before the first update from this batch, in which it is ``logprobs``: float32 [N]."""
+    advantages: Tensor
+    """Advantage: float32 [N]."""
+    weights: Tensor
+    """Share in the sum that is divided by the step's denominator (batch.py): float32 [N]; 0 in a filler."""
+    segments: Tensor
+    """Sequence of each token: int64 [N], ascending from 0."""
+    sequences: int
+    """Number of sequences, S."""
+    staleness: Tensor
+    """Staleness, versions: int32 [N]; -1 where the engine's log-prob is of no single version."""
+    reference: Tensor | None = None
+    """Log-prob under the frozen reference, where the loss says ``reference`` or a KL is set: float32 [N]."""
+    teacher: Tensor | None = None
+    """Log-prob under the teacher, where the loss says ``teacher``: float32 [N]."""
+
+    def sum_by_sequence(self, values: Tensor) -> Tensor:
+        """Sum of ``values`` over each token's sequence: [N] -> [N]."""
+        return values.new_zeros(self.sequences).index_add(0, self.segments, values)[self.segments]
+
+    def mean_by_sequence(self, values: Tensor) -> Tensor:
+        """Mean of ``values`` over each token's sequence: [N] -> [N]."""
+        return self.sum_by_sequence(values) / self.sum_by_sequence(values.detach().new_ones(len(values)))
+
+    def max_by_sequence(self, values: Tensor) -> Tensor:
+        """Largest of ``values`` in each token's sequence, without a gradient: [N] -> [N]."""
+        largest = values.detach().new_full((self.sequences,), float("-inf"))
+        return largest.scatter_reduce(0, self.segments, values.detach(), "amax")[self.segments]
+
+
+def log_ratio(new: Tensor, old: Tensor) -> Tensor:
+    """log of new / old for two log-probs, clamped to +-20. Keeps NaN."""
+    return (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
 
 TokenLosses = tuple[Tensor, dict[str, Tensor]]
 """Token losses [N], and named sums."""
@@ -53,6 +111,41 @@ class Traits:
     """Whether the loss's batch has the teacher's log-probs."""
     multiple_of_advantage: bool = False
     """Whether a token of advantage 0 has a loss without gradient: sequences of such tokens alone are not computed."""
+
+
+class CheckedLoss:
+    """A loss whose errors and results of the wrong form are ConfigErrors."""
+
+    def __init__(self, name: str, function: Callable[..., TokenLosses]) -> None:
+        self._name, self._function = name, function
+        self._names: frozenset[str] | None = None
+        """Names of the sums, from the first call on: sums are added up over batches and ranks."""
+
+    def __call__(self, batch: TokenBatch) -> TokenLosses:
+        try:
+            values, sums = self._function(batch=batch)
+        except Exception as error:
+            raise self._error(f"failed: {describe(error)}") from error
+        if values.shape != batch.logprobs.shape:
+            found = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
+            raise self._error(f"returned losses of shape {found}; it must be one for each")
+        if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
+            found = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
+            allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
+            place = find_place(self._name)
+            raise self._error(f"{f'({place}) ' if place else ''}returned {found}; {allowed}")
+        for name, value in sums.items():
+            if getattr(value, "shape", None) != ():
+                raise self._error(f"returned {name!r}, which is not a tensor of one number")
+        names = frozenset(sums)
+        self._names = names if self._names is None else self._names
+        if names != self._names:
+            found = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
+            raise self._error(f"returned the sums {found}; names must be the same")
+        return values, {name: value.detach() for name, value in sums.items()}
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError([f"learner.loss: {self._name} {problem}"])
 
 
 _Function = TypeVar("_Function", bound=Callable[..., TokenLosses])

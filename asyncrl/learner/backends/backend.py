@@ -44,8 +44,8 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.plan.batch import StepPlan
-from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
+from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed

@@ -19,8 +19,8 @@ from asyncrl.checkpoint.contents import CONTENTS, TrainerContents, read_trainer_
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.files import sync, write_file
-from asyncrl.learner.algorithm.plan.batch import StepPlan
-from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
+from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.schedule import learning_rate

@@ -15,8 +15,8 @@ from dataclasses import fields
 import msgspec
 import numpy as np
 
-from asyncrl.learner.algorithm.plan.batch import StepPlan
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
+from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.updates import UpdateShape
 from asyncrl.learner.fsdp.weights.assembly import Purpose

@@ -23,10 +23,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint, NonFiniteStep
-from asyncrl.learner.algorithm.loss.objective import Objective
-from asyncrl.learner.algorithm.plan.batch import StepPlan
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
-from asyncrl.learner.algorithm.plan.scoring import ScoringPlan
+from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.objective import Objective
+from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.algorithm.scoring import ScoringPlan
+from asyncrl.learner.algorithm.user_functions import make_objective
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp import commands
 from asyncrl.learner.fsdp.commands import of_step, pack, pack_step, unpack
@@ -57,7 +58,6 @@ from asyncrl.learner.fsdp.weights.assembly import Assembly, publish, take_part
 from asyncrl.learner.fsdp.weights.export import export
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.learner.fsdp.weights.saver import Saver
-from asyncrl.learner.functions.user_functions import make_objective
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.broadcast import open_store
 from asyncrl.weights.held_version import HeldVersion, OnSealed

@@ -28,12 +28,10 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.loss.objective import Objective
-from asyncrl.learner.algorithm.loss.statistics import TokenSums, token_sums
-from asyncrl.learner.algorithm.losses import supervised
-from asyncrl.learner.algorithm.plan.batch import UpdatePlan
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
-from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.algorithm.batch import UpdatePlan
+from asyncrl.learner.algorithm.losses import TokenBatch, supervised
+from asyncrl.learner.algorithm.objective import Objective, TokenSums, token_sums
+from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 

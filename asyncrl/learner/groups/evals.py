@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.learner.algorithm.advantage.group_metrics import component_means
+from asyncrl.learner.algorithm.group_metrics import component_means
 from asyncrl.messages.dataloader import EvalRound
 from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.trajectories import is_truncated, sampled_tokens, versions_of

@@ -19,7 +19,7 @@ from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.group_check import check_group, has_signal
+from asyncrl.learner.algorithm.group_check import check_group, has_signal
 from asyncrl.learner.groups.buffer import GroupBuffer, in_order
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group, LedgerState

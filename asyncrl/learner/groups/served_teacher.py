@@ -16,8 +16,8 @@ import numpy as np
 
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.core.errors import ActorFailed
-from asyncrl.learner.algorithm.plan.batch import GroupScores
-from asyncrl.learner.algorithm.plan.scoring import by_group, sampled_sequences
+from asyncrl.learner.algorithm.batch import GroupScores
+from asyncrl.learner.algorithm.scoring import by_group, sampled_sequences
 from asyncrl.learner.groups.progress import News
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
 from asyncrl.messages.groups import Group

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.advantage.group_metrics import rewards_of
+from asyncrl.learner.algorithm.group_metrics import rewards_of
 from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.advantage.advantages import Advantage, Penalties
-from asyncrl.learner.algorithm.plan.batch import GroupScores, StepPlan, build_step
-from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, kl_penalties
-from asyncrl.learner.algorithm.plan.supervised import SupervisedSteps
+from asyncrl.learner.algorithm.advantages import Advantage, Penalties
+from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
+from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties
+from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.launcher.checks.user_code import check_algorithm
-from asyncrl.learner.functions.trial import problems_of
+from asyncrl.learner.algorithm.user_functions import problems_of
 
 MODULE = """
 import os

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.learner.algorithm.token_batch import TokenBatch
+from asyncrl.learner.algorithm.losses import TokenBatch
 
 Reference = Callable[..., tuple[list[float], list[float]]]
 """Token losses of one sequence, and the gradient of their sum by the token's own log-prob."""

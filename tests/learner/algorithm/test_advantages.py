@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.advantages import BUILT_IN, ScoredGroup
-from asyncrl.learner.functions.user_functions import find_advantage
+from asyncrl.learner.algorithm.advantages import BUILT_IN, ScoredGroup
+from asyncrl.learner.algorithm.user_functions import find_advantage
 
 BY_GROUP = ["grpo", "dr_grpo", "rloo"]
 

@@ -23,8 +23,8 @@ from learner.learner_cases import (
 
 from asyncrl.config.training import LearnerConfig, StalenessConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.advantage.group_check import has_signal
-from asyncrl.learner.algorithm.plan.batch import step_metrics
+from asyncrl.learner.algorithm.batch import step_metrics
+from asyncrl.learner.algorithm.group_check import has_signal
 from asyncrl.messages.groups import Group, Trajectory, Turn, VersionSpan
 
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.loss.objective import correction, kl_losses
-from asyncrl.learner.algorithm.losses import BUILT_IN
-from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.functions.user_functions import find_loss, make_objective
+from asyncrl.learner.algorithm.losses import BUILT_IN, TokenBatch
+from asyncrl.learner.algorithm.objective import correction, kl_losses
+from asyncrl.learner.algorithm.user_functions import find_loss, make_objective
 
 CAP = 1.3
 CONFIGS = [

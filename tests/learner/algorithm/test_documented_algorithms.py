@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.functions.trial import problems_of
+from asyncrl.learner.algorithm.user_functions import problems_of
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)

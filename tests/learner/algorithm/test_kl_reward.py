@@ -22,8 +22,8 @@ from learner.learner_cases import (
 
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.learner.algorithm.plan.batch import step_metrics
-from asyncrl.learner.algorithm.plan.scoring import build_scoring, by_group, kl_penalties, sampled_sequences
+from asyncrl.learner.algorithm.batch import step_metrics
+from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties, sampled_sequences
 from asyncrl.messages.groups import Turn
 from asyncrl.messages.trajectories import sampled_positions
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.losses import BUILT_IN
-from asyncrl.learner.functions.user_functions import find_loss
+from asyncrl.learner.algorithm.user_functions import find_loss
 
 OPTIONS = [
     ("decoupled", {}),

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.learner.algorithm.plan.packing import cost, pack
+from asyncrl.learner.algorithm.packing import cost, pack
 
 CASES = {
     "lengths": st.lists(st.integers(1, 300), max_size=60),

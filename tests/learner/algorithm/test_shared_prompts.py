@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import build_step, make_config, make_group, make_trajectory, only
 
-from asyncrl.learner.algorithm.plan.micro_batch import lay_out
-from asyncrl.learner.algorithm.plan.packing import SharedPrompts, Sizes, find_sharing, nothing_shared, pack
+from asyncrl.learner.algorithm.packing import SharedPrompts, Sizes, find_sharing, lay_out, nothing_shared, pack
 from asyncrl.learner.fsdp.model.attention import connect
 
 TOKENS = st.integers(0, 2)

@@ -16,15 +16,14 @@ from model_matrix import WINDOW, make_family, save_family
 from torch import nn
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.algorithm.plan.batch import UpdatePlan
-from asyncrl.learner.algorithm.plan.micro_batch import lay_out
-from asyncrl.learner.algorithm.plan.packing import find_sharing
-from asyncrl.learner.algorithm.plan.scoring import build_scoring
+from asyncrl.learner.algorithm.batch import UpdatePlan
+from asyncrl.learner.algorithm.packing import find_sharing, lay_out
+from asyncrl.learner.algorithm.scoring import build_scoring
+from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp import trainer as trainer_module
 from asyncrl.learner.fsdp.model.attention import Pieces, connect, packed_attention
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, load_policy, make_row
 from asyncrl.learner.fsdp.startup.startup_check import LENGTHS
-from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.messages.groups import Group
 

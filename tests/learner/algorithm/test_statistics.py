@@ -8,7 +8,7 @@ import pytest
 import torch
 from algorithm_cases import make_batch
 
-from asyncrl.learner.algorithm.loss.statistics import TokenSums, token_sums
+from asyncrl.learner.algorithm.objective import TokenSums, token_sums
 
 CAP = 1.2
 

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.learner.algorithm.plan.batch import StepPlan
-from asyncrl.learner.algorithm.plan.scoring import build_scoring
-from asyncrl.learner.algorithm.token_batch import TokenBatch
-from asyncrl.learner.functions.user_functions import make_objective
+from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.losses import TokenBatch
+from asyncrl.learner.algorithm.scoring import build_scoring
+from asyncrl.learner.algorithm.user_functions import make_objective
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "ratio of a sequence, reference, entropy bonus": {

@@ -27,7 +27,7 @@ from segment_reading import weights_of
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.learner.algorithm.plan.batch import rewards_of
+from asyncrl.learner.algorithm.batch import rewards_of
 
 STEPS = 3
 HYPER = {"lr": 3e-3, "weight_decay": 0.1, "max_grad_norm": 0.2, "aggregation": "sequence"}

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 
 from asyncrl.config import Config
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.learner.algorithm.plan.batch import StepPlan
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch
-from asyncrl.learner.functions.user_functions import find_advantage
+from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress

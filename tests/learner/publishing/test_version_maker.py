@@ -288,6 +288,6 @@ def test_a_learner_that_dies_before_the_publication_leaves_the_number_out(play: 
 
 
 def test_a_simulated_learner_does_not_import_torch() -> None:
-    modules = "asyncrl.learner.actor, asyncrl.learner.algorithm.plan.batch"
+    modules = "asyncrl.learner.actor, asyncrl.learner.algorithm.batch"
     look = f"import sys, {modules}; assert not {{'torch', 'transformers'}} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", look], check=True)

@@ -28,8 +28,7 @@ import torch
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.numbers import exact
-from asyncrl.learner.algorithm.plan.micro_batch import lay_out
-from asyncrl.learner.algorithm.plan.packing import find_sharing
+from asyncrl.learner.algorithm.packing import find_sharing, lay_out
 from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 

@@ -27,13 +27,13 @@ from torch import nn
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.training import ModelConfig
 from asyncrl.core.errors import CheckpointError, ConfigError
+from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, adapted_layers, add_adapters, unreached
 from asyncrl.learner.fsdp.model.policy import load_policy, make_row
 from asyncrl.learner.fsdp.startup.memory import TrainingShape, estimate
 from asyncrl.learner.fsdp.startup.sharding import shape_of
 from asyncrl.learner.fsdp.weights import assembly
 from asyncrl.learner.fsdp.weights.dcp import load_weights
-from asyncrl.learner.functions.user_functions import find_advantage
 from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.weights.lora import PREFIX, tensor_names
 

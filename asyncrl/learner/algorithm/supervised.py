@@ -15,9 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.plan.batch import StepPlan, SupervisedPlan, UpdatePlan
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
-from asyncrl.learner.algorithm.plan.packing import nothing_shared, pack
+from asyncrl.learner.algorithm.batch import StepPlan, SupervisedPlan, UpdatePlan
+from asyncrl.learner.algorithm.packing import MicroBatch, count_tokens, make_micro_batches, nothing_shared, pack
 from asyncrl.text.sft.conversations import Conversations, TokenizedRow
 from asyncrl.text.sft.encoding import Encoded
 

@@ -1,5 +1,7 @@
 """The objective that is minimised: loss, off-policy correction, divergence from the reference, entropy bonus.
 
+``token_sums`` gives the statistics of a step's tokens: the distance of the policy from the one that sampled them.
+
     objective = factor * loss + kl.coefficient * KL - entropy_bonus * H
 
 for each token (KL only with kl.place = "loss"). It is weighted, summed and divided by the denominator of the step, so
@@ -24,6 +26,7 @@ Fails with ConfigError if the loss would be corrected twice, or has a teacher to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -31,8 +34,7 @@ from torch import Tensor
 from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.algorithm.losses import Loss, Traits
-from asyncrl.learner.algorithm.token_batch import LOG_RATIO_LIMIT, TokenBatch, log_ratio
+from asyncrl.learner.algorithm.losses import LOG_RATIO_LIMIT, Loss, TokenBatch, Traits, log_ratio
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda r: -r,
@@ -145,3 +147,74 @@ def rejected(batch: TokenBatch, ratio: Tensor, config: RejectConfig) -> Tensor:
         whole = batch.sum_by_sequence(values) if config.over == "sum" else batch.mean_by_sequence(values)
         measure = whole.abs()
     return measure > config.limit
+
+
+@dataclass
+class TokenSums:
+    """Sums over loss tokens; r = pi_theta / pi_behaviour, not truncated. In the order of token_sums."""
+
+    count: float = 0.0
+    ratio: float = 0.0
+    ratio_squared: float = 0.0
+    kl: float = 0.0
+    """Sum of r - 1 - log r."""
+    clipped: float = 0.0
+    """Number of tokens with r > C."""
+    entropy: float = 0.0
+    fresh_count: float = 0.0
+    """Number of tokens sampled by the very weights that are being trained."""
+    fresh_kl: float = 0.0
+    ratio_max: float = 0.0
+    """The largest r, not a sum."""
+
+    def add(self, other: TokenSums) -> None:
+        """Add the sums of another, disjoint set of tokens."""
+        for item in fields(self):
+            ours, theirs = getattr(self, item.name), getattr(other, item.name)
+            setattr(self, item.name, max(ours, theirs) if item.name == "ratio_max" else ours + theirs)
+
+    def metrics(self) -> dict[str, float]:
+        """Means of the sums; empty without tokens.
+
+        ``policy/behaviour_kl``: KL(behaviour || theta) by the k3 estimator mean(r - 1 - log r)
+        (http://joschu.net/blog/kl-approx.html). ``policy/ess``: (sum r)^2 / (n sum r^2), the effective share
+        of the sample, 1 on policy (Kong 1992). ``policy/engine_kl``: the same KL on tokens that the very same
+        weights sampled, which shows how far engine and trainer differ; with its count, and absent without such tokens.
+        """
+        if not self.count:
+            return {}
+        found = {
+            "policy/entropy": self.entropy / self.count,
+            "policy/ess": self.ratio**2 / (self.count * self.ratio_squared),
+            "policy/behaviour_kl": self.kl / self.count,
+            "policy/tis_clipped_fraction": self.clipped / self.count,
+            "policy/ratio_max": self.ratio_max,
+        }
+        if self.fresh_count:
+            found["policy/engine_kl"] = self.fresh_kl / self.fresh_count
+            found["policy/engine_kl_tokens"] = self.fresh_count
+        return found
+
+
+def token_sums(batch: TokenBatch, *, fresh: bool, cap: float) -> Tensor:
+    """The fields of TokenSums for a micro-batch, float64, left on the device.
+
+    ``fresh``: whether the newest published weights are the ones that are trained.
+    """
+    r = log_ratio(batch.logprobs.detach(), batch.behaviour).double()
+    ratio = r.exp()
+    kl = ratio - 1.0 - r
+    real = (batch.weights > 0).double()
+    new = real * (batch.staleness == 0) * fresh
+    rows = [
+        real,
+        real * ratio,
+        real * ratio**2,
+        real * kl,
+        real * (ratio > cap),
+        real * batch.entropies.detach().double(),
+        new,
+        new * kl,
+    ]
+    # Ratios are above 0, so that the 0 of a filler is never the largest.
+    return torch.cat([torch.stack(rows).sum(dim=1), (real * ratio).max().reshape(1)])

@@ -27,10 +27,9 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.algorithm import KLConfig
 from asyncrl.core.errors import NonFiniteStep
-from asyncrl.learner.algorithm.advantage.advantages import Penalties
-from asyncrl.learner.algorithm.plan.batch import GroupScores, SampledSequence, sharing_of
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, make_micro_batches
-from asyncrl.learner.algorithm.plan.packing import pack
+from asyncrl.learner.algorithm.advantages import Penalties
+from asyncrl.learner.algorithm.batch import GroupScores, SampledSequence, sharing_of
+from asyncrl.learner.algorithm.packing import MicroBatch, make_micro_batches, pack
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.trajectories import past_rewards

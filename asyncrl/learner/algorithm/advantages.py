@@ -9,17 +9,21 @@ past, a turn has the advantage of its trajectory.
 
 A user's own function returns for each group float64 [n], one advantage for each trajectory, or n arrays [turns].
 
-Fails with ValueError for a group of fewer than two trajectories, or a reward that is not finite.
+Fails with ValueError for a group of fewer than two trajectories, or a reward that is not finite; ``checked`` makes that
+a ConfigError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.built_in import BuiltIn
+from asyncrl.workers.user_code import describe
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of GRPO: bounds the advantage of a group with nearly equal rewards."""
@@ -156,3 +160,35 @@ def _finite(group: ScoredGroup) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError(f"rewards must be finite, got {values.tolist()} in group {group.uid}")
     return values
+
+
+def checked(name: str, function: Callable[..., Any]) -> Advantage:
+    """The advantage called ``name``, whose errors and results of the wrong shape are ConfigErrors.
+
+    Its result has one float64 [turns] for each trajectory.
+    """
+
+    def advantage(groups: Sequence[ScoredGroup]) -> Advantages:
+        try:
+            found = function(groups=groups)
+            if len(found) != len(groups):
+                raise ValueError(f"it returned advantages of {len(found)} groups, of {len(groups)} given")
+            return [_by_turn(group, values) for group, values in zip(groups, found, strict=True)]
+        except Exception as error:
+            raise ConfigError([f"learner.advantage: {name} failed: {describe(error)}"]) from error
+
+    return advantage
+
+
+def _by_turn(group: ScoredGroup, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    if len(values) != len(group.rewards):
+        of = f"for the {len(group.rewards)} trajectories of group {group.uid}"
+        raise ValueError(f"it returned {len(values)} advantages {of}")
+    found = [np.asarray(value, dtype=np.float64) for value in values]
+    for each, turns in zip(found, group.past, strict=True):
+        if each.shape not in ((), turns.shape):
+            of = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
+            raise ValueError(f"it returned an advantage of {of}; it must be one number, or one for each turn")
+    if not np.isfinite(np.concatenate([each.reshape(-1) for each in found])).all():
+        raise ValueError(f"it returned an advantage that is not finite for group {group.uid}")
+    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(found, group.past, strict=True)]

@@ -35,16 +35,23 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.learner.algorithm.advantage.advantages import Advantage, Advantages, Penalties, ScoredGroup
-from asyncrl.learner.algorithm.advantage.group_check import check_group, turns_past
-from asyncrl.learner.algorithm.advantage.group_metrics import (
+from asyncrl.learner.algorithm.advantages import Advantage, Advantages, Penalties, ScoredGroup
+from asyncrl.learner.algorithm.group_check import check_group, turns_past
+from asyncrl.learner.algorithm.group_metrics import (
     reward_metrics,
     rewards_of,
     rollout_metrics,
     staleness_metrics,
 )
-from asyncrl.learner.algorithm.plan.micro_batch import MicroBatch, count_tokens, make_micro_batches
-from asyncrl.learner.algorithm.plan.packing import SharedPrompts, find_sharing, nothing_shared, pack
+from asyncrl.learner.algorithm.packing import (
+    MicroBatch,
+    SharedPrompts,
+    count_tokens,
+    find_sharing,
+    make_micro_batches,
+    nothing_shared,
+    pack,
+)
 from asyncrl.messages.groups import Group, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.trajectories import (

@@ -1,1 +1,0 @@
-"""Advantages of groups, the check of delivered groups, and metrics of groups."""

@@ -1,1 +1,0 @@
-"""The loss of a step: losses, corrections, divergence from a reference, statistics."""

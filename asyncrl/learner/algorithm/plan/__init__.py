@@ -1,1 +1,0 @@
-"""The plan of a step: packed rows, micro-batches, weights of tokens."""

@@ -1,0 +1,165 @@
+"""The loss and the advantage of a run: a built-in function by its name, or the user's own as MODULE:FUNCTION.
+
+They are found once, at the start. ``python -m asyncrl.learner.algorithm.user_functions`` tries them before a run on
+made-up tokens. It reads the section ``learner`` as JSON from standard input, and ``rollout.samples_per_prompt`` from
+its command line. It writes a JSON list of problems, each beginning with its key, to standard output; prints of the
+user's code go to standard error. It is a process of its own, since that code may do anything when it is imported.
+
+Fails with ConfigError, which names the key, for a function that does not exist or does not take its options. Both
+functions raise it when they are called and fail, or return something of the wrong shape.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncrl.config.training import LearnerConfig
+from asyncrl.core.errors import ConfigError
+from asyncrl.learner.algorithm import advantages
+from asyncrl.learner.algorithm.advantages import Advantage, ScoredGroup
+from asyncrl.workers.user_code import Keys, NotCallable, accepted, describe, did_you_mean, load
+
+if TYPE_CHECKING:
+    # The sim backend trains nothing, and does not import torch.
+    from asyncrl.learner.algorithm.losses import CheckedLoss, Traits
+    from asyncrl.learner.algorithm.objective import Objective
+
+
+def find_function(
+    key: str, spec: str, ours: Mapping[str, Callable[..., Any]], given: str, options: Mapping[str, Any]
+) -> partial[Any]:
+    """The function that ``spec``, the value of ``key``, names, with ``options`` (the value of KEY_options) filled in.
+
+    ``ours`` are the built-in ones; ``given`` is the keyword that the function is called with. Raises ConfigError.
+    """
+    try:
+        if ":" in spec:
+            function = load(spec, key)
+        elif spec in ours:
+            function = ours[spec]
+        else:
+            near = did_you_mean(spec, list(ours))
+            known = f"built in are {', '.join(ours)}, and MODULE:FUNCTION names one of your own"
+            raise ConfigError([f"{key}: there is no built-in {key.rpartition('.')[2]} {spec!r}{near}; {known}"])
+        if given not in accepted(spec, function, [given], dict(options), Keys(key, f"{key}_options")):
+            raise ConfigError([f"{key}: {spec} does not take {given!r}, which is what it is called with"])
+    except NotCallable as error:
+        raise ConfigError(error.problems) from error
+    return partial(function, **options)
+
+
+def find_advantage(config: LearnerConfig) -> Advantage:
+    """The advantage of a run. Raises ConfigError, as it does when it is called."""
+    function = find_function(
+        "learner.advantage", config.advantage, advantages.BUILT_IN, "groups", config.advantage_options
+    )
+    return advantages.checked(config.advantage, function)
+
+
+def find_loss(config: LearnerConfig) -> tuple[CheckedLoss, Traits]:
+    """The loss of a run and its traits. Raises ConfigError, as the loss does when it is called."""
+    from asyncrl.learner.algorithm import losses
+
+    function = find_function("learner.loss", config.loss, losses.BUILT_IN, "batch", config.loss_options)
+    return losses.CheckedLoss(config.loss, function), getattr(function.func, "traits", losses.Traits())
+
+
+def make_objective(config: LearnerConfig) -> Objective:
+    """The objective of a run. Raises ConfigError."""
+    from asyncrl.learner.algorithm.objective import Objective
+
+    return Objective(config, *find_loss(config))
+
+
+LENGTHS = (3, 2)
+"""Tokens of each of the two sequences."""
+
+
+def problems_of(config: LearnerConfig, samples: int) -> list[str]:
+    """Reasons that the advantage and the loss cannot be called, or return something wrong; none if they work.
+
+    ``samples``: trajectories of a group.
+    """
+    return [*_of_advantage(config, samples), *_of_loss(config)]
+
+
+class _AnyComponent(dict[str, np.ndarray]):
+    """Components of made-up rewards: one by any name, since that of the user's reward function is not known here."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self._samples = samples
+
+    def __missing__(self, name: str) -> np.ndarray:
+        return np.linspace(0.0, 1.0, self._samples)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
+
+
+def _of_advantage(config: LearnerConfig, samples: int) -> list[str]:
+    groups = [
+        ScoredGroup(
+            uid=f"trial-{number}",
+            rewards=np.arange(samples) % (2.0 + number),
+            past=[np.zeros(1 + index % 2) for index in range(samples)],
+            lengths=2 + np.arange(samples) % 8,
+            components=_AnyComponent(samples),
+        )
+        for number in range(2)
+    ]
+    try:
+        find_advantage(config)(groups)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def _of_loss(config: LearnerConfig) -> list[str]:
+    import torch
+
+    from asyncrl.learner.algorithm.losses import TokenBatch
+
+    count = sum(LENGTHS)
+    logprobs = torch.linspace(-3.0, -0.1, count, requires_grad=True)
+    others = [logprobs.detach() - 0.05 * n for n in range(1, 5)]
+    batch = TokenBatch(
+        logprobs=logprobs,
+        entropies=torch.linspace(0.1, 1.0, count, requires_grad=True),
+        behaviour=others[0],
+        proximal=others[1],
+        advantages=torch.linspace(-1.0, 1.0, count),
+        weights=torch.ones(count),
+        segments=torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)),
+        sequences=len(LENGTHS),
+        staleness=torch.zeros(count, dtype=torch.int32),
+        reference=others[2],
+        teacher=others[3],
+    )
+    try:
+        objective, _ = make_objective(config)(batch, float(count))
+        torch.autograd.backward(objective)
+    except ConfigError as error:
+        return error.problems
+    except Exception as error:
+        return [f"learner.loss: {config.loss} has no gradient: {describe(error)}"]
+    if logprobs.grad is None or not torch.isfinite(logprobs.grad).all():
+        return [f"learner.loss: {config.loss} has no finite gradient by the log-probs of its batch"]
+    return []
+
+
+if __name__ == "__main__":
+    with os.fdopen(os.dup(1), "w") as answer:
+        # The user's module may print, also from C and from processes of its own, and the answer is to stand alone.
+        os.dup2(2, 1)
+        answer.write(json.dumps(problems_of(LearnerConfig.model_validate_json(sys.stdin.read()), int(sys.argv[1]))))
