@@ -22,8 +22,7 @@ from asyncrl.controller.health.failure_detector import FailureDetector
 from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.hosts import Hosts
 from asyncrl.controller.observation.observation import Observation
-from asyncrl.controller.observation.open_waits import OpenWaits
-from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, RecentLines, is_proper
+from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, OpenWaits, RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
 from asyncrl.controller.state.reserve import SINKS
@@ -126,18 +125,7 @@ class Controller(Actor):
             sink=self._sinks.snapshot,
             is_gone=lambda name: self._members.is_gone(name),
         )
-        self._traces = Traces(
-            context.run_dir,
-            self.config.run.name,
-            self.config.actors,
-            name=self.name,
-            trace=self.trace,
-            ready=self._registry.ready,
-            ask=self._ask_for_trace,
-            number=numbers_begin_above(context.incarnation),
-            log=self.log,
-            notify=self.notify,
-        )
+        self._traces = Traces(self, self._registry.ready, self._ask_for_trace)
         self._aside: dict[str, Aside] = {}
         """Replicas that are set aside, as last shown to the user."""
         self._times_aside: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Keeps the state of the run for viewers: events, the newest lines of metrics, snapshots and their recording.
+"""Keeps the past of the run for viewers: events, the newest lines of metrics, and the recording of snapshots.
 
 Invariant: nothing here delays the run. A thread writes one snapshot at a time; a snapshot that it cannot write in time
 is lost and counted. Another thread checks the disk and may hang on a file system that does not answer; the controller
@@ -16,21 +16,18 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.controller.observation.recent_lines import RecentEvents, RecentMetrics, is_proper
-from asyncrl.controller.observation.snapshots import Constants, Snapshots, build_snapshot, view_actors, view_self
+from asyncrl.controller.observation.snapshots import Snapshots, view_actor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.disk import in_words
 from asyncrl.core.phase import phase_and_reason
 from asyncrl.messages.monitor import EventRecord, Heartbeat
-from asyncrl.messages.snapshot import Snapshot
+from asyncrl.messages.snapshot import ActorView, Snapshot
 from asyncrl.observe.snapshots.recording import Recorder, last_recorded
 from asyncrl.observe.snapshots.snapshot_codec import is_wall
 from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.heartbeat import gather_heartbeat
-from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
-from asyncrl.rpc.lifecycle.registry import Registry
+from asyncrl.rpc.lifecycle.registry import Entry, Registry
 
-ACTORS_AT_ONCE = 64
-"""Actors that are viewed before the event loop runs other tasks."""
 DISK_S = 10.0
 """Seconds between two checks of the disk."""
 LAST_WRITE_S = 0.5
@@ -58,47 +55,32 @@ class Observation:
     ) -> None:
         config, context = actor.config, actor.context
         self._actor, self._registry, self._run = actor, registry, run
-        self._stalled, self._sink, self._is_gone = stalled, sink, is_gone
-        self._constants = Constants(
-            name=context.run_dir.name,
-            run_id=context.credentials.run_id,
-            attempt=_newest_attempt(context.run_dir),
-            steps=config.learner.steps,
-            staleness_max=config.staleness.max,
-            groups_per_step=config.learner.groups_per_step,
-            heartbeat_s=config.supervision.heartbeat_s,
-        )
+        self._sink = sink
+        self.attempt = _newest_attempt(context.run_dir)
         self.began = actor.clock.wall()
         """Wall time at which the first controller of this attempt of the run started."""
         self._own_began = (actor.clock.now(), self.began)
         """Monotonic and wall time at which this controller started."""
         self.lines = RecentMetrics()
-        self._events = RecentEvents()
+        self.events = RecentEvents()
         self._phase = run.phase
         self._restarts = 0
         self._own: Heartbeat | None = None
         self._own_event = 0
         """Number of the newest of the controller's own events."""
-        self._disk_free: int | None = None
+        self.disk_free: int | None = None
         self._logs_lost = 0
         """Lost lines of logs, over all incarnations of all actors."""
         self._lost_of: dict[str, tuple[int, int]] = {}
         """Incarnation of each actor at the last check, and the lines that it had lost."""
-        self._recorder = Recorder(context.run_dir, self._constants.attempt, config.monitor.record_bytes)
+        self._recorder = Recorder(context.run_dir, self.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         """A separate thread: the event loop waits for its own threads when it ends."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
-        self.snapshots = Snapshots(
-            self._take,
-            self._record,
-            self._failed,
-            record_s=config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None,
-            number=numbers_begin_above(context.incarnation),
-            now=actor.clock.now,
-        )
+        self.snapshots = Snapshots(actor, registry, run, self, stalled=stalled, is_gone=is_gone)
 
     async def run(self) -> None:
         """Take snapshots and check logs and disk, until cancelled."""
@@ -112,7 +94,7 @@ class Observation:
 
     def happened(self, level: str, actor: str, text: str) -> None:
         """Add an event; level is info, warning or error."""
-        self._events.add(self._actor.clock.wall(), level, actor, text)
+        self.events.add(self._actor.clock.wall(), level, actor, text)
 
     def add_events(self, actor: str, events: Iterable[EventRecord]) -> None:
         """Add the events of an actor's heartbeat."""
@@ -121,23 +103,23 @@ class Observation:
             if event.number > entry.event:
                 entry.event = event.number
                 wall = event.wall if is_wall(event.wall) else self._actor.clock.wall()
-                if not self._events.is_recalled(wall, actor, event.text):
-                    self._events.add(wall, event.level, actor, event.text)
+                if not self.events.is_recalled(wall, actor, event.text):
+                    self.events.add(wall, event.level, actor, event.text)
 
     def recall(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
         try:
-            found = last_recorded(self._actor.context.run_dir, self._constants.attempt)
+            found = last_recorded(self._actor.context.run_dir, self.attempt)
         except OSError as error:
             self._actor.log.warning("what was recorded cannot be read", error=str(error))
             return None
-        return found if found is not None and found.run.run_id == self._constants.run_id else None
+        return found if found is not None and found.run.run_id == self._actor.context.credentials.run_id else None
 
     def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
         """Continue after an earlier controller, with its events and lines; ``restarts`` is the number of restarts."""
         self._restarts = restarts
         if earlier is not None:
-            self._events.recall(earlier.events)
+            self.events.recall(earlier.events)
             lines, self.lines = self.lines, RecentMetrics()
             for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
                 for line in filter(is_proper, known):
@@ -169,37 +151,23 @@ class Observation:
         if self._writing is not None:
             await asyncio.wait({self._writing}, timeout=LAST_WRITE_S)
 
-    async def _take(self) -> Snapshot:
-        actor, constants = self._actor, self._constants
+    def view_self(self, now: float) -> ActorView:
+        """The view of the controller itself."""
         if self._own is None:
             self._look_at_self()
         assert self._own is not None
-        now, wall = actor.clock.now(), actor.clock.wall()
         # A restarted controller has the keys of its first start, and with them its attempt number.
-        record = msgspec.structs.replace(actor.record(), attempt=self._restarts)
-        views = [view_self(record, self._own, self._registry, constants, now)]
-        for view in view_actors(constants, self._registry, self._run.expected, actor.name, now, self._is_gone):
-            views.append(view)
-            if len(views) % ACTORS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return build_snapshot(
-            constants,
-            self._run,
-            self.lines,
-            self._events.kept,
-            views,
-            stalled=self._stalled(),
-            age_s=self._age_s(now),
-            disk_free_bytes=self._disk_free,
-            wall=wall,
-        )
+        entry = Entry(msgspec.structs.replace(self._actor.record(), attempt=self._restarts), since=now, heard=now)
+        entry.merge(self._own, now)
+        return view_actor(entry, "ready", now)
 
-    def _age_s(self, now: float) -> float:
+    def age_s(self, now: float) -> float:
         """Age of the run, by the monotonic clock except for the time of earlier controllers."""
         own_now, own_wall = self._own_began
         return own_wall - self.began + now - own_now
 
-    def _record(self, wall: float, snapshot: bytes) -> None:
+    def record(self, wall: float, snapshot: bytes) -> None:
+        """Hand a snapshot to the sinks and to the thread that records it."""
         if self._is_over:
             # The last one is recorded already.
             return
@@ -224,26 +192,17 @@ class Observation:
                 text = f"snapshots are missing in the recording: {where}; a replay shows gaps"
                 self._actor.notify("recording", text, count=int(lost), meanwhile="The run continues")
 
-    def _failed(self, error: Exception) -> None:
-        self._actor.counters.add("snapshots/failed")
-        if self._actor.counters["snapshots/failed"] == 1:
-            self._actor.log.error("no snapshot of the run can be made", exc_info=error)
-
     def _look_at_self(self) -> None:
         """Take in the controller's own heartbeat and events."""
         self._own = gather_heartbeat(self._actor, 0)
         for event in self._own.events:
             if event.number > self._own_event:
                 self._own_event = event.number
-                self._events.add(event.wall, event.level, self._actor.name, event.text)
+                self.events.add(event.wall, event.level, self._actor.name, event.text)
 
     async def _look_around(self) -> None:
         while True:
-            counters = self._actor.counters
-            counters["snapshots/bytes"] = self.snapshots.bytes
-            counters["snapshots/take_s"] = self.snapshots.take_s
-            counters["snapshots/taken"] = self.snapshots.taken
-            counters["snapshots/recorded_bytes"] = self._recorder.size
+            self._actor.counters["snapshots/recorded_bytes"] = self._recorder.size
             self._look_at_self()
             self._look_at_logs()
             await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
@@ -269,7 +228,7 @@ class Observation:
         while True:
             try:
                 found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._actor.context.run_dir)
-                self._disk_free = found.f_bavail * found.f_frsize
+                self.disk_free = found.f_bavail * found.f_frsize
             except OSError:
-                self._disk_free = None
+                self.disk_free = None
             await asyncio.sleep(DISK_S)

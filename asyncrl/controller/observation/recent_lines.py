@@ -1,4 +1,4 @@
-"""The newest lines of metrics and events, for snapshots and for readers that follow the run step by step. Pure.
+"""The newest lines of metrics, events and open waits, for snapshots and for readers that follow the run. Pure.
 
 Lines are numbered from 1. A reader that falls too far behind misses the oldest lines, and never gets one twice.
 """
@@ -6,7 +6,7 @@ Lines are numbered from 1. A reader that falls too far behind misses the oldest 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,6 +22,7 @@ LONGEST_LINE = 1 << 18
 LINES_KEPT = 1000
 LINES_IN_REPLY = 100
 LONGEST_TEXT = 500
+MOST_WAITS = 256
 MOST_EVALS = 64
 """Most evaluations whose newest line is kept."""
 
@@ -135,3 +136,32 @@ class RecentEvents:
     def is_recalled(self, wall: float, actor: str, text: str) -> bool:
         """Whether an earlier controller had this event."""
         return (actor, wall, text[:LONGEST_TEXT]) in self._recalled
+
+
+class OpenWaits:
+    """Open waits by the actor and the key of the notice ("room on /runs"), at most MOST_WAITS.
+
+    A wait ends with the incarnation of its actor, or with a later notice of that actor and key. The state of the run
+    holds the waits, so a lost message cannot leave one on a screen. A further notice is shown without its wait.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[str, str], tuple[int, str]] = {}
+        """Incarnation of the actor and the words."""
+
+    def take(self, actor: str, incarnation: int, key: str, waits_for: str) -> None:
+        """Take in a notice; it ends an earlier wait of the same actor and key, unless that is of a later incarnation.
+
+        The wait ends as well if ``waits_for`` is empty.
+        """
+        before, _ = self._open.get((actor, key), (0, ""))
+        if incarnation < before:
+            return
+        self._open.pop((actor, key), None)
+        if waits_for and len(self._open) < MOST_WAITS:
+            self._open[actor, key] = incarnation, waits_for
+
+    def words(self, lives: Callable[[str, int], bool]) -> list[str]:
+        """Words of the open waits, each once, the oldest first. ``lives`` gets an actor's name and incarnation."""
+        self._open = {key: wait for key, wait in self._open.items() if lives(key[0], wait[0])}
+        return list(dict.fromkeys(words for _, words in self._open.values()))

@@ -1,6 +1,6 @@
-"""Takes snapshots of the run when viewers or the recording need one, and sends them to viewers.
+"""Builds snapshots of the run when viewers or the recording need one, and sends them to viewers.
 
-Without viewers, snapshots are taken only for the recording. Each is encoded once. Invariant: a viewer's first snapshot
+Without viewers, snapshots are built only for the recording. Each is encoded once. Invariant: a viewer's first snapshot
 is at most SNAPSHOT_S old, and a viewer never gets the one that it has.
 
 A viewer may ask without reading, and ZeroMQ's queue of its connection would grow. So a viewer confirms the last
@@ -18,9 +18,9 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -28,12 +28,16 @@ import msgspec
 from asyncrl.controller.observation.recent_lines import RecentMetrics
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.roles import ROLES, role_of
-from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import Heartbeat, SnapshotTaken, WatchSnapshot
-from asyncrl.messages.snapshot import ActorView, Event, Resource, RunView, Snapshot, Wait
+from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
+from asyncrl.messages.snapshot import ActorView, Resource, RunView, Snapshot, Wait
+from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.calls.handlers import Caller, Connection
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, HeardResource, Registry
 from asyncrl.rpc.parking import ParkingLot
+
+if TYPE_CHECKING:
+    from asyncrl.controller.observation.observation import Observation
 
 SNAPSHOT_S = 0.5
 """Shortest time between two snapshots (s)."""
@@ -41,6 +45,8 @@ WATCHED_S = 15.0
 """Time after its last request in which a viewer counts as watching (s)."""
 LARGEST_STEP = 1 << 20
 """Largest step from one number to the next. A restarted controller begins two years of steps higher."""
+ACTORS_AT_ONCE = 64
+"""Actors that are viewed before the event loop runs other tasks."""
 SILENT_BEATS = 4
 """Missed heartbeats after which an actor counts as silent."""
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
@@ -72,26 +78,29 @@ class Given:
 
 
 class Snapshots:
-    """The snapshots of a run. ``take`` makes one. ``record`` gets an encoded one every ``record_s``, or with None only
-    on request. ``failed`` gets the error of a snapshot that could not be made; the previous one then stays."""
+    """The snapshots of a run. ``observation`` adds events and lines of metrics, and records the encoded snapshots."""
 
     def __init__(
         self,
-        take: Callable[[], Awaitable[Snapshot]],
-        record: Callable[[float, bytes], None],
-        failed: Callable[[Exception], None],
+        actor: Actor,
+        registry: Registry,
+        run: RunStateMachine,
+        observation: Observation,
         *,
-        record_s: float | None,
-        number: int,
-        now: Callable[[], float],
+        stalled: Callable[[], str],
+        is_gone: Callable[[str], bool],
     ) -> None:
-        """``number`` is above all numbers of earlier controllers."""
-        self._take, self._record, self._record_s, self._now = take, record, record_s, now
-        self._failed = failed
+        """``is_gone``: an actor or agent has left the run for good."""
+        config = actor.config
+        self._actor, self._registry, self._run, self._observation = actor, registry, run, observation
+        self._stalled, self._is_gone = stalled, is_gone
+        self._record_s = config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None
+        self._now = actor.clock.now
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
-        self._number = number
+        # Above all numbers of earlier controllers.
+        self._number = numbers_begin_above(actor.context.incarnation)
         self._newest = b""
         self._at = -math.inf
         self._asked = -math.inf
@@ -100,12 +109,6 @@ class Snapshots:
         """Whether the run is over with the newest."""
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
-        self.taken = 0
-        """Number of snapshots that were taken."""
-        self.bytes = 0
-        """Size of the newest."""
-        self.take_s = 0.0
-        """Time that it took to make the newest."""
 
     async def run(self) -> None:
         """Take snapshots until cancelled."""
@@ -154,25 +157,67 @@ class Snapshots:
             await self._take_one(record=record)
 
     async def _take_one(self, *, record: bool) -> None:
-        began = self._now()
+        began, counters = self._now(), self._actor.counters
         try:
-            snapshot = await self._take()
+            snapshot = await self.build()
             self._newest = self._encoder.encode(snapshot)
         except Exception as error:
             # A snapshot that fails never ends the run.
             self._at = self._now()
             # As if it had been taken: the next try waits.
             self._recorded = self._at if record else self._recorded
-            self._failed(error)
+            counters.add("snapshots/failed")
+            if counters["snapshots/failed"] == 1:
+                self._actor.log.error("no snapshot of the run can be made", exc_info=error)
             return
         self._number += 1 + secrets.randbelow(LARGEST_STEP)
         self._at = self._now()
-        self.taken += 1
-        self.bytes, self.take_s = len(self._newest), self._at - began
+        counters.add("snapshots/taken")
+        counters.update({"snapshots/bytes": len(self._newest), "snapshots/take_s": self._at - began})
         self._viewers.wake()
         if record:
             self._recorded = self._at
-            self._record(snapshot.wall, self._newest)
+            self._observation.record(snapshot.wall, self._newest)
+
+    async def build(self) -> Snapshot:
+        """A snapshot as of now."""
+        actor, run, seen, config = self._actor, self._run, self._observation, self._actor.config
+        now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
+        views = [seen.view_self(now)]
+        for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, self._is_gone):
+            views.append(view)
+            if len(views) % ACTORS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        aside = {each.name: each.reason for each in run.aside}
+        views = [msgspec.structs.replace(view, condition="aside") if view.name in aside else view for view in views]
+        outcome, lines = run.outcome, seen.lines
+        return Snapshot(
+            wall=wall,
+            run=RunView(
+                name=actor.context.run_dir.name,
+                run_id=actor.context.credentials.run_id,
+                phase=run.phase,
+                attempt=seen.attempt,
+                age_s=seen.age_s(now),
+                step=_step(lines, views),
+                steps=config.learner.steps,
+                version=max(view.version for view in views),
+                reason=(f"{outcome.actor}: {outcome.reason}" if outcome.actor else outcome.reason) if outcome else "",
+                exit_code=outcome.exit_code if outcome else 0,
+                waiting_for=run.waiting_for,
+                lost_hosts=sorted(run.lost_hosts),
+                stalled=self._stalled(),
+                staleness_max=config.staleness.max,
+                groups_per_step=config.learner.groups_per_step,
+                disk_free_bytes=seen.disk_free,
+                aside=aside,
+            ),
+            actors=sorted(views, key=lambda view: _place(view.name)),
+            train=list(lines.train),
+            updates=list(lines.updates),
+            evals=list(lines.evals.values()),
+            events=list(seen.events.kept),
+        )
 
     @property
     def _record_due(self) -> float:
@@ -183,112 +228,35 @@ class Snapshots:
         return self._now() - self._asked < WATCHED_S
 
 
-# --- building a snapshot ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constants:
-    """Values that do not change in a run."""
-
-    name: str
-    run_id: str
-    attempt: int
-    steps: int
-    staleness_max: int
-    groups_per_step: int
-    heartbeat_s: float
+# --- views of actors ---
 
 
 def view_actors(
-    constants: Constants,
     registry: Registry,
     expected: Iterable[str],
     own: str,
     now: float,
+    heartbeat_s: float,
     is_gone: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[ActorView]:
-    """Views of all actors except this controller, one at a time, so the caller can run other tasks between them.
+    """Views of all actors but the controller ``own``, one at a time, so the caller can run other tasks between them.
 
-    Times are those ``now`` (monotonic, s). ``is_gone`` says of an actor or agent that it has left the run for good.
+    Times are those ``now`` (monotonic, s).
     """
     for name in sorted({*expected, *registry.entries} - {own}, key=_place):
         if is_gone(name):
             continue
-        yield _view(name, registry.entries.get(name), registry, constants, now)
+        if (entry := registry.entries.get(name)) is None:
+            yield ActorView(name=name, host="", condition="absent")
+        else:
+            yield view_actor(entry, _condition(entry, registry, heartbeat_s, now), now)
 
 
-def view_self(record: ActorRecord, beat: Heartbeat, registry: Registry, constants: Constants, now: float) -> ActorView:
-    """The view of the controller itself."""
-    me = Entry(record, since=now, heard=now)
-    me.merge(beat, now)
-    return _view(record.name, me, registry, constants, now, condition="ready")
-
-
-def build_snapshot(
-    constants: Constants,
-    run: RunStateMachine,
-    lines: RecentMetrics,
-    events: Iterable[Event],
-    actors: Iterable[ActorView],
-    *,
-    stalled: str,
-    age_s: float,
-    disk_free_bytes: int | None,
-    wall: float,
-) -> Snapshot:
-    """The snapshot of the run with these actors."""
-    aside = {actor.name for actor in run.aside}
-    views = [msgspec.structs.replace(view, condition="aside") if view.name in aside else view for view in actors]
-    actors = sorted(views, key=lambda actor: _place(actor.name))
-    outcome = run.outcome
-    return Snapshot(
-        wall=wall,
-        run=RunView(
-            name=constants.name,
-            run_id=constants.run_id,
-            phase=run.phase,
-            attempt=constants.attempt,
-            age_s=age_s,
-            step=_step(lines, actors),
-            steps=constants.steps,
-            version=max((actor.version for actor in actors), default=-1),
-            reason=(f"{outcome.actor}: {outcome.reason}" if outcome.actor else outcome.reason) if outcome else "",
-            exit_code=outcome.exit_code if outcome else 0,
-            waiting_for=run.waiting_for,
-            lost_hosts=sorted(run.lost_hosts),
-            stalled=stalled,
-            staleness_max=constants.staleness_max,
-            groups_per_step=constants.groups_per_step,
-            disk_free_bytes=disk_free_bytes,
-            aside={actor.name: actor.reason for actor in run.aside},
-        ),
-        actors=actors,
-        train=list(lines.train),
-        updates=list(lines.updates),
-        evals=list(lines.evals.values()),
-        events=list(events),
-    )
-
-
-def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
-    """The last trained step: by the newest line or by the learner's gauge. If the line is of another incarnation, only
-    the gauge counts: a restarted learner resumes from its checkpoint."""
-    learner = next((actor for actor in actors if actor.name == "learner/0"), None)
-    if learner is None or "learner/step" not in learner.metrics:
-        return lines.step
-    said = int(learner.metrics["learner/step"])
-    return max(lines.step, said) if lines.learner == learner.incarnation else said
-
-
-def _view(
-    name: str, entry: Entry | None, registry: Registry, constants: Constants, now: float, condition: str = ""
-) -> ActorView:
-    if entry is None:
-        return ActorView(name=name, host="", condition="absent")
+def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
+    """The view of an actor in this condition."""
     record, beat = entry.record, entry.heartbeat
-    condition = condition or _condition(entry, registry, constants, now)
     known: dict[str, Any] = {
-        "name": name,
+        "name": record.name,
         "host": record.host,
         "pid": record.pid,
         "incarnation": record.incarnation,
@@ -331,7 +299,7 @@ def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
     )
 
 
-def _condition(entry: Entry, registry: Registry, constants: Constants, now: float) -> str:
+def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:
     if entry.lost:
         return "lost"
     if entry.ended:
@@ -339,7 +307,7 @@ def _condition(entry: Entry, registry: Registry, constants: Constants, now: floa
     if entry.condemned:
         return "condemned"
     if (beat := entry.heartbeat) is not None:
-        longest_s = (SILENT_BEATS + beat.left_out) * constants.heartbeat_s
+        longest_s = (SILENT_BEATS + beat.left_out) * heartbeat_s
         if registry.silence_of(entry, now) > longest_s:
             return "silent"
     # No actor calls an agent: it is ready once it is registered.
@@ -349,3 +317,13 @@ def _condition(entry: Entry, registry: Registry, constants: Constants, now: floa
 def _place(name: str) -> tuple[str, int]:
     role, _, index = name.partition("/")
     return role, int(index) if index.isdigit() else 0
+
+
+def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
+    """The last trained step: by the newest line or by the learner's gauge. If the line is of another incarnation, only
+    the gauge counts: a restarted learner resumes from its checkpoint."""
+    learner = next((actor for actor in actors if actor.name == "learner/0"), None)
+    if learner is None or "learner/step" not in learner.metrics:
+        return lines.step
+    said = int(learner.metrics["learner/step"])
+    return max(lines.step, said) if lines.learner == learner.incarnation else said

@@ -24,8 +24,9 @@ import msgspec
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
-from asyncrl.observe.logging import Logger
-from asyncrl.observe.trace import SPANS_KEPT, Trace, process_events, span_events, track_events
+from asyncrl.observe.trace import SPANS_KEPT, process_events, span_events, track_events
+from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 
 FOLDER = "trace"
 WAIT_S = 8.0
@@ -99,26 +100,6 @@ def _is_numbered(path: Path) -> bool:
     return path.name[6:].partition(".")[0].isdigit()
 
 
-class TracePace:
-    """The pace of traces on demand: whether the next may be written. Pure: the caller brings the time (s)."""
-
-    def __init__(self) -> None:
-        self._ended: float | None = None
-        self._said = ""
-
-    def ended(self, written: TraceWritten, now: float) -> None:
-        """A trace is written, or has failed."""
-        self._ended = now
-        self._said = f"was written: {written.path}" if written.path else f"failed: {written.error}"
-
-    def refusal(self, now: float) -> str:
-        """Reason that no trace may start now; empty if one may."""
-        if self._ended is None or now - self._ended >= PAUSE_S:
-            return ""
-        ago_s = now - self._ended
-        return f"a trace {ago_s:.0f} s ago {self._said}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
-
-
 class _Collection:
     """One trace: its file, and the actors that have not sent their spans."""
 
@@ -184,32 +165,19 @@ class _Collection:
 
 
 class Traces:
-    """The traces of one controller, called ``name``; ``trace`` is its own timeline. ``ask`` puts a number into the
-    run's state, 0 for none; numbers begin above ``number``, so that no earlier controller has given them.
-    """
+    """The traces of one controller. ``ready`` returns the ready actors. ``ask`` puts a number into the run's state, 0
+    for none."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        run: str,
-        actors: Sequence[str],
-        *,
-        name: str,
-        trace: Trace,
-        ready: Callable[[], Collection[str]],
-        ask: Callable[[int], None],
-        number: int,
-        log: Logger,
-        notify: Callable[[str, str], None],
-    ) -> None:
-        self._run_dir, self._run, self._notify = run_dir, run, notify
-        self._pids = {actor: pid for pid, actor in enumerate(actors, 1)}
+    def __init__(self, actor: Actor, ready: Callable[[], Collection[str]], ask: Callable[[int], None]) -> None:
+        self._actor, self._ready, self._ask = actor, ready, ask
+        self._run_dir, self._log = actor.context.run_dir, actor.log
+        self._pids = {name: pid for pid, name in enumerate(actor.config.actors, 1)}
         """Number of each actor in all files: first those of the start, then others as they come."""
-        self._name, self._trace = name, trace
-        self._ready, self._ask, self._number, self._log = ready, ask, number, log
+        self._number = numbers_begin_above(actor.context.incarnation)
         self._wanted: _Collection | None = None
         self._writing: asyncio.Task[TraceWritten] | None = None
-        self._pace = TracePace()
+        self._ended: tuple[float, TraceWritten] | None = None
+        """Time at which the last requested trace ended (s), and its outcome."""
         self._kept: deque[Path] = deque()
         """Traces on demand, the oldest first."""
         self._last: _Collection | None = None
@@ -217,10 +185,10 @@ class Traces:
 
     async def write(self, tasks: asyncio.TaskGroup, within_s: float) -> TraceWritten:
         """Write a trace now; a caller gets the one that is being written, or a refusal soon after one."""
-        if not self._trace.on:
+        if not self._actor.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
-            if refusal := self._pace.refusal(asyncio.get_running_loop().time()):
+            if refusal := self._refusal(self._actor.clock.now()):
                 return TraceWritten(path="", error=refusal)
             self._writing = tasks.create_task(self._collect(min(WAIT_S, within_s)))
         # Shielded: a caller that goes away does not take the trace from the others.
@@ -242,10 +210,18 @@ class Traces:
         if self._last is not None:
             await self._conclude(self._last)
 
+    def _refusal(self, now: float) -> str:
+        """Reason that no trace may start now; empty if one may."""
+        if self._ended is None or (ago_s := now - self._ended[0]) >= PAUSE_S:
+            return ""
+        written = self._ended[1]
+        outcome = f"was written: {written.path}" if written.path else f"failed: {written.error}"
+        return f"a trace {ago_s:.0f} s ago {outcome}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
+
     async def _collect(self, wait_s: float) -> TraceWritten:
         self._number += 1
         wanted = self._wanted = self._new(self._number)
-        wanted.waiting = {actor for actor in self._ready() if role_of(actor) in ROLES and actor != self._name}
+        wanted.waiting = {actor for actor in self._ready() if role_of(actor) in ROLES and actor != self._actor.name}
         if not wanted.waiting:
             wanted.complete.set()
         self._ask(wanted.number)
@@ -262,20 +238,20 @@ class Traces:
             self._kept.append(Path(written.path))
             while len(self._kept) > KEPT:
                 await asyncio.to_thread(_remove, self._kept.popleft())
-        self._pace.ended(written, asyncio.get_running_loop().time())
+        self._ended = self._actor.clock.now(), written
         return written
 
     async def _conclude(self, collection: _Collection) -> TraceWritten:
-        for spans in self._trace.parts():
-            await collection.add(self._name, spans, last=False)
-        collection.handed_in.append(self._name)
+        for spans in self._actor.trace.parts():
+            await collection.add(self._actor.name, spans, last=False)
+        collection.handed_in.append(self._actor.name)
         written = await collection.finish()
         if written.error:
             self._log.warning("trace is not written", error=written.error)
-            self._notify("trace", f"no trace is written to {self._run_dir / FOLDER}: {written.error}")
+            self._actor.notify("trace", f"no trace is written to {self._run_dir / FOLDER}: {written.error}")
         else:
             self._log.info("trace is written", path=written.path, actors=len(written.actors), missing=written.missing)
         return written
 
     def _new(self, number: int) -> _Collection:
-        return _Collection(number, self._run_dir, self._run, self._pids)
+        return _Collection(number, self._run_dir, self._actor.config.run.name, self._pids)

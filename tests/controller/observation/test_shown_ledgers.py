@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from asyncrl.controller.observation.snapshots import SILENT_BEATS, Constants, view_actors
+from asyncrl.controller.observation.snapshots import SILENT_BEATS, view_actors
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.messages.snapshot import RunView, Snapshot
@@ -21,7 +21,6 @@ from asyncrl.rpc.heartbeat import HeartbeatDelta
 from asyncrl.rpc.lifecycle.registry import Registry
 
 BEAT_S = 2.0
-CONSTANTS = Constants(name="r", run_id="1", attempt=1, steps=9, staleness_max=1, groups_per_step=1, heartbeat_s=BEAT_S)
 
 
 class Pool:
@@ -42,7 +41,7 @@ class Pool:
         assert self.registry.heartbeat("reward/0", 1, said, self.now)
 
     def snapshot(self):
-        views = list(view_actors(CONSTANTS, self.registry, ["reward/0"], "controller/0", self.now))
+        views = list(view_actors(self.registry, ["reward/0"], "controller/0", self.now, BEAT_S))
         run = RunView(name="r", run_id="i", phase="running", attempt=1, age_s=1, step=0, steps=1, version=0)
         return Snapshot(wall=self.now, run=run, actors=views)
 
@@ -116,7 +115,7 @@ def shown(now, then=None, lost=False, left_out=0):
         registry.heartbeat("rollouter/0", 1, then, 14.0)
     if lost:
         registry.lose(["rollouter/0"], "its host was silent", 11.0)
-    (view,) = view_actors(CONSTANTS, registry, ["rollouter/0"], "controller/0", now)
+    (view,) = view_actors(registry, ["rollouter/0"], "controller/0", now, BEAT_S)
     return view
 
 

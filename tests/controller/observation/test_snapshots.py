@@ -21,7 +21,7 @@ from asyncrl.controller import actor as actor_module
 from asyncrl.controller.observation import observation as observation_module
 from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.recent_lines import MOST_EVALS, RecentMetrics
-from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given
+from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given, Snapshots
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
 from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchSnapshot
 from asyncrl.messages.snapshot import UPDATE_LINES
@@ -108,12 +108,12 @@ async def test_the_controller_survives_anything_that_the_learner_reports(cluster
 async def test_a_snapshot_that_cannot_be_built_does_not_end_the_controller(cluster, monkeypatch):
     asked = []
 
-    def fail(*_args, **_facts):
+    async def fail(_snapshots):
         asked.append("once more")
         raise ValueError("an unexpected error")
 
     viewer = cluster.caller(VIEWER)
-    monkeypatch.setattr(observation_module, "build_snapshot", fail)
+    monkeypatch.setattr(Snapshots, "build", fail)
     await viewer.call(WatchSnapshot(seen=-1), timeout=3.0)
     await until(lambda: len(asked) >= 4)
     assert cluster.controller.counters["snapshots/failed"] >= 3
@@ -256,10 +256,8 @@ async def test_the_end_is_seen_and_recorded_even_if_it_takes_longer_than_a_recor
 
 
 def test_without_a_viewer_no_snapshot_is_built(tmp_path, monkeypatch):
-    taken, take = [], observation_module.build_snapshot
-    monkeypatch.setattr(
-        observation_module, "build_snapshot", lambda *of, **facts: taken.append(of) or take(*of, **facts)
-    )
+    taken, build = [], Snapshots.build
+    monkeypatch.setattr(Snapshots, "build", lambda snapshots: taken.append(snapshots) or build(snapshots))
 
     async def scenario(cluster):
         await asyncio.wait({cluster.main}, timeout=0.1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,13 +17,13 @@ from asyncrl.controller.observation.traces import (
     MOST_SPANS,
     PAUSE_S,
     TraceFile,
-    TracePace,
     Traces,
     remove_unfinished,
 )
 from asyncrl.core.errors import InvalidRequest
-from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
+from asyncrl.messages.monitor import TracePart, TraceSpan
 from asyncrl.observe.logging import get_logger
+from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 
 
 def span(name, began=WALL, seconds=1.0, track="state", order=0, **facts):
@@ -56,18 +57,17 @@ class Scene:
         self.time, trace = make_trace()
         trace.track("state", 0).enter("ready")
         self.asked, self.told, self.living = [], [], set(actors)
-        self.traces = Traces(
-            run_dir,
-            "demo",
-            actors,
+        self.now = None
+        actor = SimpleNamespace(
             name="controller/0",
+            config=SimpleNamespace(run=SimpleNamespace(name="demo"), actors=actors),
+            context=SimpleNamespace(run_dir=run_dir, incarnation=1),
             trace=trace,
-            ready=lambda: self.living,
-            ask=self.asked.append,
-            number=7,
             log=get_logger("controller/0"),
+            clock=SimpleNamespace(now=lambda: time.monotonic() if self.now is None else self.now),
             notify=lambda key, text: self.told.append((key, text)),
         )
+        self.traces = Traces(actor, lambda: self.living, self.asked.append)
 
     async def hand_in(self, actor, number, *names):
         for name in names:
@@ -100,12 +100,14 @@ async def test_a_trace_on_demand_waits_for_all_ready_actors_and_is_shared_by_its
     scene = Scene(tmp_path)
     writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
     await until(lambda: scene.asked)
-    await scene.hand_in("learner/0", 8, "train")
+    number = scene.asked[0]
+    assert number > numbers_begin_above(1)
+    await scene.hand_in("learner/0", number, "train")
     await scene.hand_in("rollouter/0", 3, "of another trace")
     assert not any(task.done() for task in writing)
-    await scene.hand_in("rollouter/0", 8, "generating")
+    await scene.hand_in("rollouter/0", number, "generating")
     first, second = [await task for task in writing]
-    assert first == second and scene.asked == [8, 0] and not first.missing
+    assert first == second and scene.asked == [number, 0] and not first.missing
     assert first.actors == ["controller/0", "learner/0", "rollouter/0"]
     trace = load(tmp_path / "trace" / "trace-001.json")
     assert [s.name for s in trace["rollouter/0"]["state"]] == ["generating"]
@@ -120,11 +122,12 @@ async def test_a_joined_actor_is_in_the_traces_and_one_that_does_not_answer_is_m
     scene.living |= {"rollouter/7", "agent/3"}
     writing = tasks.create_task(scene.traces.write(tasks, 1.0))
     await until(lambda: scene.asked)
-    await scene.hand_in("learner/0", 8, "x")
-    await scene.hand_in("rollouter/7", 8, "generating")
+    number = scene.asked[0]
+    await scene.hand_in("learner/0", number, "x")
+    await scene.hand_in("rollouter/7", number, "generating")
     written = await writing
     assert (written.actors, written.missing) == (["controller/0", "learner/0", "rollouter/7"], ["rollouter/0"])
-    await scene.hand_in("rollouter/0", 8, "too late")
+    await scene.hand_in("rollouter/0", number, "too late")
     await scene.hand_in("rollouter/7", 0, "its end")
     await scene.traces.finish()
     for number, name in enumerate(["generating", "its end"], 1):
@@ -185,36 +188,30 @@ def test_unfinished_files_of_a_dead_controller_are_removed(tmp_path):
 
 # --- a limit on requests ---
 
-WRITTEN, FAILED = TraceWritten(path="/run/trace/trace-001.json"), TraceWritten(path="", error="No space left on device")
-
-
-def test_a_refusal_says_what_was_done_and_when_to_ask_again():
-    pace = TracePace()
-    assert pace.refusal(0.0) == ""
-    pace.ended(WRITTEN, 100.0)
-    assert pace.refusal(103.0) == "a trace 3 s ago was written: /run/trace/trace-001.json; ask again in 7 s"
-    assert pace.refusal(100.0 + PAUSE_S) == ""
-    pace.ended(FAILED, 200.0)
-    assert pace.refusal(209.9) == "a trace 10 s ago failed: No space left on device; ask again in 1 s"
-
-
 LEARNER_ALONE = ("controller/0", "learner/0")
 
 
 @pytest.mark.parametrize("is_full", [False, True])
-def test_a_viewer_that_asks_repeatedly_gets_one_trace(tmp_path, is_full):
+def test_a_viewer_that_asks_repeatedly_gets_one_trace_and_when_to_ask_again(tmp_path, is_full):
     """On a full disk the actors are not asked repeatedly either."""
     if is_full:
         (tmp_path / "trace").write_text("in the way")
 
     async def main(tasks):
         scene = Scene(tmp_path, LEARNER_ALONE)
+        scene.now = 100.0
         first = await scene.write(tasks)
+        assert bool(first.path) == (not is_full)
+        said = f"failed: {first.error}" if is_full else f"was written: {first.path}"
+        scene.now = 103.0
         others = [await scene.write(tasks) for _ in range(50)]
         assert sum(number > 0 for number in scene.asked) == 1
-        assert bool(first.path) == (not is_full)
-        said = first.path or first.error
-        assert all(other.path == "" and said in other.error for other in others)
+        assert {(other.path, other.error) for other in others} == {("", f"a trace 3 s ago {said}; ask again in 7 s")}
+        scene.now = 99.9 + PAUSE_S
+        assert (await scene.write(tasks)).error == f"a trace 10 s ago {said}; ask again in 1 s"
+        scene.now = 100.0 + PAUSE_S
+        await scene.write(tasks)
+        assert sum(number > 0 for number in scene.asked) == 2
 
     run(tmp_path, main)
 
