@@ -24,9 +24,8 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.load import load_config
 from asyncrl.core.errors import ConfigError
-from asyncrl.data.order import EpochOrder
-from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.sources import load_dataset
+from asyncrl.data.rows import EpochOrder
+from asyncrl.dataloader.prompts import PromptSet, load_dataset
 from asyncrl.learner.algorithm.batch import step_metrics
 from asyncrl.learner.algorithm.group_check import has_signal
 from asyncrl.learner.algorithm.user_functions import find_advantage

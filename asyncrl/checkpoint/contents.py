@@ -24,7 +24,8 @@ from asyncrl.config import Config
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.core.files import Digest, write_file
 from asyncrl.messages import Count
-from asyncrl.messages.groups import Group, LedgerState
+from asyncrl.messages.groups import Group
+from asyncrl.messages.ledger import LedgerState
 
 STATE, GROUPS, TRAINER = "state.json", "groups.msgpack", "trainer"
 """Names inside a checkpoint; TRAINER is the folder of the files that ``Backend.save`` writes."""

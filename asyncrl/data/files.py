@@ -3,18 +3,21 @@
 The kind follows from the files' names, and from their first bytes where a name says nothing. A folder was written by
 ``datasets.save_to_disk``, or it holds JSON or Parquet files, as a download from the hub does. Then the files of one
 split are taken. Fails with DataError if there is no file, or if several sets are there.
+
+asyncrl downloads nothing, so that a run reads the same files each time and on each host. An error about a name of the
+Hugging Face hub gives the command that downloads it.
 """
 
 from __future__ import annotations
 
 import glob
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from asyncrl.core.errors import DataError
-from asyncrl.data.hub import fetch_advice
 
 Kind = Literal["jsonl", "parquet", "hf"]
 PARQUET_MAGIC = b"PAR1"
@@ -23,6 +26,9 @@ _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json
 _OTHERS = (".csv", ".tsv", ".xlsx", ".arrow", ".feather", ".zst", ".bz2", ".xz", ".zip", ".tar", ".tgz")
 _DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
 """Files that describe a data set and hold no rows."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ADDRESS = re.compile(r"(?:hf://|https?://(?:huggingface\.co|hf\.co)/)(?:datasets/)?([^/\s]+/[^/\s?#]+)")
+_FILE = re.compile(r"\.(jsonl?|ndjson|parquet|csv|tsv|txt|arrow|gz|zst|safetensors|bin|gguf|pt)$", re.IGNORECASE)
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -124,3 +130,27 @@ def _is_named(file: Path, split: str) -> bool:
 def _listed(paths: Sequence[Path]) -> str:
     names = [str(path) for path in paths]
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def fetch_command(path: str, *, is_dataset: bool = False) -> str:
+    """The command that downloads the hub's repository ``path``; empty if ``path`` does not look like its name.
+
+    A name is OWNER/NAME, or the address of its page. A path that exists, or whose first folder exists, is a path.
+    """
+    if address := _ADDRESS.match(path):
+        name = address[1]
+    elif _NAME.fullmatch(path) and not _FILE.search(path) and not Path(path).parent.exists():
+        name = path
+    else:
+        return ""
+    kind = "--repo-type dataset " if is_dataset else ""
+    return f"hf download {kind}{shlex.quote(name)} --local-dir {shlex.quote(name.rpartition('/')[2])}"
+
+
+def fetch_advice(path: str, key: str = "the path", *, is_dataset: bool = False) -> str:
+    """The way to get what a ``path`` names on the hub; empty if it does not look like a name of the hub."""
+    command = fetch_command(path, is_dataset=is_dataset)
+    if not command:
+        return ""
+    folder = command.rpartition(" ")[2]
+    return f"run `{command}` (asyncrl downloads nothing) and set {key} to {folder}"

@@ -17,32 +17,28 @@ from collections.abc import Iterable
 from asyncrl.config.rollout import RolloutConfig
 from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.core.errors import InvalidRequest, RestoreNeeded, WireError
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.gate import WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompts import PromptSet
+from asyncrl.dataloader.prompts import PromptSet, load_dataset
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, check_unchanged, rebuild
-from asyncrl.dataloader.sources import load_dataset
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
-    NewLeases,
+    LeasesHeld,
+    OpenLeases,
     Outcomes,
     OutcomesSeen,
     PromptSample,
-    RequestLeases,
     Restored,
     Resumed,
-    ReturnLeases,
     SamplePrompts,
     Supply,
     WatchSupply,
 )
-from asyncrl.messages.groups import Lease
+from asyncrl.messages.groups import Lease, NewLeases, RequestLeases, ReturnLeases, sealed
 from asyncrl.messages.learner import Held, Holds
-from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
-from asyncrl.messages.seals import sealed
 from asyncrl.observe.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.retry import AWAY_S, log_away

@@ -4,7 +4,7 @@ Invariants: a prompt is leased at most once at a time; numbers grow within an in
 those of a lease that it may have received from a lost dataloader. A prompt without a holder is with the learner, or its
 holder has died; it stays outstanding until it is released.
 
-A suspect (messages/suspects.py) is leased only to a rollouter that holds nothing, and runs there alone. A
+A suspect (messages/groups.py) is leased only to a rollouter that holds nothing, and runs there alone. A
 busy rollouter never holds nothing, so while a prompt waits to run alone one rollouter is set aside: it gets no lease
 until it has delivered everything, then it gets the prompt.
 
@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from asyncrl.dataloader.evals import EvalPrompt
-from asyncrl.dataloader.prompt_queue import TrainingPrompt
-from asyncrl.messages import suspects
+from asyncrl.dataloader.gate import TrainingPrompt
+from asyncrl.messages.groups import after_death, runs_alone, verdict
 
 Prompt = TrainingPrompt | EvalPrompt
 
@@ -263,7 +263,7 @@ class SuspectPrompts:
 
     def died(self, uid: str, *, alone: bool) -> None:
         """A rollouter died while it generated this prompt."""
-        self.raise_to(uid, suspects.after_death(self.attempt(uid), alone=alone))
+        self.raise_to(uid, after_death(self.attempt(uid), alone=alone))
 
     def forget(self, uid: str) -> None:
         """The prompt has an outcome."""
@@ -273,11 +273,11 @@ class SuspectPrompts:
 
     def is_suspect(self, uid: str) -> bool:
         """Whether a prompt may not share a rollouter."""
-        return suspects.runs_alone(self.attempt(uid))
+        return runs_alone(self.attempt(uid))
 
     def verdict(self, uid: str) -> str | None:
         """Why a prompt is rejected; None while it may run again."""
-        return suspects.verdict(self.attempt(uid), self._max_attempts)
+        return verdict(self.attempt(uid), self._max_attempts)
 
     # --- waiting to run alone ---
 

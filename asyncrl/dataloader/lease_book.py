@@ -25,13 +25,11 @@ from collections.abc import Collection, Iterable
 
 from asyncrl.core.errors import ProtocolError
 from asyncrl.dataloader.evals import EvalPrompt, EvalRounds
-from asyncrl.dataloader.gate import Gate
+from asyncrl.dataloader.gate import Gate, PromptQueue, TrainingPrompt
 from asyncrl.dataloader.holders import Ask, Holders, Prompt, PromptLease, SuspectPrompts
-from asyncrl.dataloader.prompt_queue import PromptQueue, TrainingPrompt
-from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Supply
+from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Rejected, Supply
+from asyncrl.messages.groups import runs_alone
 from asyncrl.messages.ledger import position_of
-from asyncrl.messages.rollouter import LeasesHeld
-from asyncrl.messages.suspects import runs_alone
 
 
 class LeaseBook:

@@ -13,14 +13,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from asyncrl.core.errors import InvalidRequest, RunChanged
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
-from asyncrl.dataloader.gate import Gate, WorkingLimit
+from asyncrl.dataloader.gate import Gate, PromptQueue, WorkingLimit
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import PromptQueue
-from asyncrl.messages.dataloader import Restored
+from asyncrl.messages.dataloader import LeasesHeld, Restored
 from asyncrl.messages.ledger import Ledger, position_of
-from asyncrl.messages.rollouter import LeasesHeld
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from asyncrl.core.errors import AsyncRLError, ChatRefused, EpisodeOver, EpisodeW
 from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import Chat, EpisodeDone
-from asyncrl.messages.suspects import runs_alone
+from asyncrl.messages.groups import runs_alone
 from asyncrl.observe.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
@@ -354,7 +354,7 @@ def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | No
 class Suspects:
     """Deaths of workers, counted by the ids of the episodes in them, over all attempts. Pure.
 
-    A worker plays many episodes, and most did not cause its end. By the rule of messages/suspects.py an episode gets a
+    A worker plays many episodes, and most did not cause its end. By the rule of messages/groups.py an episode gets a
     lone worker after some deaths, and only a death there is its own. Invariant: an episode that never ends its worker
     is never blamed.
     """

@@ -29,9 +29,9 @@ from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
 from asyncrl.learner.rank_0 import Rank0
 from asyncrl.messages import Request
+from asyncrl.messages.groups import fits
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
 from asyncrl.messages.monitor import MetricsLine, ResourceRecord
-from asyncrl.messages.seals import fits
 from asyncrl.observe.trace import CHECKPOINTS, PHASES, Track
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.server import REFUSED

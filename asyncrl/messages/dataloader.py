@@ -1,4 +1,4 @@
-"""Messages of rollouters and the learner to the dataloader: leases, outcomes, and what follows a restart."""
+"""Messages of the learner to the dataloader: outcomes, the supply of prompts, and what follows a restart."""
 
 from __future__ import annotations
 
@@ -7,53 +7,8 @@ from typing import Annotated, Literal
 import numpy as np
 from msgspec import Meta, Struct
 
-from asyncrl.messages import LEARNER, ROLLOUTER, Count, Done, Message, Request, Uid
-from asyncrl.messages.groups import Lease, LedgerState
-
-
-class NewLeases(Message, frozen=True, kw_only=True):
-    """New leases; empty if there was none in time, ``closed`` if there will never be one again."""
-
-    leases: list[Lease] = []
-    closed: bool = False
-
-
-class RequestLeases(Request, frozen=True, kw_only=True):
-    """Rollouter to dataloader: request leases of prompt groups. Parked until there is one.
-
-    Leases above ``seen`` are sent again first, so a lost reply loses nothing.
-    """
-
-    reply = NewLeases
-    senders = ROLLOUTER
-    idle = True
-    seen: Count
-    """The highest lease received by this incarnation of the rollouter."""
-    free_groups: Annotated[int, Meta(ge=1)]
-    """Number of further groups that it can hold, those above ``seen`` included."""
-    served_version: int
-    """The oldest version that its engines serve; -1 before the first."""
-    holding: list[Uid] = []
-    """Uids that it holds. Nothing is left of its earlier incarnations."""
-    number: Count = 0
-    """Number of the call, from 1 in each incarnation of the rollouter; 0 if it has none.
-
-    A request that a later one has overtaken, or that got a lease before, gets no new leases.
-    """
-
-
-class ReturnLeases(Request, frozen=True, kw_only=True):
-    """Rollouter to dataloader: these groups were not generated; lease them to another rollouter."""
-
-    reply = Done
-    senders = ROLLOUTER
-    uids: list[Uid]
-    leaving: bool = False
-    """It asks for nothing any more and holds nothing but ``holding``; what else it was leased is with the learner, or
-    was never received. Said when it begins to leave, and again when it ends.
-    """
-    holding: list[Uid] = []
-    """Uids of the groups that it may still deliver while it leaves."""
+from asyncrl.messages import DATALOADER, LEARNER, Count, Message, Request, Uid
+from asyncrl.messages.ledger import LedgerState
 
 
 class Outcome(Struct, gc=False, frozen=True, array_like=True):
@@ -197,3 +152,27 @@ class Restored(Request, frozen=True, kw_only=True):
     rounds_open: list[EvalRound] = []
     finished: bool = False
     """The last step is trained."""
+
+
+class LeasesHeld(Message, frozen=True, kw_only=True):
+    """All leases that the learner has not acknowledged, those of finished groups included."""
+
+    seen: Count
+    """The highest number of a lease that was received."""
+    served_version: int
+    attempts: dict[Uid, Count]
+    """Lease.attempt of each lease that is held, with the deaths since then."""
+    leaving: bool = False
+    """The rollouter takes no lease above ``seen``."""
+
+
+class OpenLeases(Request, frozen=True, kw_only=True):
+    """Dataloader to rollouter: which leases do you hold?
+
+    Before it answers, the rollouter takes ``learner`` for the living incarnation of learner/0: an acknowledgement of
+    an older one releases nothing any more, and what was delivered to an older one is delivered again.
+    """
+
+    reply = LeasesHeld
+    senders = DATALOADER
+    learner: Count

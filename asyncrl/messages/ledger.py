@@ -21,8 +21,9 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
+from msgspec import Struct
 
-from asyncrl.messages.groups import ConcludedEpochs, LedgerState
+from asyncrl.messages import Count, Uid
 
 Kind = Literal["trained", "filtered", "quarantined", "left_out"]
 """The outcomes of a prompt. ``left_out``: a rule of the data left it out before any lease; this is no failure."""
@@ -31,6 +32,31 @@ MAX_PROMPTS = 1 << 32
 """Prompts of an epoch, at most: the memory of a ledger is bounded for any index that is named."""
 # Full bytes are passed over so many at a time: an epoch may have millions of prompts.
 _FULL = b"\xff" * 256
+
+
+class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
+    """Consecutive epochs in which the same prompts have an outcome."""
+
+    first: Count
+    epochs: Count
+    """Number of the epochs; more than one only where ``bits`` has at most one byte."""
+    below: Count
+    """Multiple of 8: all prompts with a smaller index have an outcome."""
+    bits: bytes
+    """Bits of prompts; bit k of byte j is the index below + 8 * j + k. The first byte is not 255, the last not 0."""
+
+
+class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
+    """The learner's word on the outcome of every prompt."""
+
+    attempts: dict[Uid, Count] = {}
+    """Lease.attempt of prompts without an outcome; absent where it is 0."""
+    first_epoch: Count = 0
+    """The prompts of earlier epochs were others: nothing is leased from them any more."""
+    concluded: list[ConcludedEpochs] = []
+    """Outcomes by epochs, ascending; an epoch in which no prompt has an outcome is in none."""
+    counts: dict[Kind, Count] = {}
+    """Prompts with an outcome, by outcome, over all epochs."""
 
 
 @dataclass(slots=True)
@@ -117,7 +143,7 @@ class Ledger:
         """Ascending runs; as few as there can be."""
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
-        """Deaths of each open prompt by uid (of an eval prompt too), as messages/suspects.py counts them; absent if 0.
+        """Deaths of each open prompt by uid (of an eval prompt too), as messages/groups.py counts them; absent if 0.
         """
         self.first_epoch = 0
         """First epoch of the present prompts; earlier epochs had others, and their open prompts are left for good."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.data.columns import column_names, column_of, has_column
+from asyncrl.data.rows import column_names, column_of, has_column
 
 Row = Mapping[str, Any]
 RewardFunction = Callable[..., float]

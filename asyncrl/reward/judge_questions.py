@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.data.columns import column_names, column_of, has_column
+from asyncrl.data.rows import column_names, column_of, has_column
 from asyncrl.messages.reward import Outcome, Score
 from asyncrl.reward.judge_answers import match, read_entries, read_number
 from asyncrl.reward.judge_options import (

@@ -19,11 +19,11 @@ import asyncio
 import contextlib
 from collections.abc import Collection
 
+from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
-from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.observe.trace import WEIGHTS

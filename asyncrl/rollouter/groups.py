@@ -2,7 +2,7 @@
 
 Failure is per trajectory: only it is tried again, with backoff, up to ``rollout.max_attempts``. One that failed for
 good quarantines its group with the reason, or is left out where the configuration says so. The death of an engine is
-no attempt and is not seen here, unless engines have died of this very prompt too often (messages/suspects.py). An error
+no attempt and is not seen here, unless engines have died of this very prompt too often (messages/groups.py). An error
 is never a reward. Each trajectory is scored the moment it is finished; a group reward when the whole group is.
 
 Invariants: a trajectory fails by what its episode or the reward function did with it, and by nothing else. A reward

@@ -21,10 +21,9 @@ from msgspec.structs import replace
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, RemoteError, WireError
-from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.groups import Group, Lease
+from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
+from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver
-from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.policy import Slots
 from asyncrl.rpc.calls.peer import Peer

@@ -14,11 +14,10 @@ from inprocess import CREDENTIALS, sim_config
 from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.dataloader import Outcome, Outcomes, RequestLeases, Restored, Supply, WatchSupply
-from asyncrl.messages.groups import LedgerState
+from asyncrl.messages.dataloader import LeasesHeld, OpenLeases, Outcome, Outcomes, Restored, Supply, WatchSupply
+from asyncrl.messages.groups import RequestLeases
 from asyncrl.messages.learner import Held, Holds
-from asyncrl.messages.ledger import Ledger
-from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
+from asyncrl.messages.ledger import Ledger, LedgerState
 from asyncrl.rpc.actor import ActorContext, Caller, handler
 
 A, B, LEARNER = "rollouter/0", "rollouter/1", "learner/0"

@@ -7,16 +7,14 @@ from typing import Any
 import pytest
 
 from asyncrl.core.errors import ProtocolError
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
-from asyncrl.dataloader.gate import Gate, WorkingLimit
+from asyncrl.dataloader.gate import Gate, PromptQueue, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.dataloader.restoring import RestoreInputs, rebuild
-from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected, Restored
+from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Rejected, Restored
 from asyncrl.messages.ledger import Ledger
-from asyncrl.messages.rollouter import LeasesHeld
 
 A, B = "rollouter/0", "rollouter/1"
 

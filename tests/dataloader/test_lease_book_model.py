@@ -16,12 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds
-from asyncrl.dataloader.gate import Gate, WorkingLimit
+from asyncrl.dataloader.gate import Gate, PromptQueue, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompt_queue import PromptQueue
 from asyncrl.messages.dataloader import Outcome, Outcomes
 from asyncrl.messages.ledger import Ledger
 

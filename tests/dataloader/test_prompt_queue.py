@@ -6,8 +6,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.data.order import EpochOrder
-from asyncrl.dataloader.prompt_queue import PromptQueue
+from asyncrl.data.rows import EpochOrder
+from asyncrl.dataloader.gate import PromptQueue
 from asyncrl.messages.ledger import Ledger
 
 

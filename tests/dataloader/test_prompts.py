@@ -10,9 +10,8 @@ import pytest
 
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import DataError
-from asyncrl.data.jsonl import RawRow
-from asyncrl.dataloader.prompts import PromptSet, Remark
-from asyncrl.dataloader.sources import collect
+from asyncrl.data.rows import RawRow
+from asyncrl.dataloader.prompts import PromptSet, Remark, collect
 from asyncrl.text.tokenizer import ByteTokenizer, load_tokenizer
 
 CHAT = [{"role": "user", "content": "x" * 40}]

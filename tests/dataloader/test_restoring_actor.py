@@ -13,7 +13,8 @@ from serving_dataloader import A, B, Learner, Rollouter, Running, ledger, run, r
 from asyncrl.config import Config
 from asyncrl.core.errors import RemoteError
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import Outcomes, ReturnLeases
+from asyncrl.messages.dataloader import Outcomes
+from asyncrl.messages.groups import ReturnLeases
 
 RUN = run
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import DataError
-from asyncrl.dataloader.sources import Dataset, load_dataset, unpack
+from asyncrl.dataloader.prompts import Dataset, load_dataset, unpack
 
 ROWS = [{"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": "2", "level": 3}]
 

@@ -14,7 +14,7 @@ from launcher.run_folder.test_resume import write_checkpoint
 from asyncrl.cli import launch
 from asyncrl.config.keys import known_keys
 from asyncrl.config.load import load_config
-from asyncrl.dataloader.sources import load_dataset
+from asyncrl.dataloader.prompts import load_dataset
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
 

@@ -13,8 +13,16 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.messages.groups import ConcludedEpochs, LedgerState
-from asyncrl.messages.ledger import KINDS, MAX_PROMPTS, IndexSet, Kind, Ledger, position_of
+from asyncrl.messages.ledger import (
+    KINDS,
+    MAX_PROMPTS,
+    ConcludedEpochs,
+    IndexSet,
+    Kind,
+    Ledger,
+    LedgerState,
+    position_of,
+)
 from asyncrl.rpc.wire.codec import Codec
 
 Outcomes = dict[tuple[int, int], Kind]

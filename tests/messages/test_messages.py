@@ -10,9 +10,8 @@ from asyncrl.core.errors import ProtocolError
 from asyncrl.core.roles import ROLES
 from asyncrl.messages import Message, Request, may_send, senders_of
 from asyncrl.messages.actors import StopRun
-from asyncrl.messages.groups import Sequence, Turn, VersionSpan
+from asyncrl.messages.groups import Sequence, Turn, VersionSpan, fits, sealed
 from asyncrl.messages.learner import Deliver, Delivered
-from asyncrl.messages.seals import fits, sealed
 from asyncrl.rpc.wire.codec import Codec
 
 

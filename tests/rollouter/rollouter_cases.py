@@ -9,10 +9,9 @@ from made_group import make_group
 
 from asyncrl.core.errors import RestoreNeeded
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.groups import Group
+from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
+from asyncrl.messages.groups import Group, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats
-from asyncrl.messages.rollouter import LeasesHeld, OpenLeases
 from asyncrl.rollouter import actor
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.calls.handlers import Caller, handler

@@ -14,7 +14,7 @@ from rollouter_cases import Dataloader, Learner, living
 
 from asyncrl.core.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.rollouter import OpenLeases
+from asyncrl.messages.dataloader import OpenLeases
 from asyncrl.rpc.calls import peer as peer_module
 from asyncrl.rpc.heartbeat import gather_heartbeat
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from made_group import make_group
 
 from asyncrl.config.training import LearnerConfig
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
 from asyncrl.dataloader.gate import WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
@@ -31,11 +31,9 @@ from asyncrl.dataloader.lease_book import LeaseBook
 from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, rebuild
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
-from asyncrl.messages.dataloader import Outcome, Outcomes, Restored
-from asyncrl.messages.groups import Group
+from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Restored
+from asyncrl.messages.groups import ALONE_FROM, Group
 from asyncrl.messages.ledger import Ledger, position_of
-from asyncrl.messages.rollouter import LeasesHeld
-from asyncrl.messages.suspects import ALONE_FROM
 
 KINDS = ("trained", "trained", "trained", "filtered", "quarantined")
 ACKNOWLEDGED = ("now", "now", "late", "never")

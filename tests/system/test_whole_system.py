@@ -18,9 +18,9 @@ from asyncrl.learner.groups import intake
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.actors import NOTICE
+from asyncrl.messages.dataloader import OpenLeases
 from asyncrl.messages.learner import Deliver, Holds
 from asyncrl.messages.ledger import position_of
-from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.observe.samples import KINDS, SampleChoice, newest_samples
 from asyncrl.rollouter import actor as rollouter_module
 from asyncrl.rollouter.leases import HeldLeases

@@ -8,7 +8,7 @@ from asyncrl.checkpoint.contents import CheckpointState, Geometry, write_content
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.errors import CheckpointError
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.messages.ledger import Ledger, position_of
 from tools.chaos.audit import Expected, audit
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl.messages import Done
-from asyncrl.messages.dataloader import NewLeases, RequestLeases, ReturnLeases
-from asyncrl.messages.groups import Group, Lease
+from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update

@@ -27,7 +27,7 @@ import numpy as np
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.core.errors import CheckpointError
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder
 from asyncrl.messages.ledger import KINDS, Ledger, position_of
 
 LISTED = 5

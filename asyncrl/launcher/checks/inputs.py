@@ -25,9 +25,8 @@ from asyncrl.config.load import config_from_json, config_to_json
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.printable import printable
-from asyncrl.data.jsonl import RawRow
-from asyncrl.dataloader.prompts import PromptSet
-from asyncrl.dataloader.sources import BadRow, TooFewUsable, check_row, collect, open_source, unpack
+from asyncrl.data.rows import RawRow
+from asyncrl.dataloader.prompts import BadRow, PromptSet, TooFewUsable, check_row, collect, open_source, unpack
 from asyncrl.launcher.checks.chat import CONVERSATIONS, check_chat, check_conversations, in_rows
 from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
 from asyncrl.launcher.checks.process import ask_process

@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.core.disk import in_bytes
-from asyncrl.data.hub import fetch_advice
+from asyncrl.data.files import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, listed, ok
 from asyncrl.launcher.checks.needs import ModelSize
 from asyncrl.launcher.checks.weights import (

@@ -20,7 +20,7 @@ import numpy as np
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.data.hub import fetch_advice
+from asyncrl.data.files import fetch_advice
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 from asyncrl.launcher.checks.model import check_model
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed

@@ -25,7 +25,7 @@ from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig, RewardConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, EpisodeWorkersEnded, RewardFailed
 from asyncrl.core.printable import printable
-from asyncrl.data.columns import column_of
+from asyncrl.data.rows import column_of
 from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.launcher.checks.findings import Finding, fail, listed, ok, warn
 from asyncrl.launcher.checks.inputs import Sample

@@ -22,8 +22,8 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.group_check import check_group, has_signal
 from asyncrl.learner.groups.buffer import GroupBuffer, in_order
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
-from asyncrl.messages.groups import Group, LedgerState
-from asyncrl.messages.ledger import KINDS, Kind, Ledger, position_of
+from asyncrl.messages.groups import Group
+from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
 from asyncrl.messages.trajectories import sampled_tokens
 
 REWARDS_SHOWN = 5

@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, EpisodeHostFull, PeerRestarted, RemoteError
-from asyncrl.data.columns import column_of
+from asyncrl.data.rows import column_of
 from asyncrl.messages.episodes import EpisodeDone, RunEpisode
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.rollouter.episode.figures import EpisodeFaults, Failure, by_kind

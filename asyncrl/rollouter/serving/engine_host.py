@@ -3,7 +3,7 @@
 Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
 that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
 the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
-their turn: a suspect has the engine alone (suspects.py).
+their turn: a suspect has the engine alone (``EngineTurns``).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Invariants: tokens, log-probs and version spans always cover the same positions;
 version that sampled it, over aborts, resumes and the death of an engine; there are never more than ``max_tokens``. A
 token is given up only if its version is unknown: see ``Response.cut_submission``.
 
-Fails with TrajectoryFailed when engines have died of the prompt too often (messages/suspects.py). Any other death
+Fails with TrajectoryFailed when engines have died of the prompt too often (messages/groups.py). Any other death
 counts as no attempt, and costs no token that was handed over: the next engine samples after those.
 """
 

@@ -1,6 +1,6 @@
 """Turns in the engine, and the leases that were in it when it died.
 
-The rule for suspects is that of messages/suspects.py. A lease that runs alone waits until all others are done, and
+The rule for suspects is that of messages/groups.py. A lease that runs alone waits until all others are done, and
 those that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a lease that
 runs alone run together, until all are done or the engine dies.
 
@@ -13,8 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from asyncrl.messages import suspects
-from asyncrl.messages.groups import Lease
+from asyncrl.messages.groups import Lease, after_death, runs_alone, verdict
 
 
 class SuspectLeases:
@@ -32,7 +31,7 @@ class SuspectLeases:
     def died(self, inside: Iterable[Lease], reason: str, *, alone: bool) -> None:
         """An engine died with submissions of these leases in it; ``alone``: of one that ran alone."""
         for lease in inside:
-            self._deaths[lease.uid] = suspects.after_death(self.deaths(lease), alone=alone)
+            self._deaths[lease.uid] = after_death(self.deaths(lease), alone=alone)
             self._reasons[lease.uid] = reason
             self.own_deaths += alone
             self.failed += alone and self.failure(lease) is not None
@@ -43,13 +42,13 @@ class SuspectLeases:
 
     def alone(self, lease: Lease) -> bool:
         """Whether it runs alone."""
-        return suspects.runs_alone(self.deaths(lease))
+        return runs_alone(self.deaths(lease))
 
     def failure(self, lease: Lease) -> str | None:
         """Why it may not run again; None while it may."""
         if lease.uid not in self._deaths:
             return None
-        return suspects.verdict(self.deaths(lease), self._max_attempts, self._reasons[lease.uid])
+        return verdict(self.deaths(lease), self._max_attempts, self._reasons[lease.uid])
 
     def forget(self, uid: str) -> None:
         """Forget a lease that has ended."""

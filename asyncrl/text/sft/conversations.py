@@ -17,8 +17,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DataError
-from asyncrl.data.jsonl import read_jsonl
-from asyncrl.data.order import EpochOrder
+from asyncrl.data.rows import EpochOrder, read_jsonl
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.sft.encoding import BadConversation, Encoded, Encoder, LongConversation
 from asyncrl.text.stops import resolve_stops

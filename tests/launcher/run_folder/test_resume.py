@@ -26,7 +26,7 @@ from asyncrl.launcher.run_folder import resume
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.resume import find_resumption
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.messages.groups import LedgerState
+from asyncrl.messages.ledger import LedgerState
 
 FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
 

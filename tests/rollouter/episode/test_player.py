@@ -10,8 +10,8 @@ from made_group import make_group
 from session_cases import HOST, World, played, said, user
 
 from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError
-from asyncrl.data.jsonl import RawRow
-from asyncrl.dataloader.sources import check_row
+from asyncrl.data.rows import RawRow
+from asyncrl.dataloader.prompts import check_row
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.rollouter.episode.player import first_messages, task_seed, total_reward

@@ -7,8 +7,8 @@ from inprocess import System, sim_config
 from run_files import groups
 
 from asyncrl.core.errors import EngineDied
+from asyncrl.messages.dataloader import OpenLeases
 from asyncrl.messages.learner import Holds
-from asyncrl.messages.rollouter import OpenLeases
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rpc.calls.handlers import Caller
 

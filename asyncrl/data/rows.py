@@ -1,0 +1,225 @@
+"""Rows of JSON files, their columns by name, and the order in which the prompts of an epoch are drawn.
+
+JSON lines are read as a stream; a JSON list is held in memory whole. Either may be compressed by gzip: the first bytes
+of a file say so. A file that cannot be read raises DataError. The check of the rows reports a single row that cannot be
+read.
+
+Columns may be nested: ``reward_model.ground_truth``. A column whose own name holds the dots wins over the nested one.
+
+The order is a pure function of (dataset fingerprint, seed, epoch). Position 0, 1, 2, … runs through epoch 0, then epoch
+1, and so on without a seam. Invariant: within an epoch every index occurs exactly once, and the result depends on
+nothing else, neither on a library's random generator nor on earlier look-ups, so that a restarted dataloader continues
+where the lost one was. The permutation is the swap-or-not shuffle (Hoang, Morris, Rogaway, "An Enciphering Scheme Based
+on a Card Shuffle", CRYPTO 2012): O(log n) time and no memory for a lookup, for any n. Each of its rounds is its own
+inverse, so that the position of an index is found by the same rounds backwards.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from io import BufferedIOBase
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncrl.core.errors import DataError
+from asyncrl.data.files import PARQUET_MAGIC, files_of
+
+GZIP_MAGIC = b"\x1f\x8b"
+_decode = msgspec.json.Decoder().decode
+_MISSING = object()
+_MASK = (1 << 64) - 1
+_MIN_ROUNDS = 32
+"""Rounds that are enough for a small n too, where the bound of the paper says little."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row that a source found at ``path``:``line`` (1-based), or the problem with it.
+
+    Lines of a JSON list and of a Parquet file count its records.
+    """
+
+    path: str
+    line: int
+    value: Any = None
+    problem: str = ""
+    typed: bool = False
+    """Whether it is from a table with typed columns: a field that an object was written without is null there."""
+
+
+def read_jsonl(pattern: str) -> Iterator[RawRow]:
+    """The rows of a file, or of each file of a glob. Raises DataError."""
+    yield from read_json_rows(files_of(pattern))
+
+
+def read_json_rows(paths: Iterable[str]) -> Iterator[RawRow]:
+    """One row a line, without blank lines; or one for each item of a file that is a JSON list. Raises DataError."""
+    for path in paths:
+        try:
+            with _open(path) as file:
+                yield from _lines(path, file)
+        except OSError as error:
+            raise DataError(f"cannot be read: {error.strerror or error}", path=path) from None
+        except (EOFError, zlib.error) as error:
+            raise DataError(f"is damaged or not whole: {error}", path=path, fix="copy it again") from None
+
+
+def _open(path: str) -> BufferedIOBase:
+    """The file, uncompressed. Raises OSError, and DataError for a Parquet file."""
+    with open(path, "rb") as file:
+        first = file.read(4)
+    if first == PARQUET_MAGIC:
+        fix = 'for data.path set data.source = "parquet"; sft.data takes JSON alone, so convert the file'
+        raise DataError("is a Parquet file, and is read as JSON", path=path, fix=fix)
+    return gzip.open(path, "rb") if first.startswith(GZIP_MAGIC) else open(path, "rb")
+
+
+def _lines(path: str, file: BufferedIOBase) -> Iterator[RawRow]:
+    is_first = True
+    for number, line in enumerate(file, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if not line.strip():
+            continue
+        if is_first and line.lstrip().startswith(b"["):
+            yield from _items(path, line, file.read())
+            return
+        is_first = False
+        yield _row(path, number, line)
+
+
+def _items(path: str, first: bytes, rest: bytes) -> Iterator[RawRow]:
+    """The items of a file that is one JSON list; its lines if only the first one is a list. Raises DataError."""
+    try:
+        for number, value in enumerate(_decode(first + rest), 1):
+            yield RawRow(path, number, value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if _row(path, 1, first).problem:
+            raise DataError(f"is not a valid JSON list: {error}", path=path, fix="write it again, whole") from None
+        for number, line in enumerate([first, *rest.splitlines()], 1):
+            if line.strip():
+                yield _row(path, number, line)
+
+
+def _row(path: str, number: int, line: bytes) -> RawRow:
+    try:
+        return RawRow(path, number, _decode(line))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return RawRow(path, number, problem=f"is not valid JSON: {error}")
+
+
+def column_of(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value of the column ``key``, or ``default`` if the row has no such column. Dots lead into objects."""
+    found = _find(row, key)
+    return default if found is _MISSING else found
+
+
+def has_column(row: Mapping[str, Any], key: str) -> bool:
+    """Whether the row has the column ``key``; its value may be None."""
+    return _find(row, key) is not _MISSING
+
+
+def column_names(row: Mapping[str, Any]) -> list[str]:
+    """The names of all columns in the order of the row, those inside objects as dotted names."""
+    return list(_names(row, ""))
+
+
+def _find(row: Mapping[str, Any], key: str) -> Any:
+    if key in row:
+        return row[key]
+    dot = key.find(".")
+    while dot >= 0:
+        inner = row.get(key[:dot])
+        if isinstance(inner, Mapping) and (found := _find(inner, key[dot + 1 :])) is not _MISSING:
+            return found
+        dot = key.find(".", dot + 1)
+    return _MISSING
+
+
+def _names(row: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and value:
+            yield from _names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """The order of ``size`` prompts in every epoch; as they stand without ``shuffle``."""
+
+    fingerprint: str
+    seed: int
+    size: int
+    shuffle: bool = True
+
+    def at(self, position: int) -> tuple[int, int]:
+        """(epoch, index) of the prompt at ``position``, counted from 0 over all epochs."""
+        assert position >= 0 < self.size
+        epoch, offset = divmod(position, self.size)
+        if not self.shuffle:
+            return epoch, offset
+        return epoch, self._swap_or_not(offset, self._rounds(epoch))
+
+    def position(self, epoch: int, index: int) -> int:
+        """Position at which ``at`` gives this prompt."""
+        assert 0 <= index < self.size
+        offset = self._swap_or_not(index, reversed(self._rounds(epoch))) if self.shuffle else index
+        return epoch * self.size + offset
+
+    def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Indices at these offsets of an epoch, int64 [stop - start], for a small part of the cost of ``at``."""
+        index = np.arange(start, min(stop, self.size), dtype=np.int64)
+        if not self.shuffle:
+            return index
+        for pivot, key in self._rounds(epoch):
+            partner = pivot - index
+            # This is the remainder, since pivot and index lie in [0, size).
+            partner += (partner < 0) * self.size
+            index = np.where(_coins(key, np.maximum(index, partner)), partner, index)
+        return index
+
+    def _rounds(self, epoch: int) -> tuple[tuple[int, int], ...]:
+        return _rounds(self.fingerprint, self.seed, epoch, self.size)
+
+    def _swap_or_not(self, index: int, rounds: Iterable[tuple[int, int]]) -> int:
+        for pivot, key in rounds:
+            partner = (pivot - index) % self.size
+            # Both of a pair have one coin, so that either both are swapped or none.
+            if _coin(key, max(index, partner)):
+                index = partner
+        return index
+
+
+@lru_cache(maxsize=8)
+def _rounds(fingerprint: str, seed: int, epoch: int, size: int) -> tuple[tuple[int, int], ...]:
+    """(pivot, key) of each round."""
+    found = []
+    for number in range(_MIN_ROUNDS + 4 * size.bit_length()):
+        digest = hashlib.blake2b(f"{fingerprint}/{seed}/{epoch}/{number}".encode(), digest_size=24).digest()
+        found.append((int.from_bytes(digest[:16], "big") % size, int.from_bytes(digest[16:], "big")))
+    return tuple(found)
+
+
+def _coin(key: int, value: int) -> int:
+    """A bit of the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    mixed = (value ^ key) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed >> 63
+
+
+def _coins(key: int, values: np.ndarray) -> np.ndarray:
+    """``_coin`` of each: int64 [N] to bool [N]."""
+    mixed = values.astype(np.uint64) ^ np.uint64(key)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (mixed >> np.uint64(63)).astype(bool)
