@@ -28,8 +28,8 @@ class CheckpointConfig(Section):
     export_at_end: bool = True
     """Write the final weights in Hugging Face layout to export/ in the run folder."""
     room_wait_s: Seconds = 300.0
-    """Longest wait for room on a full disk for the last checkpoint, the export, or the next version when nothing else
-    is left to do. Then the run fails. Preemption has preempt.grace_s."""
+    """Longest wait for room on a full disk when nothing else is left to do; then the run fails. Preemption has
+    preempt.grace_s."""
 
 
 class ResumeConfig(Section):
@@ -89,12 +89,11 @@ class WatchdogConfig(Section):
     """Reports of a stall: nothing moves although all actors are alive."""
 
     stall_s: Seconds = 300.0
-    """Time without a trained group, a version or a token after which a stall is reported: which actor waits for which,
-    and the stacks of those that wait for no other."""
+    """Time without a trained group, a version or a token after which the waits of all actors are reported."""
     policy: Literal["report", "stop"] | None = None
-    """The consequence of a stall. By default the run ends as failed when a stall has outlasted stall_s and the
-    deadlines of an engine call, an episode, a reward, a weight update and a collective operation together. "stop" ends
-    it with the first report, "report" never. A stall restarts no actor."""
+    """The consequence of a stall. By default the run ends when a stall has outlasted stall_s and the deadlines of an
+    engine call, an episode, a reward, a weight update and a collective operation together. "stop" ends it with the
+    first report, "report" never."""
     budgets_s: dict[ActorState, Seconds] = BUDGETS_S
     """Longer times for single states of an actor, by name of the state. States that are not named keep their times."""
 
@@ -122,13 +121,12 @@ class NetworkConfig(Section):
     host: str = "127.0.0.1"
     """Address that actors bind, in a run on one host."""
     interface: str | None = None
-    """Network interface whose address actors bind, in a run on several hosts. By default each host takes the address by
-    which it reaches the head."""
+    """Network interface whose address actors bind, in a run on several hosts. By default the one that routes to the
+    head."""
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
     """Ports that actors may bind: 0 for any, or LOW-HIGH. gloo and NCCL also use others."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the controller; 0 takes the lowest free one of network.ports for the whole run. Choose the lowest of
-    network.ports or one outside, because other actors take the highest."""
+    """Port of the controller; 0 takes the lowest free one of network.ports. Other actors take the highest."""
     max_message_bytes: Positive = 1 << 30
     """Largest message; the sender refuses larger ones."""
     call_timeout_s: Seconds = 30.0
@@ -158,8 +156,7 @@ class SupervisionConfig(Section):
     """Silence after which an actor on a live host is killed and restarted. After as long (at least 10 s) a guard kills
     a silent node agent with its actors."""
     unreachable_s: Seconds = 60.0
-    """Time after which one of two actors that cannot reach each other is restarted, although both send heartbeats: the
-    one that is cut off from more actors of the other's role."""
+    """Time after which one of two actors that cannot reach each other is restarted, although both send heartbeats."""
     host_lost_s: Seconds = 30.0
     """Silence of a host's node agent and actors after which the host counts as lost."""
     start_timeout_s: Seconds = 300.0

@@ -153,8 +153,7 @@ class WeightsConfig(Section):
     transport: Literal["auto", "nccl", "gloo", "shm", "stream"] = "auto"
     """Path of weights to the engines: broadcast (nccl on GPU, gloo on CPU), shared memory, or chunks over the wire
     (stream). auto is nccl if learner and engines are on GPUs and publish whole weights; else shm on the learner's host,
-    stream on others. stream also serves engines that miss a
-    broadcast; one engine fetches for its host, unless the transport is stream."""
+    stream on others."""
     max_paused_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the replicas that may pause at once for an update by shm or stream; at least one may."""
     bucket_bytes: Positive = 256 << 20
@@ -172,7 +171,7 @@ class WeightsConfig(Section):
     """Longest fetch of a version by shm or stream; then the replica fetches the newest instead."""
     versions_held: Annotated[int, Field(ge=2)] = 4
     """Most versions that the parameter server holds, each as large as the weights: the newest, and older ones that
-    replicas still fetch. If replicas fetch more versions, some of them start again with the newest."""
+    replicas still fetch."""
     broadcast_timeout_s: Seconds = 30.0
     """Longest wait of the members of a broadcast for one another. After a failure stream serves the version."""
     max_attempts: Positive = 3

@@ -168,8 +168,7 @@ class LearnerConfig(Section):
     ranks: Positive = 1
     """Learner processes: one per GPU, or CPU processes with gloo."""
     replicas: Positive = 1
-    """Copies of the model among the ranks. Consecutive ranks share a copy (learner.ranks / replicas of them), so layers
-    are gathered within a host."""
+    """Copies of the model among the ranks. Consecutive ranks share a copy."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device; auto takes CUDA if available."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -232,7 +231,7 @@ class LearnerConfig(Section):
     "no signal"."""
     max_quarantined_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Largest share of quarantined prompts (of those trained, filtered or quarantined), and of dropped trajectories,
-    from 100 groups on. Above it the run ends. Prompts left out by the data rules do not count."""
+    from 100 groups on. Above it the run ends."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite ends the run, or quarantines its groups."""
     signal_tolerance: Annotated[float, Field(ge=0)] = 1e-6
