@@ -73,7 +73,6 @@ bench: $(COMPILED) ## Measure the overheads against their floors
 	$(BIN)/python -m tools.bench rollout
 	$(BIN)/python -m tools.bench episodes
 	$(BIN)/python -m tools.bench overlap
-	$(BIN)/python -m tools.bench planning
 	$(BIN)/python -m tools.bench weights
 	$(BIN)/python -m tools.bench stall
 	$(BIN)/python -m tools.bench scale

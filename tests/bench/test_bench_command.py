@@ -1,28 +1,29 @@
 """The command line, and a tiny run of the benchmark of calls with real processes."""
 
 import asyncio
+import inspect
 import json
 import subprocess
 import sys
-import tomllib
+from importlib import import_module
 
 import pytest
 
-from asyncrl.config.load import config_to_json, validate_config
-from tools.bench import calls, episode_calls, episode_runs, overlap
-from tools.bench.__main__ import parser
+from asyncrl.config.load import validate_config
+from tools.bench import calls, episodes, overlap, stall
+from tools.bench.__main__ import BENCHES, parser
 from tools.bench.report import Report
 
 
 def test_a_tiny_run_measures_calls_from_an_episode(monkeypatch):
     """The real host and its worker, in processes of their own."""
-    monkeypatch.setattr(episode_calls, "STEP_S", 0.0005)
+    monkeypatch.setattr(episodes, "STEP_S", 0.0005)
     report = Report("episodes")
-    asyncio.run(episode_calls.measure(report, pairs=2))
+    asyncio.run(episodes.measure_calls(report, pairs=2))
     found = json.loads(report.to_json())
     for way in ("client", "http"):
         figures = found["figures"][f"call_by_{way}"]
-        sampling_s = 0.0005 * episode_calls.ANSWER_TOKENS
+        sampling_s = 0.0005 * episodes.ANSWER_TOKENS
         assert figures["first"]["low"] >= sampling_s and figures["second"]["low"] >= sampling_s
         assert found["ratios"][f"call_by_{way}_overhead_ms"] == figures["overhead_ms"]["median"]
 
@@ -62,35 +63,42 @@ def test_a_tiny_run_measures_calls(monkeypatch):
     monkeypatch.setattr(calls, "ROUND_TRIPS", 5)
     monkeypatch.setattr(calls, "LARGE_BYTES", 1 << 20)
     report = Report("calls")
-    asyncio.run(calls.measure(report, pairs=2, vs_ray=False))
+    asyncio.run(calls.measure(report, pairs=2, vs=None))
     found = json.loads(report.to_json())
-    assert set(found["ratios"]) == {
-        "call_vs_raw",
-        "call_by_task_vs_raw",
-        "payload_vs_raw",
-        "shared_memory_vs_memcpy",
-    }
+    assert set(found["ratios"]) == {"call_vs_raw", "call_by_task_vs_raw", "payload_vs_raw"}
     assert all(ratio > 0 for ratio in found["ratios"].values())
-    assert all(f"{row}_aa" in found["figures"] for row in ("call_vs_raw", "payload_vs_raw", "shared_memory_vs_memcpy"))
+    assert all(f"{row}_aa" in found["figures"] for row in ("call_vs_raw", "payload_vs_raw"))
 
 
 def test_the_ratio_compares_the_steps_of_two_runs():
-    ratio, low, high = episode_runs.ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
-    assert ratio == pytest.approx(4.0)
-    assert 3.0 < low < ratio < high < 5.0
+    found = episodes.ratio_of_means([30.0, 20.0, 40.0] * 3, [5.0, 10.0] * 20)
+    assert found.median == pytest.approx(4.0)
+    assert 3.0 < found.low < found.median < found.high < 5.0
 
 
-@pytest.mark.parametrize("staleness", [0, 4])
-def test_the_configurations_of_episodes_are_valid(staleness):
-    assert validate_config(episode_runs.tree(staleness={"max": staleness})).staleness.max == staleness
+@pytest.mark.parametrize(
+    "tree",
+    [
+        episodes.tree(staleness=4, steps=8),
+        overlap.config(train_s=0.5, staleness_max=4, adapt=True, steps=8),
+        *(stall.configuration(mode, steps=8) for mode in stall.MODES),
+    ],
+)
+def test_the_configurations_of_whole_runs_are_valid(tree):
+    assert validate_config(tree).learner.steps == 8
 
 
-def test_a_run_is_summarized_over_its_steady_part(tmp_path):
+def test_each_bench_takes_its_options():
+    for name, (_, options) in BENCHES.items():
+        taken = inspect.signature(import_module(f"tools.bench.{name}").measure).parameters
+        assert {flag.lstrip("-").replace("-", "_") for flag in options} == taken.keys() - {"report"}
+
+
+def test_a_run_is_summarized_over_its_steady_part():
     edge = {"time/step_s": 99.0, "time/train_s": 99.0, "time/wait_for_groups_s": 99.0, "staleness/limit": 99.0}
-    edge |= {"rollout/length_mean": 99.0, "staleness/token_mean": 99.0, "kind": "train"}
+    edge |= {"rollout/length_mean": 99.0, "staleness/token_mean": 99.0}
     steady = [
         {
-            "kind": "train",
             "time/step_s": 2.0,
             "time/train_s": 1.0,
             "time/wait_for_groups_s": 0.5,
@@ -100,13 +108,7 @@ def test_a_run_is_summarized_over_its_steady_part(tmp_path):
         }
         for length, staleness in ((100.0, 1.0), (300.0, 3.0))
     ]
-    lines = [edge] * overlap.WARM_UP_STEPS + [{"kind": "eval"}, *steady] + [edge] * overlap.LAST_STEPS
+    lines = [edge] * overlap.WARM_UP_STEPS + steady + [edge] * overlap.LAST_STEPS
     run = overlap.summarize(lines)
     assert (run.step_s, run.train_s, run.wait_for_groups_s, run.limit, run.steps) == (2.0, 1.0, 0.5, 2.0, 2)
     assert run.token_staleness == pytest.approx((100 * 1 + 300 * 3) / 400)
-
-
-def test_a_configuration_survives_being_written_as_toml(tmp_path):
-    chosen = overlap.config(folder=tmp_path, train_s=0.5, staleness_max=4, adapt=True, steps=8)
-    written = tomllib.loads(overlap.to_toml(json.loads(config_to_json(chosen))))
-    assert validate_config(written) == chosen

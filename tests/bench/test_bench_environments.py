@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from tools.bench import environments, learner_batch
+from tools.bench import learner_batch, processes
 
 WHEEL = "peer-1.0-py3-none-any.whl"
 
@@ -27,23 +27,23 @@ def requirements(tmp_path):
 
 @pytest.mark.slow
 def test_an_environment_is_built_once_and_rebuilt_when_it_is_incomplete(requirements, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(environments, "FOLDER", tmp_path / "made")
-    python = environments.environment("peer", requirements)
+    monkeypatch.setattr(processes, "FOLDER", tmp_path / "made")
+    python = processes.environment("peer", requirements)
     told = subprocess.run([python, "-I", "-c", "import peer; print(peer.ANSWER)"], capture_output=True, check=True)
     assert told.stdout.strip() == b"42"
     witness = python.parent.parent / "witness"
     witness.touch()
-    assert environments.environment("peer", requirements) == python and witness.exists()
+    assert processes.environment("peer", requirements) == python and witness.exists()
     # Building one takes ten seconds: from here on it is a copy of the first.
     shutil.copytree(python.parent.parent, tmp_path / "kept", symlinks=True, ignore=lambda *_: ["witness", ".complete"])
     monkeypatch.setattr(
-        environments.venv, "create", lambda at, with_pip: shutil.copytree(tmp_path / "kept", at, symlinks=True)
+        processes.venv, "create", lambda at, with_pip: shutil.copytree(tmp_path / "kept", at, symlinks=True)
     )
     (python.parent.parent / ".complete").unlink()
-    environments.environment("peer", requirements)
+    processes.environment("peer", requirements)
     assert not witness.exists() and python.exists()
     with pytest.raises(subprocess.CalledProcessError):
-        environments.environment("peer", ["--no-index", str(tmp_path / "absent.whl")])
+        processes.environment("peer", ["--no-index", str(tmp_path / "absent.whl")])
     assert not (python.parent.parent / ".complete").exists()
     assert "made/peer" in capfd.readouterr().err
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tools.bench.fanout import Setting, measure, middle
+from tools.bench.fanout import Setting, measure_setting, middle
 from tools.bench.report import Report
 from tools.cluster.network import why_no_shaped_network
 
@@ -15,7 +15,7 @@ def test_copies_and_a_death_are_measured_and_no_version_is_lost():
     if reason := why_no_shaped_network():
         pytest.skip(f"there can be no hosts here: {reason}")
     report = Report("fanout")
-    asyncio.run(measure(report, SMALL))
+    asyncio.run(measure_setting(report, SMALL))
     assert report.ratios["versions_lost"] == 0
     # A version that crosses the cable takes as long as the cable.
     assert report.figures["cable"]["one_host_over_it"] > 0.9

@@ -1,7 +1,6 @@
-"""Metrics of the scale benchmark, from snapshots and from a screen without a viewer."""
+"""Metrics of the benchmarks of scale and of idle rollouters, from snapshots."""
 
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -9,13 +8,11 @@ from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.snapshot import ActorView, Histogram, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
 from tools.bench import scale_collective
+from tools.bench.idle import Mark, Part, part_of, report_idle, report_start
 from tools.bench.report import Report
-from tools.bench.scale_idle import Mark, Part, part_of, report_idle, report_start
-from tools.bench.scale_phases import RECOVERY_S, broken, frozen, steady
 from tools.bench.scale_report import CONTROL_PLANE, LAG, LAG_TARGET_S, lost, report_all, report_phase
 from tools.bench.scale_run import READY_S
-from tools.bench.scale_top import Drawing, drawing
-from tools.bench.scale_watch import FULL_S, Follower, Seen, Watched
+from tools.bench.scale_watch import FULL_S, RECOVERY_S, Follower, Seen, Watched, broken, frozen, steady
 
 TICKETS = {"granted": 10.0, "trained": 4.0, "filtered": 1.0, "quarantined": 1.0, "returned": 1.0, "outstanding": 3.0}
 STEADY = steady(8)
@@ -31,7 +28,7 @@ def actor(name, *, condition="ready", late=0, early=0, **figures):
 
 
 def snapshot(wall, *, tickets=TICKETS, learner=None, faults=None, late=0, early=0, weights=None, run=None):
-    told = {"snapshots/bytes": 1e5, "snapshots/take_s": 0.01, "facts/cpu_s": wall * 0.002} | (faults or {})
+    told = {"snapshots/bytes": 1e5} | (faults or {})
     actors = [
         actor("controller/0", early=early, **told),
         actor("dataloader/0", early=early, **{f"tickets/{kind}": count for kind, count in tickets.items()}),
@@ -43,11 +40,11 @@ def snapshot(wall, *, tickets=TICKETS, learner=None, faults=None, late=0, early=
     return Snapshot(wall=wall, run=RunView(**known | {"version": 0} | (run or {})), actors=actors)
 
 
-def reported(last, shown=None, phase=STEADY):
+def reported(last, phase=STEADY):
     report = Report("scale")
     seen = Seen(phase, snapshot(0.0), last, snapshots=20, in_flight=[512.0])
     report_phase(report, seen)
-    report_all(report, Watched([seen], drawing=shown), 1000)
+    report_all(report, Watched([seen]), 1000)
     return report
 
 
@@ -85,22 +82,10 @@ def test_targets_are_met_or_missed():
         assert {f"steady_lag_p99_{name.partition('/')[0]}_s" for name in CONTROL_PLANE} <= report.met.keys()
     with pytest.raises(ActorFailed, match="learner/0"):
         reported(snapshot(10.0, early=100, learner=actor("learner/0")))
-    assert reported(snapshot(10.0, early=100)).ratios["facts_share"] == pytest.approx(0.002 + 100 * 3e-6 / 10)
     assert reported(snapshot(10.0, early=9, faults={"records/lost": 1.0})).met["steady_lost"] is False
     turned_away = snapshot(10.0, early=9, faults={"wire/refused": 1.0})
     assert reported(turned_away).met["steady_lost"] is False
     assert reported(turned_away, phase=frozen(None, 60.0)).met["frozen_lost"]
-    good = Drawing(cores=0.05, seconds_share=1.0, longest_s=0.6, measured_s=20.0)
-    assert all(reported(snapshot(10.0, early=9), good).met.values())
-    missed = reported(snapshot(10.0, early=9), replace(good, seconds_share=0.95, cores=0.2)).met
-    assert (missed["top_drawn_seconds"], missed["top_cores"]) == (False, False)
-
-
-def test_drawing_is_counted_by_whole_seconds_from_the_first_picture():
-    assert drawing([], 9.0, 1.0) is None and drawing([8.5], 9.0, 1.0) is None
-    every = drawing([5.0, 5.9, 6.1, 7.8], 8.4, 0.34)
-    assert every == Drawing(pytest.approx(0.1), 1.0, pytest.approx(1.7), pytest.approx(3.4))
-    assert drawing([5.0, 5.5, 7.2], 8.9, 0.0).seconds_share == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,8 @@ STARTED_BY_A_TOOL = {
     "tools/bench/fanout_host.py",
     "tools/bench/learner_side.py",
     "tools/bench/ray_side.py",
+    "tools/bench/scale_collective.py",
     "tools/bench/scale_host.py",
-    "tools/bench/scale_learner.py",
-    "tools/bench/scale_terminal.py",
     "tools/bench/served.py",
     "tools/bench/trl_learner.py",
     "tools/bench/trl_quickstart.py",
@@ -59,7 +58,7 @@ STARTED_BY_A_TOOL = {
     "tools/cluster/inside.py",
 }
 TOOLS = {
-    "bench scale": ("tools.bench", "scale", "--replicas", "4", "--no-top"),
+    "bench scale": ("tools.bench", "scale", "--replicas", "4"),
     "bench calls": ("tools.bench", "calls"),
     "bench weights": ("tools.bench", "weights", "--up-to", "1M"),
     "bench overlap": ("tools.bench", "overlap"),

@@ -1,22 +1,26 @@
-"""``python -m tools.bench calls``: actor calls, reward tasks, large payloads and shared memory.
+"""``python -m tools.bench calls``: actor calls, reward tasks and large payloads against raw pyzmq and Ray.
 
-asyncrl's client runs in this process and its server in another, each on uvloop as every actor does; raw pyzmq
-asyncio runs on the same two event loops. Ray's driver runs in a process of its own, since it lives in another
-environment; its actor and its tasks are warm before anything is measured.
+asyncrl's client runs in this process and its server in another (served.py), each on uvloop as every actor does; raw
+pyzmq asyncio runs on the same two event loops. Ray's driver is a process in an environment of its own (ray_side.py);
+its actor and its tasks are warm before the measurement.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from asyncrl.config import Config
-from tools.bench import shared_memory
-from tools.bench.paired import Comparison, Side, compare, measure_pairs
-from tools.bench.ray_environment import CPUS, Ray, ray
+from asyncrl.config.load import validate_config
+from tools.bench.paired import Side
+from tools.bench.processes import Worker, environment, without_python_settings, worker
 from tools.bench.report import Report, Target
-from tools.bench.served import EchoTask
+from tools.bench.served import Echo, EchoTask
 from tools.bench.sides import Ours, Raw, server
 
 ROUND_TRIPS = 200
@@ -25,26 +29,27 @@ PIPELINED = 2000
 TASKS = 1024
 TASK_BYTES = 8192
 LARGE_BYTES = 64 << 20
-WORKERS = CPUS
+WORKERS = 2
 CALL_TIMEOUT_S = 120.0
 """Time so long that nothing is repeated within a measurement."""
+RAY = "ray==2.60.*"
 
 
 def config() -> Config:
     """The configuration of a run on one host, with the reward function and as many workers as Ray has cores."""
-    return Config.model_validate(
+    return validate_config(
         {
             "rollout": {"engine": "sim"},
             "learner": {"backend": "sim"},
             "data": {"source": "synthetic"},
-            "reward": {"function": "tools.bench.reward_function:same", "workers": WORKERS},
+            "reward": {"function": "tools.bench.served:same", "workers": WORKERS},
             "network": {"call_timeout_s": CALL_TIMEOUT_S},
         }
     )
 
 
-async def measure(report: Report, *, pairs: int, vs_ray: bool) -> None:
-    """Fill the report."""
+async def measure(report: Report, *, pairs: int, vs: str | None) -> None:
+    """Fill the report; ``vs`` is ``ray`` or None."""
     report.settings |= {
         "round_trips_per_sample": ROUND_TRIPS,
         "pipelined_calls": PIPELINED,
@@ -54,67 +59,65 @@ async def measure(report: Report, *, pairs: int, vs_ray: bool) -> None:
         "workers": WORKERS,
     }
     settings = config()
-    with ExitStack() as stack:
-        addresses, secret = stack.enter_context(server("echo", settings))
-        ours = Ours(addresses["actor"], secret, "echo/0", settings, name="rollouter/0")
-        stack.callback(ours.close)
+    async with AsyncExitStack() as stack:
+
+        async def client(role: str) -> tuple[Ours, dict[str, str]]:
+            addresses, secret = await stack.enter_async_context(server(role, settings))
+            ours = Ours(addresses["actor"], secret, f"{role}/0", settings, name="rollouter/0")
+            stack.callback(ours.close)
+            return ours, addresses
+
+        ours, addresses = await client("echo")
         raw = Raw(addresses)
         stack.callback(raw.close)
         await against_raw(report, ours, raw, pairs)
-        await shared_memory.measure(report, LARGE_BYTES, pairs)
-        if vs_ray:
-            async with ray() as other:
-                await against_ray(report, ours, other, pairs)
-                rewards_at, secret = stack.enter_context(server("reward", settings))
-                rewards = Ours(rewards_at["actor"], secret, "reward/0", settings, name="rollouter/0")
-                stack.callback(rewards.close)
-                await tasks_against_ray(report, rewards, other, pairs)
+        if vs:
+            other = await stack.enter_async_context(ray())
+            await against_ray(report, ours, (await client("reward"))[0], other, pairs)
 
 
 async def against_raw(report: Report, ours: Ours, raw: Raw, pairs: int) -> None:
     """Round trips and large payloads."""
-    sides = ("asyncrl", "raw pyzmq")
-    found = await pairs_of(lambda: ours.round_trip(ROUND_TRIPS), lambda: raw.round_trip(ROUND_TRIPS), pairs)
-    report.comparison("call_vs_raw", found, unit="s", sides=sides, target=Target("<=", 2.5))
-    found = await pairs_of(lambda: ours.round_trip(ROUND_TRIPS, EchoTask), lambda: raw.round_trip(ROUND_TRIPS), pairs)
-    report.comparison("call_by_task_vs_raw", found, unit="s", sides=sides, target=Target("<=", 2.5))
-    await same(report, "call_vs_raw", lambda: ours.round_trip(ROUND_TRIPS), pairs)
 
+    for name, kind in (("call_vs_raw", Echo), ("call_by_task_vs_raw", EchoTask)):
+        sides = {
+            "asyncrl": partial(ours.round_trip, ROUND_TRIPS, kind),
+            "raw pyzmq": partial(raw.round_trip, ROUND_TRIPS),
+        }
+        await report.measure(name, sides, pairs, unit="s", target=Target("<=", 2.5), control=kind is Echo)
     data = np.random.default_rng(0).integers(0, 255, LARGE_BYTES, np.uint8)
-    found = await pairs_of(lambda: ours.large(data), lambda: raw.large(data), pairs)
-    report.comparison("payload_vs_raw", found, unit="bytes/s", sides=sides, target=Target(">=", 0.9))
-    await same(report, "payload_vs_raw", lambda: ours.large(data), pairs)
+    sides = {"asyncrl": partial(ours.large, data), "raw pyzmq": partial(raw.large, data)}
+    await report.measure("payload_vs_raw", sides, pairs, unit="bytes/s", target=Target(">=", 0.9))
 
 
-async def against_ray(report: Report, ours: Ours, other: Ray, pairs: int) -> None:
-    """Round trips and pipelined calls."""
-    sides = ("asyncrl", "Ray")
-    found = await pairs_of(
-        lambda: ours.round_trip(ROUND_TRIPS), lambda: other.measure("round_trip", calls=ROUND_TRIPS), pairs
-    )
-    report.comparison("call_vs_ray", found, unit="s", sides=sides, target=Target("<=", 1 / 4))
-    found = await pairs_of(
-        lambda: ours.pipelined(PIPELINED), lambda: other.measure("pipelined", calls=PIPELINED), pairs
-    )
-    report.comparison("throughput_vs_ray", found, unit="calls/s", sides=sides, target=Target(">=", 4))
-    await same(report, "throughput_vs_ray", lambda: ours.pipelined(PIPELINED), pairs)
+async def against_ray(report: Report, ours: Ours, rewards: Ours, other: Worker, pairs: int) -> None:
+    """Round trips, pipelined calls, and reward tasks from their submission to their result."""
 
+    def theirs(what: str, **arguments: int) -> Callable[[], Awaitable[float]]:
+        async def once() -> float:
+            return float((await other.ask(do=what, **arguments))["value"])
 
-async def tasks_against_ray(report: Report, rewards: Ours, other: Ray, pairs: int) -> None:
-    """Reward tasks submitted and done."""
+        return once
+
+    sides: dict[str, Side] = {
+        "asyncrl": partial(ours.round_trip, ROUND_TRIPS),
+        "Ray": theirs("round_trip", calls=ROUND_TRIPS),
+    }
+    await report.measure("call_vs_ray", sides, pairs, unit="s", target=Target("<=", 1 / 4), control=False)
+    sides = {"asyncrl": partial(ours.pipelined, PIPELINED), "Ray": theirs("pipelined", calls=PIPELINED)}
+    await report.measure("throughput_vs_ray", sides, pairs, unit="calls/s", target=Target(">=", 4))
     texts = ["y" * TASK_BYTES for _ in range(TASKS)]
-    found = await pairs_of(
-        lambda: rewards.tasks(texts), lambda: other.measure("tasks", tasks=TASKS, size=TASK_BYTES), pairs
-    )
-    report.comparison("tasks_vs_ray", found, unit="s", sides=("asyncrl", "Ray"), target=Target("<=", 1 / 15))
-    await same(report, "tasks_vs_ray", lambda: rewards.tasks(texts), pairs)
+    sides = {"asyncrl": partial(rewards.tasks, texts), "Ray": theirs("tasks", tasks=TASKS, size=TASK_BYTES)}
+    await report.measure("tasks_vs_ray", sides, pairs, unit="s", target=Target("<=", 1 / 15))
 
 
-async def pairs_of(first: Side, second: Side, pairs: int) -> Comparison:
-    """Compare two sides."""
-    return compare(await measure_pairs(first, second, pairs))
-
-
-async def same(report: Report, name: str, side: Side, pairs: int) -> None:
-    """Compare a side with itself."""
-    report.same(name, compare(await measure_pairs(side, side, pairs)))
+@asynccontextmanager
+async def ray() -> AsyncIterator[Worker]:
+    """A running Ray with WORKERS cores, and nothing of it left afterwards."""
+    python = environment("ray", [RAY])
+    # The paths of its sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        command = [str(python), "-I", str(Path(__file__).with_name("ray_side.py")), str(WORKERS), folder]
+        async with worker("ray", command, without_python_settings()) as side:
+            await side.ask(do="ready")
+            yield side

@@ -1,21 +1,25 @@
-"""Minimal peers of a rollouter: leases, rewards, acknowledgements and versions of its weights.
+"""A rollouter with minimal peers in this process: leases, rewards, acknowledgements and versions of its weights.
 
-All four are actors on the in-memory transport of this process, so every message passes the codec and the runtime
-as it does between processes.
+All are actors, so every message passes the codec and the runtime as it does between processes.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
+from asyncrl.controller.actor import Controller
 from asyncrl.messages import Done
 from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
 from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
-from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
+from asyncrl.rollouter.actor import Rollouter
+from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.parking import ParkingLot
 
 
@@ -136,3 +140,45 @@ class Counterpart(Actor):
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:
         """Keep the costs of updates."""
         self.exchange.updates += request.updates
+
+
+@asynccontextmanager
+async def serving_rollouter(
+    context: Callable[[str, str | None], ActorContext],
+    exchange: Exchange,
+    timeout: float,
+    beside: Callable[[str], None] = lambda controller: None,
+) -> AsyncIterator[Rollouter]:
+    """A rollouter that serves the newest version, its peers and a controller.
+
+    ``context`` makes the context of an actor from its name and the controller's address; ``beside`` starts further
+    processes once the controller is ready. Raises the error that ended an actor, and TimeoutError.
+    """
+    controller = Controller(context(CONTROLLER, None))
+    lives = [asyncio.create_task(controller.main())]
+    actors: list[Actor] = []
+    try:
+        await _until_ready([controller], lives)
+        beside(controller.address)
+        rollouter = Rollouter(context("rollouter/0", controller.address))
+        roles = ("dataloader", "reward", "learner", "parameter_server")
+        actors = [*(Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles), rollouter]
+        lives += [asyncio.create_task(actor.main()) for actor in actors]
+        await _until_ready(actors, lives)
+        await exchange.served(timeout)
+        yield rollouter
+    finally:
+        for actor, life in reversed(list(zip(actors, lives[1:], strict=True))):
+            actor.begin_drain()
+            await asyncio.wait([life], timeout=timeout)
+        for life in lives:
+            life.cancel()
+        await asyncio.gather(*lives, return_exceptions=True)
+
+
+async def _until_ready(actors: Sequence[Actor], lives: list[asyncio.Task[None]]) -> None:
+    while not all(actor.ready for actor in actors):
+        for life in lives:
+            if life.done():
+                await life
+        await asyncio.sleep(0.01)

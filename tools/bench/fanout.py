@@ -11,6 +11,7 @@ surviving host that does not serve it in time.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
@@ -19,9 +20,9 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import DeadlineExceeded
 from tools.bench.fanout_fleet import Fleet, fleet
 from tools.bench.fanout_host import PORT, name_of
-from tools.bench.paired import compare, measure_pairs, median_interval
+from tools.bench.paired import median_interval
 from tools.bench.report import Report, Target
-from tools.cluster.network import ShapedNetwork
+from tools.cluster.network import ShapedNetwork, why_no_shaped_network
 
 ALL_TARGET = Target("<=", 2.0)
 LOST_TARGET = Target("<=", 0.0)
@@ -67,7 +68,15 @@ def config(setting: Setting) -> Config:
     )
 
 
-async def measure(report: Report, setting: Setting) -> None:
+def measure(report: Report, *, hosts: int, pairs: int) -> None:
+    """Fill the report."""
+    if reason := why_no_shaped_network():
+        raise SystemExit(f"there can be no hosts here: {reason}")
+    # uvloop cannot start a process in a group of its own.
+    asyncio.run(measure_setting(report, Setting(hosts=hosts, pairs=pairs)))
+
+
+async def measure_setting(report: Report, setting: Setting) -> None:
     """Fill the report."""
     report.settings |= {
         "hosts": setting.hosts,
@@ -94,9 +103,8 @@ async def _measure_copies(report: Report, setting: Setting, hosts: Fleet) -> Non
     async def to_one() -> float:
         return await to(hosts.receivers[-1])
 
-    found = compare(await measure_pairs(to_all, to_one, setting.pairs))
-    sides = (f"all {setting.hosts} hosts", "one host")
-    report.comparison("all_vs_one", found, unit="s", sides=sides, target=ALL_TARGET)
+    sides = {f"all {setting.hosts} hosts": to_all, "one host": to_one}
+    found = await report.measure("all_vs_one", sides, setting.pairs, unit="s", target=ALL_TARGET, control=False)
     bare = setting.size / setting.bytes_per_s
     report.figures["cable"] = {"bytes_over_bytes_per_s": bare, "one_host_over_it": found.second.median / bare}
 

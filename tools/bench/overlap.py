@@ -12,17 +12,10 @@ One run for each figure: each is a mean over as many steps as there would be pai
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config
-from asyncrl.config.load import config_to_json, validate_config
-from asyncrl.core.errors import ActorFailed
+from tools.bench.processes import run_to_end
 from tools.bench.report import Report, Target
 
 CONCURRENCY = 16
@@ -58,41 +51,39 @@ class Run:
     steps: int
 
 
-def config(*, folder: Path, train_s: float, staleness_max: int, adapt: bool, steps: int) -> Config:
+def config(*, train_s: float, staleness_max: int, adapt: bool, steps: int) -> dict[str, Any]:
     """Two engines and 64 trajectories of lognormal length (sigma 1) a step."""
-    return validate_config(
-        {
-            "run": {"dir": str(folder), "samples_per_step": 0},
-            "data": {"source": "synthetic", "size": 8192},
-            "rollout": {
-                "engine": "sim",
-                "replicas": 2,
-                "gpus_per_replica": 0,
-                "samples_per_prompt": 8,
-                "concurrency": CONCURRENCY,
-                "max_tokens": 1024,
-                "sim": {
-                    "length": "lognormal",
-                    "length_median": 128.0,
-                    "length_sigma": 1.0,
-                    "decode_step_s": 0.002,
-                    "decode_step_per_request_s": 0.00002,
-                    "load_s": 0.02,
-                },
+    return {
+        "run": {"samples_per_step": 0},
+        "data": {"source": "synthetic", "size": 8192},
+        "rollout": {
+            "engine": "sim",
+            "replicas": 2,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": 8,
+            "concurrency": CONCURRENCY,
+            "max_tokens": 1024,
+            "sim": {
+                "length": "lognormal",
+                "length_median": 128.0,
+                "length_sigma": 1.0,
+                "decode_step_s": 0.002,
+                "decode_step_per_request_s": 0.00002,
+                "load_s": 0.02,
             },
-            "reward": {"function": "constant", "workers": 1},
-            "learner": {
-                "backend": "sim",
-                "steps": steps,
-                "groups_per_step": 8,
-                "dynamic_sampling": False,
-                "sim": {"step_s": train_s},
-            },
-            "staleness": {"max": staleness_max, "adapt": adapt},
-            "checkpoint": {"export_at_end": False},
-            "log": {"level": "warning"},
-        }
-    )
+        },
+        "reward": {"function": "constant", "workers": 1},
+        "learner": {
+            "backend": "sim",
+            "steps": steps,
+            "groups_per_step": 8,
+            "dynamic_sampling": False,
+            "sim": {"step_s": train_s},
+        },
+        "staleness": {"max": staleness_max, "adapt": adapt},
+        "checkpoint": {"export_at_end": False},
+        "log": {"level": "warning"},
+    }
 
 
 def measure(report: Report, *, steps: int) -> None:
@@ -120,30 +111,9 @@ def measure(report: Report, *, steps: int) -> None:
 
 
 def one_run(report: Report, name: str, steps: int, *, train_s: float, staleness_max: int, adapt: bool) -> Run:
-    """Launch a run and read its metrics. Raises ActorFailed with the end of its words."""
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        chosen = config(
-            folder=Path(folder),
-            train_s=train_s,
-            staleness_max=staleness_max,
-            adapt=adapt,
-            steps=WARM_UP_STEPS + steps + LAST_STEPS,
-        )
-        file = Path(folder) / "config.toml"
-        file.write_text(to_toml(json.loads(config_to_json(chosen))))
-        launched = subprocess.run(
-            [sys.executable, "-m", "asyncrl.cli.launch", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=RUN_S,
-            check=False,
-        )
-        if launched.returncode:
-            raise ActorFailed("asyncrl-launch", f"exit code {launched.returncode}:\n{launched.stdout[-2000:]}")
-        lines = (Path(folder) / chosen.run.name / "metrics.jsonl").read_text().splitlines()
-    run = summarize([json.loads(line) for line in lines])
+    """Launch a run and read its metrics. Raises ActorFailed."""
+    chosen = config(train_s=train_s, staleness_max=staleness_max, adapt=adapt, steps=WARM_UP_STEPS + steps + LAST_STEPS)
+    run = summarize(run_to_end(chosen, RUN_S)["train"])
     report.figures[name] = {"t_train_s": train_s, "staleness_max": staleness_max, "adapt": adapt, **asdict(run)}
     report.say(
         f"{name:16} T_train {train_s:.3f} s, eta {staleness_max}{' adapted' if adapt else ''}: step {run.step_s:.3f} s "
@@ -153,8 +123,8 @@ def one_run(report: Report, name: str, steps: int, *, train_s: float, staleness_
 
 
 def summarize(lines: list[dict[str, Any]]) -> Run:
-    """Means over the measured steps of a run's metrics."""
-    trained = [line for line in lines if line["kind"] == "train"][WARM_UP_STEPS:-LAST_STEPS]
+    """Means over the measured steps."""
+    trained = lines[WARM_UP_STEPS:-LAST_STEPS]
 
     def mean(key: str) -> float:
         return float(sum(line[key] for line in trained)) / len(trained)
@@ -168,14 +138,3 @@ def summarize(lines: list[dict[str, Any]]) -> Run:
         limit=mean("staleness/limit"),
         steps=len(trained),
     )
-
-
-def to_toml(tree: dict[str, Any], prefix: str = "") -> str:
-    """Return a tree of tables, numbers, texts and lists as TOML, without None values."""
-    values = [f"{key} = {json.dumps(value)}" for key, value in tree.items() if not isinstance(value, dict | None)]
-    tables = [
-        f"[{prefix}{key}]\n{to_toml(value, f'{prefix}{key}.')}"
-        for key, value in tree.items()
-        if isinstance(value, dict)
-    ]
-    return "\n".join([*values, *tables]) + "\n"

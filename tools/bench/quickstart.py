@@ -16,7 +16,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -25,8 +25,8 @@ from statistics import median
 from typing import Any
 
 from asyncrl.config.load import load_config
-from tools.bench.environments import environment, without_python_settings
 from tools.bench.learner import TRL
+from tools.bench.processes import environment, without_python_settings
 from tools.bench.report import Report, Target
 from tools.quickstart.__main__ import CACHE, CONFIG, launch_command
 from tools.quickstart.assets import Assets, ensure_assets
@@ -37,6 +37,7 @@ EVERY = 5
 """Steps between two versions whose accuracy is known."""
 SAMPLES = 4
 """Samples of each held-out problem."""
+SEEDS = (1, 2, 3)
 RUN_S = 1800.0
 
 
@@ -94,26 +95,26 @@ def seconds_until(accuracy: float, points: Sequence[Point]) -> float | None:
     return None
 
 
-def measure(report: Report, *, lengths: str, seeds: Iterable[int], accuracy: float, steps: int) -> None:
-    """Fill the report with the task ``lengths`` of TASKS. Raises RuntimeError when a run fails."""
+def measure(report: Report, *, vs: str, lengths: str, seed: list[int] | None, accuracy: float, steps: int) -> None:
+    """Fill the report with the task ``lengths`` of TASKS; ``vs`` is ``trl``. Raises RuntimeError when a run fails."""
     python = environment("trl", TRL)
     task = TASKS[lengths]
     assets = ensure_assets(task.settings, CACHE)
     report.settings |= {"lengths": lengths, "accuracy": accuracy, "steps": steps, "every": EVERY}
     ratios = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        for at, seed in enumerate(seeds):
-            folder = Path(name) / str(seed)
+        for at, chosen in enumerate(seed or SEEDS):
+            folder = Path(name) / str(chosen)
             folder.mkdir()
             sides = {
-                "asyncrl": partial(ours, assets, task.keys, folder, seed, steps),
-                "trl": partial(trl, python, assets, task.keys, folder, seed, steps),
+                "asyncrl": partial(ours, assets, task.keys, folder, chosen, steps),
+                "trl": partial(trl, python, assets, task.keys, folder, chosen, steps),
             }
             order = list(sides) if at % 2 == 0 else list(reversed(sides))
             found = {side: sides[side]() for side in order}
             reached = {side: seconds_until(accuracy, points) for side, points in found.items()}
             for side in sides:
-                _tell(report, f"{side}_seed_{seed}", found[side], reached[side])
+                _tell(report, f"{side}_seed_{chosen}", found[side], reached[side])
             if (found_ratio := ratio(reached["asyncrl"], reached["trl"])) is not None:
                 ratios.append(found_ratio)
     if ratios:

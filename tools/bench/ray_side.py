@@ -29,7 +29,7 @@ class EchoActor:
 
 @ray.remote
 def same(completion: str, row: dict[str, str]) -> float:
-    """The reward of tools/bench/reward_function.py."""
+    """The reward of tools/bench/served.py."""
     return float(completion.strip() == row["answer"].strip())
 
 

@@ -6,12 +6,12 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TextIO
 
-from tools.bench.paired import Comparison
+from tools.bench.paired import Comparison, Side, compare, measure_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,24 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
     targets: dict[str, Target] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
+
+    async def measure(
+        self,
+        name: str,
+        sides: Mapping[str, Side],
+        pairs: int,
+        *,
+        unit: str,
+        target: Target | None = None,
+        control: bool = True,
+    ) -> Comparison:
+        """Measure two sides in pairs and add the comparison; with ``control`` also the first side with itself."""
+        (first, measure_first), (second, measure_second) = sides.items()
+        found = compare(await measure_pairs(measure_first, measure_second, pairs))
+        self.comparison(name, found, unit=unit, sides=(first, second), target=target)
+        if control:
+            self.same(name, compare(await measure_pairs(measure_first, measure_first, pairs)))
+        return found
 
     def comparison(
         self, name: str, found: Comparison, *, unit: str, sides: tuple[str, str], target: Target | None = None

@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +19,16 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.controller.actor import Controller
 from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.trajectories import sampled_tokens, versions_of
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.generation import request_seed
-from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.text.tokenizer import Tokenizer, load_tokenizer
-from tools.bench.counterparts import Counterpart, Exchange
-from tools.bench.paired import compare, measure_pairs
+from tools.bench.counterparts import Exchange, serving_rollouter
 from tools.bench.report import Report, Target
 from tools.bench.tiny_model import make_model, publish
 from tools.memory_transport import MemoryNetwork
@@ -85,15 +81,25 @@ async def measure(report: Report, *, pairs: int) -> None:
         leases = make_leases(settings, tokenizer)
         with publish(folder / "model") as publication:
             exchange = Exchange(publication.manifest)
-            async with living(settings, folder, exchange) as rollouter:
-                through, bare = Through(exchange, leases), Bare(rollouter, settings, tokenizer, leases)
-                found = compare(await measure_pairs(through.tokens_per_s, bare.tokens_per_s, pairs))
-                through.check(bare)
-                report.comparison(
-                    "rollout", found, unit="tokens/s", sides=("rollouter", "bare AsyncLLM"), target=Target(">=", 0.97)
+            network, credentials = MemoryNetwork(), Credentials("bench", "bench")
+            (folder / "run" / "private").mkdir(parents=True)
+
+            def context(name: str, controller: str | None) -> ActorContext:
+                return ActorContext(
+                    config=settings,
+                    name=name,
+                    incarnation=1,
+                    run_dir=folder / "run",
+                    transport=network.transport(),
+                    credentials=credentials,
+                    controller=controller,
                 )
-                found = compare(await measure_pairs(through.tokens_per_s, through.tokens_per_s, pairs))
-                report.same("rollout", found)
+
+            async with serving_rollouter(context, exchange, PASS_S) as rollouter:
+                through, bare = Through(exchange, leases), Bare(rollouter, settings, tokenizer, leases)
+                sides = {"rollouter": through.tokens_per_s, "bare AsyncLLM": bare.tokens_per_s}
+                await report.measure("rollout", sides, pairs, unit="tokens/s", target=Target(">=", 0.97))
+                through.check(bare)
 
 
 def make_leases(settings: Config, tokenizer: Tokenizer) -> list[Lease]:
@@ -196,54 +202,3 @@ class Bare:
                 versions = done.weight_versions
             text = self._tokenizer.decode(tokens)
         self.kept[lease.uid, sample] = (tokens, logprobs, versions[0].version, text)
-
-
-@asynccontextmanager
-async def living(settings: Config, folder: Path, exchange: Exchange) -> AsyncIterator[Rollouter]:
-    """A rollouter that serves, with its counterparts."""
-    network, credentials = MemoryNetwork(), Credentials("bench", "bench")
-    (folder / "run" / "private").mkdir(parents=True)
-
-    def context(name: str, controller: str | None) -> ActorContext:
-        return ActorContext(
-            config=settings,
-            name=name,
-            incarnation=1,
-            run_dir=folder / "run",
-            transport=network.transport(),
-            credentials=credentials,
-            controller=controller,
-        )
-
-    def live(main: Coroutine[Any, Any, None]) -> None:
-        lives.append(asyncio.create_task(main))
-
-    lives: list[asyncio.Task[None]] = []
-    actors: list[Actor] = []
-    controller = Controller(context(CONTROLLER, None))
-    live(controller.main())
-    try:
-        await until_ready([controller], lives)
-        rollouter = Rollouter(context("rollouter/0", controller.address))
-        roles = ("dataloader", "reward", "learner", "parameter_server")
-        actors = [*(Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles), rollouter]
-        for actor in actors:
-            live(actor.main())
-        await until_ready(actors, lives)
-        await exchange.served(PASS_S)
-        yield rollouter
-    finally:
-        for actor, life in reversed(list(zip(actors, lives[1:], strict=True))):
-            actor.begin_drain()
-            await asyncio.wait([life])
-        lives[0].cancel()
-        await asyncio.gather(*lives, return_exceptions=True)
-
-
-async def until_ready(actors: Sequence[Actor], lives: list[asyncio.Task[None]]) -> None:
-    """Wait until all are ready. Raises the error that ended one of them."""
-    while not all(actor.ready for actor in actors):
-        for life in lives:
-            if life.done():
-                await life
-        await asyncio.sleep(0.01)

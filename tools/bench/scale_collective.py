@@ -5,7 +5,7 @@ files of the run folder: the sender writes how the send of each epoch and versio
 file. If the file ``break`` exists, the next send fails for all, once.
 
 This takes the place of asyncrl.weights.broadcast, with the interface of its classes: call ``stand_in`` before the first
-use.
+use. ``python -m tools.bench.scale_collective RUN ...`` is the learner with this stand-in and an actor's arguments.
 """
 
 from __future__ import annotations
@@ -98,3 +98,10 @@ class Receiver:
     def close(self) -> None:
         """Wait no longer."""
         self._closed = True
+
+
+if __name__ == "__main__":
+    from asyncrl.cli import actor
+
+    stand_in(Path(sys.argv.pop(1)))
+    sys.exit(actor.main())

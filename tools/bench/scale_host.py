@@ -17,6 +17,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,6 @@ from asyncrl.rpc.process import SWITCH_S, tune_memory
 from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 from tools.bench import scale_collective
-from tools.bench.scale_heart import Heart
 
 AUTOGROUP_S = 60.0
 """Time to get our turn where many sessions ask for less at a time."""
@@ -45,7 +45,69 @@ STARTS_AT_ONCE = 4
 """Rollouters that start at a time, so that those that are up are not kept from beating."""
 REPORT_S = 5.0
 """Longest that the end of a rollouter is reported."""
+SLICE_S = 0.05
+"""Actors that are due within this time beat one right after the other: to wake up costs more than a beat left out."""
+IDLE_S = 0.1
+"""Pause while no actor needs heartbeats."""
 _AUTOGROUP = Path("/proc/self/autogroup")
+
+
+class Heart:
+    """The heartbeats of all actors of this process, each once every ``interval_s``, evenly spread, from one thread.
+
+    A hundred threads would keep the interpreter from their event loop most of the time. Each actor has its own socket,
+    as in a process of its own.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval = interval_s
+        self._lock = threading.Lock()
+        self._wanted: dict[Heartbeats, None] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread.start()
+
+    def add(self, beats: Heartbeats) -> None:
+        """Beat for one more."""
+        with self._lock:
+            self._wanted[beats] = None
+
+    def remove(self, beats: Heartbeats) -> None:
+        """Beat for it no more, within a round."""
+        with self._lock:
+            self._wanted.pop(beats, None)
+
+    def stop(self) -> None:
+        """Stop all heartbeats."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.run(self._beat())
+
+    async def _beat(self) -> None:
+        beating: set[Heartbeats] = set()
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    wanted = list(self._wanted)
+                for gone in beating.difference(wanted):
+                    beating.remove(gone)
+                    gone.close()
+                began = time.monotonic()
+                for at, beats in enumerate(wanted, 1):
+                    if beats not in beating:
+                        beats.open()
+                        beating.add(beats)
+                    beats.beat()
+                    ahead_s = began + at * self._interval / len(wanted) - time.monotonic()
+                    if ahead_s >= SLICE_S or at == len(wanted):
+                        await asyncio.sleep(max(0.0, ahead_s))
+                if not wanted:
+                    await asyncio.sleep(IDLE_S)
+        finally:
+            for each in beating:
+                each.close()
 
 
 class StartedRollouter(Rollouter):

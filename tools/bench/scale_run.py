@@ -1,4 +1,4 @@
-"""The run that ``scale`` measures: its configuration and its processes."""
+"""The run that ``scale`` and ``idle`` measure: its configuration and its processes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def config(folder: Path, rollouters: int, *, broadcast: bool = False, idle: bool
     )
 
 
-def per_process(rollouters: int) -> int:
+def by_processors(rollouters: int) -> int:
     """Rollouters that share a process here, so that there are at most PROCESSES_PER_CPU of them for each processor."""
     processes = PROCESSES_PER_CPU * len(os.sched_getaffinity(0))
     return max(1, -(-rollouters // processes))
@@ -112,7 +112,7 @@ class Processes:
 
     def actor(self, name: str, controller: str = "") -> None:
         """Start an actor as its agent would; the learner with a stand-in for the process groups of broadcasts."""
-        stand_in = ["-m", "tools.bench.scale_learner", str(self.folder.path)]
+        stand_in = ["-m", "tools.bench.scale_collective", str(self.folder.path)]
         words = stand_in if name == "learner/0" else ["-m", "asyncrl.cli.actor"]
         words += [name, "--run", str(self.folder.path), "--attempt", "0", "--incarnation", "1"]
         self.start(name, [*words, "--controller", controller] if controller else words)
@@ -146,8 +146,11 @@ class Processes:
 
 
 @contextlib.contextmanager
-def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple[RunFolder, Processes, WatchedRun]]:
-    """A run whose processes are all started."""
+def running(
+    chosen: Config, rollouters: int, per_process: int | None
+) -> Iterator[tuple[RunFolder, Processes, WatchedRun]]:
+    """A run whose processes are all started, with ``per_process`` rollouters in each, by default by the processors."""
+    per_process = per_process or by_processors(rollouters)
     folder = create_run_folder(chosen)
     with private_folder(folder, chosen):
         processes = Processes(folder)

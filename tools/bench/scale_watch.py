@@ -1,6 +1,7 @@
-"""Follows the run that ``scale`` measures, says on stderr how far it is, and keeps what was seen of it.
+"""Follows the run that ``scale`` measures through its phases, and says on stderr how far it is.
 
-Everything that is waited for has a deadline, and an error that says how far it came.
+Each phase is measured by itself, from the snapshot at which it begins to that at which it is over. Every wait has a
+deadline, and an error that says how far the run came.
 """
 
 from __future__ import annotations
@@ -8,18 +9,26 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
+import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.client import Viewer, WatchedRun
-from tools.bench.scale_idle import Mark
-from tools.bench.scale_phases import Phase
+from tools.bench import scale_collective
+from tools.bench.idle import Mark
 from tools.bench.scale_run import END_S, READY_S, Processes
-from tools.bench.scale_top import Drawing, Top
 
+STEADY, FROZEN, BROKEN = "steady", "frozen", "broken"
+SHORTEST_S = 20.0
+"""Shortest phase: a lag every 0.1 s makes two hundred samples, so two are above the 99th percentile."""
+RECOVERY_S = 300.0
+"""Longest that a run may take to be as before after something was done to it."""
+STEP_S = 120.0
+"""Longest that a step may take."""
 IN_FLIGHT_SHARE = 0.95
 """Share of the trajectories that are to be in flight: with so many the measured time begins."""
 FULL_S = 300.0
@@ -27,6 +36,69 @@ FULL_S = 300.0
 SAY_S = 5.0
 """Interval at which it is said how far the run is."""
 NAMES_SHOWN = 4
+
+
+def nothing() -> None:
+    """The beginning of a phase in which nothing happens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase: ``begin`` starts it, ``is_over`` judges by its first snapshot, this one, and the seconds between."""
+
+    name: str
+    longest_s: float
+    is_over: Callable[[Snapshot, Snapshot, float], bool]
+    begin: Callable[[], None] = nothing
+    of_the_dead: bool = False
+    """Whether actors die, which are still heard of afterwards and are turned away."""
+
+
+def steady(steps: int) -> Phase:
+    """So many steps in which nothing happens."""
+
+    def is_over(first: Snapshot, now: Snapshot, seconds: float) -> bool:
+        return seconds >= SHORTEST_S and now.run.step - first.run.step >= steps
+
+    return Phase(STEADY, STEP_S * steps, is_over)
+
+
+def frozen(host: subprocess.Popen[bytes], seconds: float) -> Phase:
+    """A host stands still for so long. Over when all of its rollouters are ready again, and a step was trained."""
+
+    def begin() -> None:
+        host.send_signal(signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(seconds, host.send_signal, signal.SIGCONT)
+
+    def is_over(first: Snapshot, now: Snapshot, passed: float) -> bool:
+        # An actor that is heard of again may be no more than not yet known to be dead.
+        return passed >= seconds + SHORTEST_S and is_whole(now) and now.run.step > first.run.step
+
+    return Phase(FROZEN, seconds + RECOVERY_S, is_over, begin, of_the_dead=True)
+
+
+def broken(run_dir: Path) -> Phase:
+    """A broadcast breaks. Over when all replicas serve what they are to serve again, and one has gone well."""
+
+    def is_over(first: Snapshot, now: Snapshot, passed: float) -> bool:
+        new = {name: _of_weights(now, name) - _of_weights(first, name) for name in ("broken", "begun")}
+        is_behind = _figure(now, "weights/replicas_behind")
+        return passed >= SHORTEST_S and new["broken"] >= 1 and new["begun"] > new["broken"] and not is_behind
+
+    return Phase(BROKEN, RECOVERY_S, is_over, lambda: scale_collective.break_next(run_dir))
+
+
+def is_whole(snapshot: Snapshot) -> bool:
+    """Whether all actors are ready."""
+    return all(actor.condition == "ready" for actor in snapshot.actors)
+
+
+def _of_weights(snapshot: Snapshot, what: str) -> float:
+    return _figure(snapshot, f"weights/broadcasts_{what}")
+
+
+def _figure(snapshot: Snapshot, name: str) -> float:
+    return next((a.metrics.get(name, 0.0) for a in snapshot.actors if a.name == "parameter_server/0"), 0.0)
 
 
 @dataclass(slots=True)
@@ -53,8 +125,6 @@ class Watched:
     """How many actors were ready when, until all were."""
     first_step_s: float = 0.0
     """Seconds from that start until a step was trained."""
-    drawing: Drawing | None = None
-    """Figures of asyncrl-top in the first phase."""
 
 
 class Follower:
@@ -133,40 +203,23 @@ class Follower:
             self._say(f"{now - self._began:6.0f} s  {how_far}")
 
 
-async def follow(target: WatchedRun, processes: Processes, follower: Follower, *, top: bool) -> Watched:
+async def follow(target: WatchedRun, processes: Processes, follower: Follower) -> Watched:
     """Follow the run until everything is measured and it is over. Raises ActorFailed."""
-    watched, screen, ends_by = follower.watched, None, math.inf
+    ends_by = math.inf
     with Viewer(target) as viewer:
-        try:
-            async for snapshot in _snapshots(viewer, processes):
-                if ends_by < math.inf:
-                    if snapshot.run.phase not in ("starting", "running"):
-                        return watched
-                    if time.monotonic() > ends_by:
-                        raise ActorFailed("the run", f"is {snapshot.run.phase} {END_S:g} s after it was asked to end")
-                    continue
-                is_measured = follower.see(snapshot, time.monotonic())
-                if top and screen is None and watched.phases:
-                    assert target.run_dir is not None
-                    screen = Top(target.run_dir)
-                elif screen is not None and len(watched.phases) == 1:
-                    watched.drawing = screen.drawing()
-                if is_measured:
-                    if top and watched.drawing is None:
-                        raise ActorFailed("asyncrl-top", "drew nothing")
+        async for snapshot in viewer.snapshots():
+            processes.check()
+            if not isinstance(snapshot, Snapshot):
+                continue
+            if ends_by == math.inf:
+                if follower.see(snapshot, time.monotonic()):
                     ends_by = time.monotonic() + END_S
-                    processes.hosts[0].send_signal(signal.SIGTERM)
-        finally:
-            if screen is not None:
-                await asyncio.to_thread(screen.close)
+                    processes.ask_to_end()
+            elif snapshot.run.phase not in ("starting", "running"):
+                return follower.watched
+            elif time.monotonic() > ends_by:
+                raise ActorFailed("the run", f"is {snapshot.run.phase} {END_S:g} s after it was asked to end")
     raise ActorFailed("the run", "the controller is gone")
-
-
-async def _snapshots(viewer: Viewer, processes: Processes) -> AsyncIterator[Snapshot]:
-    async for news in viewer.snapshots():
-        processes.check()
-        if isinstance(news, Snapshot):
-            yield news
 
 
 def total(snapshot: Snapshot, figure: str) -> float:

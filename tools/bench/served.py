@@ -87,6 +87,12 @@ class EchoActor(Actor):
         return Done()
 
 
+def same(*, completion: str, row: dict[str, Any]) -> float:
+    """A reward function: 1 if the completion is the row's answer. Ray's side runs the same (ray_side.py)."""
+    answer: str = row["answer"]
+    return float(completion.strip() == answer.strip())
+
+
 ACTORS: dict[str, type[Actor]] = {
     "echo": EchoActor,
     "reward": RewardActor,

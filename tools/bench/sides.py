@@ -7,14 +7,12 @@ return a median round trip in s, a rate in calls/s or bytes/s, or the seconds of
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -23,41 +21,22 @@ import zmq.asyncio
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_to_json
-from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
+from tools.bench.processes import worker
 from tools.bench.served import RUN_ID, Blob, Echo, EchoTask
 
-CLOSE_S = 10.0
 
-
-@contextmanager
-def server(role: str, config: Config) -> Iterator[tuple[dict[str, str], str]]:
+@asynccontextmanager
+async def server(role: str, config: Config) -> AsyncIterator[tuple[dict[str, str], str]]:
     """A server process; gives its addresses and its secret. Raises ActorFailed if it does not come up."""
     secret = secrets.token_hex(16)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.bench.served"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        first = {"role": role, "secret": secret, "config": config_to_json(config)}
-        process.stdin.write(json.dumps(first).encode() + b"\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise ActorFailed(f"{role}/0", f"ended with exit code {process.wait(CLOSE_S)}")
-        yield json.loads(line), secret
-        process.stdin.close()
-        process.wait(CLOSE_S)
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    async with worker(f"{role}/0", [sys.executable, "-m", "tools.bench.served"]) as process:
+        yield await process.ask(role=role, secret=secret, config=config_to_json(config)), secret
 
 
 class Ours:

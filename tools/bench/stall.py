@@ -7,13 +7,11 @@ flight. The ratios are against ``abort_resume``.
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from tools.bench.processes import run_to_end
 from tools.bench.report import Report
-from tools.live_run import LiveRun
 
 MODES = ("abort_resume", "keep", "drain")
 RUN_S = 600.0
@@ -59,17 +57,10 @@ def measure(report: Report, *, steps: int) -> None:
     report.settings |= {"steps": steps, "replicas": 2, "load_s": 0.1}
     stalls: dict[str, float] = {}
     for mode in MODES:
-        with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-            run = LiveRun(configuration(mode, steps), Path(name))
-            try:
-                code = run.wait(RUN_S)
-                if code:
-                    raise RuntimeError(f"{mode}: exit code {code}: {run.output[-1000:]}")
-                # The first update of an engine loses nothing: there was nothing to lose.
-                updates = [line for line in run.lines("update") if line["weights/version"] > 0]
-                rates = [line["rollout/tokens_per_s"] for line in run.lines("train")[2:]]
-            finally:
-                run.close()
+        lines = run_to_end(configuration(mode, steps), RUN_S)
+        # The first update of an engine loses nothing: there was nothing to lose.
+        updates = [line for line in lines["update"] if line["weights/version"] > 0]
+        rates = [line["rollout/tokens_per_s"] for line in lines["train"][2:]]
         stall = [line["weights/stall_s"] for line in updates]
         stalls[mode] = median(stall)
         report.figures[mode] = {

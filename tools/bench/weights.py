@@ -10,11 +10,10 @@ connection, one bare gloo broadcast a bucket.
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
+import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -22,14 +21,15 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.messages.weights import BroadcastGroup, BucketLayout, Manifest, Publish
+from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, BucketLayout, Manifest, Offer, Publish, Transport
+from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.broadcast import Receiver
-from tools.bench import weights_receiver as receive
-from tools.bench.paired import compare, measure_pairs
+from tools.bench.processes import Worker, worker
 from tools.bench.report import Report, Target
 from tools.bench.sides import Ours, server
-from tools.bench.weights_layouts import LAYOUTS
+from tools.bench.weights_sender import HOST, LAYOUTS, TIMEOUT_S, bare_group, bare_store, broadcast
 
+Seconds = Callable[[], Awaitable[float]]
 PAIRS = {"1M": 30, "10M": 30, "100M": 10, "630M": 4, "2B": 3}
 LARGE = ("630M", "2B")
 """Layouts of a gigabyte and more, which the target for shared memory speaks of."""
@@ -47,46 +47,9 @@ def config() -> Config:
     )
 
 
-class Sender:
-    """The sending process."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    def order(self, **order: Any) -> None:
-        """Begin something."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> dict[str, Any]:
-        """The answer to an order."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the sending process ended with exit code {self._process.wait(10)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextmanager
-def sending() -> Iterator[Sender]:
-    """The sending process, for as long as it is needed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tools.bench.weights_sender"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    try:
-        yield Sender(process)
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-async def measure(report: Report, sizes: list[str]) -> None:
-    """Fill the report."""
+async def measure(report: Report, *, up_to: str) -> None:
+    """Fill the report with the layouts up to this one."""
+    sizes = list(LAYOUTS)[: list(LAYOUTS).index(up_to) + 1]
     settings = config()
     report.settings |= {
         "layouts": sizes,
@@ -94,14 +57,18 @@ async def measure(report: Report, sizes: list[str]) -> None:
         "chunk_bytes": settings.weights.chunk_bytes,
         "chunks_in_flight": settings.weights.chunks_in_flight,
     }
-    with server("parameter_server", settings) as (addresses, secret), sending() as sender:
+    async with (
+        server("parameter_server", settings) as (addresses, secret),
+        worker("the sender", [sys.executable, "-m", "tools.bench.weights_sender"]) as sender,
+    ):
         learner, rollouter = (
             Ours(addresses["actor"], secret, "parameter_server/0", settings, name=name)
             for name in ("learner/0", "rollouter/0")
         )
         try:
             for version, name in enumerate(sizes):
-                size = Size(report, settings, sender, rollouter, name, version)
+                held = await sender.ask(do="hold", layout=name, version=version)
+                size = Size(report, settings, sender, rollouter, name, held)
                 await learner.call(Publish(manifest=size.manifest))
                 await size.measure(PAIRS[name])
         finally:
@@ -115,9 +82,9 @@ class Size:
     group_epoch = 1
     bare: tuple[Any, Any] | None = None
 
-    def __init__(self, report: Report, settings: Config, sender: Sender, ours: Ours, name: str, version: int) -> None:
-        sender.order(do="hold", layout=name, version=version)
-        held = sender.answer()
+    def __init__(
+        self, report: Report, settings: Config, sender: Worker, ours: Ours, name: str, held: dict[str, Any]
+    ) -> None:
         self.report, self.settings, self.sender, self.ours, self.name = report, settings, sender, ours, name
         self.manifest = msgspec.json.decode(held["manifest"], type=Manifest)
         self.tcp_port: int = held["tcp_port"]
@@ -129,84 +96,83 @@ class Size:
 
     async def measure(self, pairs: int) -> None:
         """Each transport against its floor."""
-        await self._compare("shm", "memcpy", self._rate(self._shm), self._rate(self._memcpy()), pairs)
-        await self._compare("stream", "tcp", self._rate(self._stream), self._rate(self._tcp()), pairs)
         receiver = Receiver()
         targets = self._targets()
         try:
+            await self._compare("shm", lambda: self._fetch("shm"), "memcpy", self._memcpy(), pairs)
+            await self._compare("stream", lambda: self._fetch("stream"), "tcp", self._tcp(), pairs)
             await self._compare(
-                "gloo",
-                "bare gloo",
-                self._rate(lambda: self._gloo(receiver)),
-                self._rate(lambda: self._bare_gloo(targets)),
-                pairs,
+                "gloo", lambda: self._gloo(receiver), "bare gloo", lambda: self._bare_gloo(targets), pairs
             )
         finally:
             await asyncio.to_thread(receiver.close)
             Size.group_epoch += 1
 
-    async def _compare(
-        self,
-        ours: str,
-        floor: str,
-        first: Callable[[], Awaitable[float]],
-        second: Callable[[], Awaitable[float]],
-        pairs: int,
-    ) -> None:
-        found = compare(await measure_pairs(first, second, pairs))
+    async def _compare(self, ours: str, first: Seconds, floor: str, second: Seconds, pairs: int) -> None:
         target = Target(">=", 0.6) if ours == "shm" and self.name in LARGE else None
         name = f"{ours}_vs_{floor.replace(' ', '_')}_{self.name}"
-        self.report.comparison(name, found, unit="bytes/s", sides=(ours, floor), target=target)
+        sides = {ours: self._rate(first), floor: self._rate(second)}
+        found = await self.report.measure(name, sides, pairs, unit="bytes/s", target=target, control=False)
         if target is None:
             self.report.ratios[name] = found.ratio.median
 
-    def _rate(self, seconds: Callable[[], Awaitable[float]]) -> Callable[[], Awaitable[float]]:
+    def _rate(self, seconds: Seconds) -> Seconds:
         async def side() -> float:
             return self.bytes / await seconds()
 
         return side
 
-    async def _shm(self) -> float:
-        return await receive.by_fetch(self.manifest, "shm", self.ours.call, self.settings.weights)
+    async def _fetch(self, transport: Transport) -> float:
+        """Until every sealed segment is open and verified, or every chunk has come, was verified and sealed."""
+        offer = Offer(version=self.manifest.version, transport=transport, manifest=self.manifest)
+        began = time.perf_counter()
+        fetched = await fetch(
+            offer,
+            call=lambda name, request, timeout: self.ours.call(request, timeout),
+            weights=self.settings.weights,
+        )
+        seconds = time.perf_counter() - began
+        fetched.close()
+        return seconds
 
-    async def _stream(self) -> float:
-        return await receive.by_fetch(self.manifest, "stream", self.ours.call, self.settings.weights)
-
-    def _memcpy(self) -> Callable[[], Awaitable[float]]:
+    def _memcpy(self) -> Seconds:
         source, target = np.ones(self.bytes, np.uint8), np.ones(self.bytes, np.uint8)
 
         async def seconds() -> float:
-            return await asyncio.to_thread(receive.by_memcpy, source, target)
+            return await asyncio.to_thread(timed, lambda: np.copyto(target, source))
 
         return seconds
 
-    def _tcp(self) -> Callable[[], Awaitable[float]]:
+    def _tcp(self) -> Seconds:
         target = np.ones(self.bytes, np.uint8)
 
         async def seconds() -> float:
             self.sender.order(do="tcp")
-            seconds = await asyncio.to_thread(receive.by_tcp, self.tcp_port, target)
-            self.sender.answer()
+            seconds = await asyncio.to_thread(timed, lambda: receive_by_tcp(self.tcp_port, target))
+            await self.sender.answer()
             return seconds
 
         return seconds
 
     async def _gloo(self, receiver: Receiver) -> float:
         self.sender.order(do="gloo", version=self.manifest.version, group=msgspec.to_builtins(self.group))
-        work = asyncio.to_thread(receive.by_gloo, receiver, self.manifest.version, self.group, self.layouts)
-        seconds = await work
-        self.sender.answer()
+        part = BroadcastPart(
+            version=self.manifest.version, group=self.group, first_rank=1, buckets=self.layouts, timeout_s=TIMEOUT_S
+        )
+        seconds = await asyncio.to_thread(timed, lambda: list(receiver.receive(part, worker=0)))
+        await self.sender.answer()
         return seconds
 
     async def _bare_gloo(self, targets: list[Any]) -> float:
         if Size.bare is None:
-            store = receive.bare_store()
+            store = bare_store()
             self.sender.order(do="bare_gloo", port=store.port)
-            Size.bare = store, await asyncio.to_thread(receive.bare_group, 0, 1, store)
+            Size.bare = store, await asyncio.to_thread(bare_group, 0, 1, store)
         else:
             self.sender.order(do="bare_gloo", port=0)
-        seconds = await asyncio.to_thread(receive.by_bare_gloo, Size.bare[1], targets)
-        self.sender.answer()
+        group = Size.bare[1]
+        seconds = await asyncio.to_thread(timed, lambda: broadcast(group, targets))
+        await self.sender.answer()
         return seconds
 
     def _targets(self) -> list[Any]:
@@ -215,7 +181,20 @@ class Size:
         return [torch.ones(bucket.size, dtype=torch.uint8) for bucket in self.manifest.buckets]
 
 
-def sizes_up_to(name: str) -> list[str]:
-    """Names of layouts, the smallest first."""
-    names = list(LAYOUTS)
-    return names[: names.index(name) + 1]
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that it takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def receive_by_tcp(port: int, target: np.ndarray) -> None:
+    """Receive by a bare loopback connection, into memory that exists already."""
+    view = target.data
+    with socket.create_connection((HOST, port)) as connection:
+        done = 0
+        while done < len(view):
+            count = connection.recv_into(view[done:])
+            if not count:
+                raise ConnectionError(f"sender left after {done} of {len(view)} bytes")
+            done += count

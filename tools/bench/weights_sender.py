@@ -12,18 +12,49 @@ import mmap
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from asyncrl.messages.weights import BroadcastGroup, Bucket, Manifest
-from asyncrl.weights.segments import Segment
-from tools.bench.weights_layouts import LAYOUTS, buckets_of
+from asyncrl.messages.weights import BroadcastGroup, Bucket, Manifest, TensorSpec
+from asyncrl.weights.segments import Segment, fill_buckets, layout
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 120.0
+BUCKET_BYTES = 256 << 20
+SHAPE = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+LAYOUTS = {
+    "1M": (4, 128, 384, 4, 2, 32, 512),
+    "10M": (8, 288, 864, 9, 3, 32, 4096),
+    "100M": (12, 640, 1792, 10, 2, 64, 32_000),
+    # Qwen2.5-0.5B and Qwen3-1.7B, untied.
+    "630M": (24, 896, 4864, 14, 2, 64, 151_936),
+    "2B": (28, 2048, 6144, 16, 8, 128, 151_936),
+}
+"""SHAPE of a Qwen3 in bfloat16, by its number of parameters."""
+
+
+def buckets_of(name: str) -> list[tuple[list[TensorSpec], int]]:
+    """Specs and size of each bucket, as the learner would fill them."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**dict(zip(SHAPE, LAYOUTS[name], strict=True)), tie_word_embeddings=False))
+    units = [[(name, "bfloat16", tuple(weight.shape))] for name, weight in model.named_parameters()]
+    sizes = [layout(unit)[1] for unit in units]
+    return [layout([tensor for i in bucket for tensor in units[i]]) for bucket in fill_buckets(sizes, BUCKET_BYTES)]
 
 
 class Sent:
@@ -32,7 +63,7 @@ class Sent:
     def __init__(self, name: str, version: int) -> None:
         self.held: list[tuple[Bucket, int]] = []
         random = np.random.default_rng(version)
-        for index, (specs, size) in enumerate(buckets_of(LAYOUTS[name])):
+        for index, (specs, size) in enumerate(buckets_of(name)):
             segment = Segment(f"asyncrl-bench-{index}", size)
             place = np.frombuffer(segment.memory, np.uint8)
             # Noise, repeated: making it all would take longer than everything that is measured.
@@ -97,14 +128,42 @@ class Sending:
         """Send the same bytes by a bare broadcast; the first time with the other side's store."""
         import torch
 
-        from tools.bench.weights_receiver import bare_group, broadcast
-
         if self.bare is None:
             self.bare = bare_group(order["port"], 0)
-        for view in self.views:
-            # The mapping cannot be written to, and nobody does.
-            broadcast(self.bare, torch.from_numpy(np.frombuffer(view, np.uint8)))
+        # The mapping cannot be written to, and rank 0 only reads it.
+        broadcast(self.bare, (torch.from_numpy(np.frombuffer(view, np.uint8)) for view in self.views))
         return {}
+
+
+def bare_store() -> Any:
+    """The store of the bare group; the other side gets its ``port``."""
+    return _distributed().TCPStore(HOST, 0, None, True, timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+
+
+def bare_group(port: int, rank: int, store: Any = None) -> Any:
+    """Two ranks over gloo and nothing else."""
+    dist = _distributed()
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST, lazy_init=False)]
+    if store is None:
+        store = dist.TCPStore(HOST, port, None, False, timedelta(seconds=TIMEOUT_S))
+    return dist.ProcessGroupGloo(dist.PrefixStore("bare", store), rank, 2, options)
+
+
+def broadcast(group: Any, tensors: Iterable[Any]) -> None:
+    """Broadcast each of them from rank 0."""
+    options = _distributed().BroadcastOptions()
+    options.rootRank = 0
+    for tensor in tensors:
+        group.broadcast([tensor], options).wait()
+
+
+def _distributed() -> Any:
+    # Brings torch along; it does not say itself what of its classes is public.
+    import torch.distributed
+
+    return torch.distributed
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from inprocess import sim_config
 from learner.learner_cases import build_step, make_group, make_trajectory
+from learner.loop.lone_loop import Loop, NotingTrainer
 from msgspec.structs import replace
 
 from asyncrl.config import Config
@@ -33,7 +34,6 @@ from asyncrl.learner.loop.step_planner import StepPlanner
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
 from asyncrl.observe.metrics import Counters
-from tools.bench.planning import Loop, TimedTrainer
 
 SIZE = 2
 """Groups of a step."""
@@ -219,7 +219,7 @@ class Planner:
         self.times: list[tuple[float, float]] = []
         self.planner = StepPlanner(
             self.config,
-            backend=TimedTrainer(self.config),
+            backend=NotingTrainer(self.config),
             thread=ThreadPoolExecutor(1),
             intake=self.intake,
             progress=self.progress,
@@ -330,7 +330,7 @@ def test_an_error_is_raised_in_the_step_that_uses_the_plan_and_planning_continue
 # --- the learner's own loop ---
 
 
-class Held(TimedTrainer):
+class Held(NotingTrainer):
     """Trains a step until one more plan is made; the last step is not held."""
 
     def __init__(self, config: Config) -> None:

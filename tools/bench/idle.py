@@ -15,7 +15,6 @@ Fails with ActorFailed when an actor ends, or the rollouters are not all ready w
 from __future__ import annotations
 
 import asyncio
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.client import Viewer, WatchedRun
 from tools.bench.report import Report, Target
-from tools.bench.scale_run import READY_S, Processes, config, running
+from tools.bench.scale_run import READY_S, Processes, by_processors, config, running
 
 PART = 100
 SETTLE_S = 10.0
@@ -74,17 +73,16 @@ def _when(marks: Sequence[Mark], ready: int) -> tuple[float, float]:
     raise ValueError(f"{ready} rollouters were never ready")
 
 
-def measure(report: Report, *, rollouters: int, per_process: int, seconds: float) -> None:
+def measure(report: Report, *, replicas: int, per_process: int | None, seconds: int) -> None:
     """Run it and report."""
-    report.settings |= {"rollouters": rollouters, "rollouters_per_process": per_process, "seconds": seconds}
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
-    try:
-        with running(config(folder, rollouters, idle=True), rollouters, per_process) as (_, processes, target):
-            marks, costs = asyncio.run(_follow(target, processes, rollouters, seconds))
+    per_process = per_process or by_processors(replicas)
+    report.settings |= {"rollouters": replicas, "rollouters_per_process": per_process, "seconds": seconds}
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder:
+        chosen = config(Path(folder), replicas, idle=True)
+        with running(chosen, replicas, per_process) as (_, processes, target):
+            marks, costs = asyncio.run(_follow(target, processes, replicas, seconds))
             processes.ask_to_end()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    report_idle(report, costs, rollouters)
+    report_idle(report, costs, replicas)
     report_start(report, marks)
 
 

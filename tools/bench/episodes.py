@@ -1,9 +1,13 @@
-"""One call of the policy from an episode, compared with the engine alone: the cost of the path.
+"""``python -m tools.bench episodes``: the cost of a call from an episode, and the step time without barriers.
 
-The rollouter and the stubs of its peers live in this process, the episode host and its worker in processes of their
-own, as they do in a run; all talk over TCP. The agent (episode_agent.py) measures a call from where it stands: through
-its client, or over HTTP. The other side has the same engine generate the same tokens for the same context. The engine
-is a timing model, so both sides sample for the same time; the chat template is jinja's, the tokenizer a real one.
+Calls are compared with the engine alone. The rollouter and the stubs of its peers are in this process, the episode host
+and its worker in processes of their own, as they are in a run; all use TCP. The agent (episode_agent.py) measures a
+call from its side: through its client, or over HTTP. The other side has the same engine generate the same tokens for
+the same context. The engine is a timing model, so both sides sample for the same time; the chat template is jinja's,
+the tokenizer a real one.
+
+Steps are those of whole simulated runs: an asynchronous run is compared with ``staleness.max = 0``, where all episodes
+of a step end before it is trained. The time of tools is lognormal with sigma 1.
 """
 
 from __future__ import annotations
@@ -12,39 +16,48 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.controller.actor import Controller
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.messages.groups import Lease
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
-from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
+from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.process import SWITCH_S
 from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 from asyncrl.text.tokenizer import tokenizer_of
-from tools.bench.counterparts import Counterpart, Exchange
-from tools.bench.paired import compare, measure_pairs, median_interval
+from tools.bench.counterparts import Exchange, serving_rollouter
+from tools.bench.paired import LEVEL, RESAMPLES, Interval, compare, measure_pairs, median_interval
+from tools.bench.processes import run_to_end
 from tools.bench.report import Report, Target
-from tools.bench.rollout import until_ready
 from tools.bench.scale_run import Processes
+from tools.learn.chat_model import make_tokenizer
 
 ANSWER_TOKENS = 40
 STEP_S = 0.005
 READY_S = 60.0
 OVERHEAD_MS = 5.0
 """Target for the cost of a call without the engine, median."""
+SAMPLES = 8
+RUN_S = 1800.0
+TURNS, TOOL_S, TOOL_SIGMA = 4.0, 1.0, 1.0
+STALENESS_MAX = 4
+ASYNC_SHARE = 5
+"""Asynchronous steps for each synchronous one."""
+FILL_STEPS = STALENESS_MAX + 1
+FASTER = Target(">=", 3.0)
 
 
 def config(folder: Path, socket: Path) -> Config:
@@ -150,7 +163,15 @@ class Agent:
         return seconds
 
 
-async def measure(report: Report, *, pairs: int) -> None:
+def measure(report: Report, *, pairs: int, steps: int, only: str | None) -> None:
+    """Fill the report; ``only`` is ``calls``, ``async`` or None for both."""
+    if only != "async":
+        uvloop.run(measure_calls(report, pairs=pairs))
+    if only != "calls":
+        measure_steps(report, steps=steps)
+
+
+async def measure_calls(report: Report, *, pairs: int) -> None:
     """Fill the report."""
     report.settings |= {"answer_tokens": ANSWER_TOKENS, "decode_step_s": STEP_S, "pairs": pairs}
     configure_logging("warning")
@@ -159,8 +180,7 @@ async def measure(report: Report, *, pairs: int) -> None:
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         async with living(Path(name)) as agent:
             for way, call in (("client", agent.chat), ("http", agent.http)):
-                measured = await measure_pairs(call, agent.direct, pairs)
-                _report(report, way, measured)
+                _report(report, way, await measure_pairs(call, agent.direct, pairs))
                 report.same(f"call_by_{way}", compare(await measure_pairs(call, call, pairs)))
 
 
@@ -179,11 +199,11 @@ def _report(report: Report, way: str, pairs: list[tuple[float, float]]) -> None:
 async def living(folder: Path) -> AsyncIterator[Agent]:
     """The agent of an episode that is played."""
     agent, socket = Agent(), folder / "agent"
-    await asyncio.to_thread(write_tokenizer, folder / "tokenizer")
+    # One token a character, with a chat template.
+    await asyncio.to_thread(lambda: make_tokenizer().save_pretrained(folder / "tokenizer"))
     chosen = config(folder, socket)
     listener = await asyncio.start_unix_server(agent.connected, socket)
     run = create_run_folder(chosen)
-    lives: list[asyncio.Task[None]] = []
     with private_folder(run, chosen):
 
         def context(name: str, controller: str | None) -> ActorContext:
@@ -198,35 +218,19 @@ async def living(folder: Path) -> AsyncIterator[Agent]:
                 controller=controller,
             )
 
-        def live(main: Coroutine[Any, Any, None]) -> None:
-            lives.append(asyncio.create_task(main))
-
         trainer = SimTrainer(chosen, 0)
         with trainer.publish(0).result() as publication:
-            exchange = Exchange(publication.manifest)
-            processes = Processes(run)
-            controller = Controller(context(CONTROLLER, None))
-            live(controller.main())
+            exchange, processes = Exchange(publication.manifest), Processes(run)
             try:
-                await until_ready([controller], lives)
-                processes.actor("episodes/0", controller.address)
-                rollouter = Rollouter(context("rollouter/0", controller.address))
-                roles = ("dataloader", "reward", "learner", "parameter_server")
-                stubs = [Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles]
-                actors: list[Actor] = [*stubs, rollouter]
-                for actor in actors:
-                    live(actor.main())
-                await until_ready(actors, lives)
-                await exchange.served(READY_S)
-                exchange.leases = [lease(chosen)]
-                exchange.parked.wake()
-                await agent.begin(rollouter)
-                yield agent
+                async with serving_rollouter(
+                    context, exchange, READY_S, lambda controller: processes.actor("episodes/0", controller)
+                ) as rollouter:
+                    exchange.leases = [lease(chosen)]
+                    exchange.parked.wake()
+                    await agent.begin(rollouter)
+                    yield agent
+                    await agent.close()
             finally:
-                for life in lives:
-                    life.cancel()
-                await asyncio.gather(*lives, return_exceptions=True)
-                await agent.close()
                 await asyncio.to_thread(processes.close, 0.0)
                 listener.close()
 
@@ -252,8 +256,76 @@ def lease(chosen: Config) -> Lease:
     )
 
 
-def write_tokenizer(folder: Path) -> None:
-    """One token a character, with a chat template."""
-    from tools.learn.chat_model import make_tokenizer
+def tree(staleness: int, steps: int) -> dict[str, Any]:
+    """A run of the rehearsed agent."""
+    return {
+        "data": {"source": "synthetic", "size": 1 << 16, "template": "chat", "max_prompt_tokens": 64},
+        "episode": {
+            "function": "asyncrl.episodes.rehearsal:play",
+            "options": {"turns": TURNS, "tool_s": TOOL_S, "tool_sigma": TOOL_SIGMA},
+            "workers": 2,
+            "max_context_tokens": 8192,
+            "turn_timeout_s": 600.0,
+            "timeout_s": 3600.0,
+        },
+        "rollout": {
+            "engine": "sim",
+            "replicas": 1,
+            "gpus_per_replica": 0,
+            "samples_per_prompt": SAMPLES,
+            "episodes": 256,
+            "concurrency": 64,
+            "max_tokens": 128,
+            "stream_interval": 32,
+            "sim": {
+                "decode_step_s": 0.015,
+                "decode_step_per_request_s": 0.0001,
+                "length_median": 32.0,
+                "length_sigma": 0.5,
+            },
+        },
+        "learner": {
+            "backend": "sim",
+            "steps": steps,
+            "groups_per_step": 4,
+            "dynamic_sampling": False,
+            "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
+        },
+        "staleness": {"max": staleness, "adapt": False},
+        "checkpoint": {"every_versions": 0, "export_at_end": False},
+        "log": {"level": "warning"},
+    }
 
-    make_tokenizer().save_pretrained(folder)
+
+def measure_steps(report: Report, *, steps: int) -> None:
+    """Fill the report."""
+    report.settings["async"] = {"staleness_max": STALENESS_MAX, **tree(0, 1)["episode"]["options"]}
+    times = {}
+    for name, staleness, unmeasured, count in (
+        ("synchronous", 0, 1, steps),
+        ("asynchronous", STALENESS_MAX, FILL_STEPS, ASYNC_SHARE * steps),
+    ):
+        lines = run_to_end(tree(staleness, unmeasured + count), RUN_S)["train"]
+        times[name] = [line["time/step_s"] for line in lines[unmeasured:]]
+        mean, middle = float(np.mean(times[name])), float(np.median(times[name]))
+        report.figures[name] = {"steps": len(times[name]), "step_s": {"mean": mean, "median": middle}}
+        report.say(f"{name:13} {len(times[name])} steps, mean {mean:.2f} s, median {middle:.2f} s")
+    found = ratio_of_means(times["synchronous"], times["asynchronous"])
+    report.figures["synchronous_vs_asynchronous"] = asdict(found)
+    report.ratio("synchronous_vs_asynchronous", found.median, FASTER)
+    verdict = "met" if FASTER.met(found.median) else "NOT MET"
+    report.say(
+        f"asynchronous episodes    {found.median:.2f} times as fast [{found.low:.2f}, {found.high:.2f}]  "
+        f"target {FASTER}  {verdict}"
+    )
+
+
+def ratio_of_means(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Ratio of the means with its percentile bootstrap interval, over steps."""
+    chance = np.random.default_rng(0)
+    means = [
+        np.asarray(each)[chance.integers(0, len(each), (RESAMPLES, len(each)))].mean(1) for each in (first, second)
+    ]
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(means[0] / means[1], [tail, 1 - tail])
+    return Interval(float(np.mean(first) / np.mean(second)), float(low), float(high))

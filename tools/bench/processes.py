@@ -1,0 +1,111 @@
+"""Processes on the other side of a benchmark, and the environments of other packages that some of them run in.
+
+A worker gets each order as a line of JSON on stdin and answers with a line of JSON on stdout. It ends when stdin ends.
+A whole run is started with asyncrl-launch and gives its metrics.
+Other packages are never dependencies of asyncrl: their environments are made on demand under .bench. An environment is
+complete if its mark holds the requirements; an incomplete one is made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core.errors import ActorFailed
+from tools.live_run import LiveRun
+
+FOLDER = Path(__file__).resolve().parents[2] / ".bench"
+ANSWER_S, CLOSE_S = 600.0, 20.0
+LONGEST_LINE = 1 << 24
+
+
+class Worker:
+    """A process that takes orders."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._name, self._stdin, self._stdout = name, process.stdin, process.stdout
+
+    def order(self, **order: Any) -> None:
+        """Send an order."""
+        self._stdin.write(json.dumps(order).encode() + b"\n")
+
+    async def answer(self) -> dict[str, Any]:
+        """Receive the next answer. Raises ActorFailed if the process ended, TimeoutError if it does not answer."""
+        async with asyncio.timeout(ANSWER_S):
+            line = await self._stdout.readline()
+        if not line:
+            raise ActorFailed(self._name, "ended while it measured; its output is above")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def ask(self, **order: Any) -> dict[str, Any]:
+        """Send an order and receive its answer."""
+        self.order(**order)
+        return await self.answer()
+
+
+@asynccontextmanager
+async def worker(
+    name: str, command: Sequence[str], variables: Mapping[str, str] | None = None
+) -> AsyncIterator[Worker]:
+    """A running process. It is gone when the context ends."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=variables, limit=LONGEST_LINE)
+    try:
+        yield Worker(name, process)
+        assert process.stdin is not None
+        process.stdin.close()
+        async with asyncio.timeout(CLOSE_S):
+            await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def run_to_end(tree: dict[str, Any], timeout: float) -> dict[str, list[dict[str, Any]]]:
+    """Launch a run and wait for its end; returns its lines of metrics.jsonl by kind. Raises ActorFailed."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
+        run = LiveRun(tree, Path(folder))
+        try:
+            if code := run.wait(timeout):
+                raise ActorFailed("the run", f"exit code {code}: {run.output[-2000:]}")
+            return {kind: run.lines(kind) for kind in ("train", "update")}
+        finally:
+            run.close()
+
+
+def environment(name: str, requirements: Sequence[str]) -> Path:
+    """The interpreter with these packages, made at the first use. Raises CalledProcessError if one is not installed."""
+    folder = FOLDER / name
+    python, mark = folder / "bin" / "python", folder / ".complete"
+    wanted = "\n".join(requirements)
+    if not mark.exists() or mark.read_text() != wanted:
+        print(f"making {folder} with {', '.join(requirements)}", file=sys.stderr, flush=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements],
+            check=True,
+            stdout=sys.stderr,
+            env=without_python_settings(),
+        )
+        mark.write_text(wanted)
+    return python
+
+
+def without_python_settings() -> dict[str, str]:
+    """The variables of this process, for an interpreter of another environment."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
