@@ -28,7 +28,7 @@ from asyncrl.data.rows import RawRow, column_names, column_of, has_column, read_
 from asyncrl.dataloader.sources import hf, missing_column, parquet, reasoning_gym, synthetic
 from asyncrl.text.chat.messages import Tool
 from asyncrl.text.chat.prompt import Prompt, PromptEncoder, read_prompt
-from asyncrl.text.chat.row_messages import read_tools, without_nulls
+from asyncrl.text.chat.messages import read_tools, without_nulls
 from asyncrl.text.tokenizer import Tokenizer
 
 LISTED_PROBLEMS = 5

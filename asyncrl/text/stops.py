@@ -1,4 +1,4 @@
-"""Tokens and strings that end a response, beside the model's own end-of-sequence token.
+"""Tokens and strings that end a response, in addition to the model's own end-of-sequence token.
 
 A special token never shows in the text of a response, so a string of ``rollout.stop`` that is one is looked for by its
 id, as those of ``rollout.stop_token_ids`` are: engines end at them as at the end-of-sequence token, which is sampled,
@@ -19,7 +19,7 @@ from asyncrl.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Stops:
-    """The ends of a response, beside its longest length."""
+    """The ends of a response, in addition to its longest length."""
 
     token_ids: tuple[int, ...] = ()
     """Ids of the tokens, ascending."""

@@ -13,7 +13,7 @@ from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.launcher.checks.findings import Finding, fail, ok, warn
 from asyncrl.launcher.checks.model import window_of
-from asyncrl.text.chat.chat_report import ChatReport
+from asyncrl.text.chat.probe import ChatReport
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.sft.conversations import load_conversations
 from asyncrl.text.stops import resolve_stops

@@ -32,9 +32,8 @@ from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rollouter.serving.policy import Slots
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoffs
 from asyncrl.rpc.services import Clock
-from asyncrl.text.chat.messages import Message, Tool
+from asyncrl.text.chat.messages import Message, Tool, read_tools
 from asyncrl.text.chat.prompt import conversation, read_prompt
-from asyncrl.text.chat.row_messages import read_tools
 
 LONGEST_S = 7 * 86400.0
 """Longest episode (s), if engines are away all of that time: its own deadlines stand still while it waits for them."""

@@ -15,11 +15,10 @@ from typing import Any
 from asyncrl.config.episode import ChatConfig
 from asyncrl.core.errors import ChatRefused, ConfigError
 from asyncrl.messages import FinishReason
-from asyncrl.text.chat.answer_tokens import FIELD
-from asyncrl.text.chat.chat_report import make_report
 from asyncrl.text.chat.messages import Message, Tool
 from asyncrl.text.chat.parsers import Parsed, make_call
-from asyncrl.text.chat.probe import TOOLS, Shape, TurnCheck, example
+from asyncrl.text.chat.probe import TOOLS, Shape, TurnCheck, example, make_report
+from asyncrl.text.chat.turns import FIELD
 from asyncrl.text.tokenizer import Tokenizer
 
 PREFIX = "renderers:"

@@ -1,15 +1,21 @@
 """The prompt of a row: read from its columns, and rendered as the model sees it.
 
 Dataloader, dry run and episodes use these functions, so that the prompt whose tokens are counted is the prompt that is
-played. Invariant: a prompt passes only if the model reads all of it (``shown.py``). A last message of the assistant
-is continued or refused, never answered by a second one.
+played. Invariant: a prompt passes only if the model reads all of it. A last message of the assistant is continued or
+refused, never answered by a second one.
+
+``ShownCheck`` finds the parts of a conversation that a chat template does not show to the model. The conversation is
+rendered once more with a made-up word in place of each text; a missing word is a part that the model would never read.
+The answer depends on the kinds of messages alone, so it is kept for each kind. There are two exceptions. Reasoning may
+be left out of earlier answers by a template that shows it elsewhere: the model is served so. Ids of calls, and the name
+of the tool in a result, only repeat what the call says.
 
 Fails with ChatRefused, which names the field, and with ConfigError where the model has no chat template.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +23,8 @@ from asyncrl.config import Config
 from asyncrl.config.episode import ChatConfig
 from asyncrl.config.training import DataConfig
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.messages import Message, Tool, kind_of
-from asyncrl.text.chat.row_messages import read_conversation
-from asyncrl.text.chat.shown import ShownCheck
+from asyncrl.text.chat.messages import Message, Tool, kind_of, normalise_tools, read_conversation
+from asyncrl.text.chat.renderer import Renderer
 from asyncrl.text.chat.template import ChatTemplate
 from asyncrl.text.tokenizer import Tokenizer
 
@@ -27,6 +32,28 @@ Prompt = str | list[Message]
 """Text, or chat messages in the form of ``normalise_messages``."""
 CONTINUED = "qkzcontinued"
 """A word that no template holds; it marks where the last message ends."""
+MOST_KEPT = 1024
+CALLS_LEFT_OUT = (
+    "the chat template shows no calls of tools. Take a model whose template does. If the model writes calls as "
+    '<tool_call>{...}</tool_call>, set chat.tool_parser = "json"'
+)
+TOOLS_LEFT_OUT = (
+    "the chat template shows no tools. Take a model whose template does, or describe them in a system message and "
+    'leave the column out (for prompts: data.tools_key = "")'
+)
+LEFT_OUT = "the chat template does not show it to the model; {} or take a model whose template does"
+CHANGES = {
+    "name": "put it into the content,",
+    "reasoning_content": "put it into the content,",
+    "content": "put it into a message that the template shows,",
+    "tool_calls": "leave it out,",
+    "tools": "leave it out,",
+}
+
+Render = Callable[[Sequence[Message], Sequence[Tool]], str]
+Missing = tuple[int, str, str]
+"""Place of a message, or -1 for tools; the field below it; and the problem."""
+UNKNOWN: Missing = (0, "", "")
 
 
 def read_prompt(given: Any, field: str, *, continues: bool) -> Prompt:
@@ -56,11 +83,9 @@ def read_prompt(given: Any, field: str, *, continues: bool) -> Prompt:
 def conversation(prompt: Prompt, system: str | None) -> list[Message]:
     """The messages of a prompt, behind the system message unless the prompt has one (``developer`` is one)."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [{"role": "system", "content": system}, *messages] if _adds_system(messages, system) else messages
-
-
-def _adds_system(messages: Sequence[Message], system: str | None) -> bool:
-    return system is not None and all(message["role"] != "system" for message in messages)
+    if system is None or any(message["role"] == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 class PromptEncoder:
@@ -92,10 +117,9 @@ class PromptEncoder:
             self._tokenizer.render_chat(conversation(prompt, None))
         system = self._data.system
         messages = conversation(prompt, system)
+        given = 1 if isinstance(prompt, str) else len(prompt)
         field, tools_field = self._data.prompt_column, self._data.tools_key
-        self._shown.require(
-            messages, tools, field=field, tools_field=tools_field, system=len(messages) > _count(prompt)
-        )
+        self._shown.require(messages, tools, field=field, tools_field=tools_field, system=len(messages) > given)
         if messages[-1]["role"] != "assistant":
             return self._template.text(messages, tools)
         # As transformers does under continue_final_message: the template's text up to the end of the last content.
@@ -115,5 +139,135 @@ class PromptEncoder:
         return ShownCheck.of(self._template, self._chat)
 
 
-def _count(prompt: Prompt) -> int:
-    return 1 if isinstance(prompt, str) else len(prompt)
+class ShownCheck:
+    """The check of one template.
+
+    ``render`` gives the text of a conversation; ``writes_calls`` and ``shows_reasoning`` say whether it can show them
+    at all. ``by_answer``: each answer is trained behind the messages before it, as in a supervised conversation, so a
+    part counts as shown if the model reads it there. Some templates show the system message only before the last user.
+    """
+
+    def __init__(self, render: Render, *, writes_calls: bool, shows_reasoning: bool, by_answer: bool = False) -> None:
+        self._render, self._writes_calls, self._shows_reasoning = render, writes_calls, shows_reasoning
+        self._by_answer = by_answer
+        self._known: dict[Any, Missing | None] = {}
+
+    @classmethod
+    def of(cls, template: ChatTemplate, chat: ChatConfig, *, by_answer: bool = False) -> ShownCheck:
+        """The check of a model's template; calls in the content count if the run's parser reads them there."""
+        return cls(
+            lambda messages, tools: template.text(messages, tools, generate=messages[-1]["role"] != "assistant"),
+            writes_calls=template.writes_calls or chat.tool_parser == "json",
+            shows_reasoning=template.shows_reasoning,
+            by_answer=by_answer,
+        )
+
+    def require(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, field: str, tools_field: str, system: bool = False
+    ) -> None:
+        """Raise ChatRefused for the first part that is left out.
+
+        ``field`` and ``tools_field`` name the columns; ``system`` says that the first message is data.system, and not
+        the row's.
+        """
+        marked = _Marked(messages, tools)
+        missing = self._known.get(marked.kind, UNKNOWN)
+        if missing is UNKNOWN:
+            missing = self._missing(marked)
+            if len(self._known) >= MOST_KEPT:
+                self._known.clear()
+            self._known[marked.kind] = missing
+        if missing is None:
+            return
+        place, part, problem = missing
+        if place < 0:
+            raise ChatRefused(f"{tools_field}{part}", problem)
+        if system and place == 0:
+            raise ChatRefused("data.system", problem)
+        raise ChatRefused(f"{field}[{place - system}]{part}", problem)
+
+    def _missing(self, marked: _Marked) -> Missing | None:
+        for place, message in enumerate(marked.messages):
+            if message.get("tool_calls") and not self._writes_calls:
+                return place, ".tool_calls", CALLS_LEFT_OUT
+        try:
+            text = self._text(marked.messages, marked.tools)
+        except ChatRefused:
+            # The template refuses these words or the conversation itself; its own render says so.
+            return None
+        for word, place, part in marked.words:
+            if word in text or (part == ".reasoning_content" and self._shows_reasoning):
+                continue
+            if place < 0 and part.endswith(".name"):
+                return place, part, TOOLS_LEFT_OUT
+            field = "tools" if place < 0 else part.partition("[")[0].removeprefix(".")
+            return place, part, LEFT_OUT.format(CHANGES[field])
+        return None
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """The conversation, after the context of each answer if each is trained behind its own."""
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant" and place]
+        ends = [*(answers if self._by_answer else ()), len(messages)]
+        return "\n".join(self._render(messages[:end], tools) for end in ends)
+
+
+def hidden_tools(renderer: Renderer, tools: Sequence[Any], options: Mapping[str, Any]) -> list[str]:
+    """Names of tools in a request that do not change the rendered text; empty if the request is refused."""
+    asked = [{"role": "user", "content": "q"}]
+    try:
+        found = normalise_tools(tools)
+        whole = renderer.render(asked, found, options)
+        without = ((tool, [each for each in found if each is not tool]) for tool in found)
+        return [tool["function"]["name"] for tool, rest in without if renderer.render(asked, rest, options) == whole]
+    except ChatRefused:
+        return []
+
+
+class _Marked:
+    """A conversation with a word of its own in place of each text."""
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        self.words: list[tuple[str, int, str]] = []
+        """Each word with the place of its message, or -1, and its field."""
+        self.messages = [self._message(message, place) for place, message in enumerate(messages)]
+        self.tools = [self._tool(tool, f"[{number}].function") for number, tool in enumerate(tools)]
+        self.kind = (
+            tuple((message["role"], message["content"] == "") for message in self.messages),
+            tuple(self.words),
+        )
+
+    def _word(self, place: int, part: str) -> str:
+        word = f"qkz{len(self.words)}shown"
+        self.words.append((word, place, part))
+        return word
+
+    def _message(self, message: Message, place: int) -> Message:
+        marked = dict(message)
+        for key in ("content", "reasoning_content"):
+            if message.get(key, "").strip():
+                marked[key] = self._word(place, f".{key}")
+        if "name" in message and message["role"] != "tool":
+            marked["name"] = self._word(place, ".name")
+        if "tool_calls" in message:
+            marked["tool_calls"] = [
+                call | {"function": self._called(call["function"], place, f".tool_calls[{number}].function")}
+                for number, call in enumerate(message["tool_calls"])
+            ]
+        return marked
+
+    def _called(self, function: dict[str, Any], place: int, part: str) -> dict[str, Any]:
+        arguments, name = function["arguments"], self._word(place, f"{part}.name")
+        if not arguments:
+            return {"name": name, "arguments": arguments}
+        word = self._word(place, f"{part}.arguments")
+        return {"name": name, "arguments": word if isinstance(arguments, str) else {"word": word}}
+
+    def _tool(self, tool: Tool, part: str) -> Tool:
+        function = dict(tool["function"])
+        function["name"] = self._word(-1, f"{part}.name")
+        if function.get("description"):
+            function["description"] = self._word(-1, f"{part}.description")
+        if function["parameters"].get("properties"):
+            word = self._word(-1, f"{part}.parameters")
+            function["parameters"] = {"type": "object", "properties": {word: {"type": "string"}}, "required": []}
+        return tool | {"function": function}

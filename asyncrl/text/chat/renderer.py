@@ -9,18 +9,15 @@ refuses, and ConfigError at the start.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import takewhile
-from threading import Lock
 from typing import Any, Protocol
 
 from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS, OWN_TOOL_PARSERS, ChatConfig
 from asyncrl.core.errors import ChatRefused
 from asyncrl.messages import FinishReason
-from asyncrl.text.chat.answer_tokens import answer_ids
-from asyncrl.text.chat.chat_report import ChatReport, make_report
 from asyncrl.text.chat.messages import Message, Tool
 from asyncrl.text.chat.package import PackageRenderer
 from asyncrl.text.chat.parsers import (
@@ -35,12 +32,23 @@ from asyncrl.text.chat.parsers import (
     Parsers,
     ThinkParser,
 )
-from asyncrl.text.chat.probe import TOOLS, History, Shape, TurnCheck, examine, example, extension_ids
+from asyncrl.text.chat.probe import (
+    TOOLS,
+    ChatReport,
+    History,
+    Shape,
+    TurnCheck,
+    examine,
+    example,
+    extension_ids,
+    make_report,
+)
 from asyncrl.text.chat.template import ChatTemplate
-from asyncrl.text.chat.turns import ANSWER, learn_turn
+from asyncrl.text.chat.turns import ANSWER, answer_ids, learn_turn
 from asyncrl.text.tokenizer import Tokenizer
 
-KEPT_FINDINGS = 256
+KEPT = 256
+"""Kinds of turns, with options, whose verdict is kept."""
 QUESTION: Message = {"role": "user", "content": "Hello."}
 CLOSED_THINK = f"\n{END_THINK}\n\n"
 
@@ -90,9 +98,8 @@ class TemplateRenderer:
         self._template = template
         self._parsers = parsers
         self._history: History = chat.history
-        self._findings: OrderedDict[tuple[Shape, str], TurnCheck] = OrderedDict()
-        self._thinking: dict[tuple[bool, str], bool] = {}
-        self._lock = Lock()
+        # By the JSON text of the options. Two threads may find the same, and none waits for another's check.
+        self._finding, self._opens_thinking = (lru_cache(KEPT)(each) for each in (self._examine, self._opens))
         keep = parsers.parser.markers
         self._unseen = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
@@ -100,7 +107,7 @@ class TemplateRenderer:
         end, seam, note = _seam(template)
         self.report = make_report(
             chat,
-            lambda shape: self.finding(shape, {}),
+            lambda shape: self._finding(shape, _key({})),
             tool_parser=parsers.tools,
             reasoning_parser=parsers.reasoning,
             shows_tools=template.shows_tools,
@@ -132,7 +139,7 @@ class TemplateRenderer:
         # Earlier answers may have reasoning although this one has none.
         thinks = self._parsers.thinks and self._history == "template"
         shape = Shape.of(messages, reasoning=thinks, ended=ended, with_tools=bool(tools))
-        if self.finding(shape, options).verdict != "extend":
+        if self._finding(shape, _key(options)).verdict != "extend":
             return None
         answer = _stand_in(messages, parsed)
         turn = learn_turn(self._template, [QUESTION], answer, messages, tools, options)
@@ -150,7 +157,7 @@ class TemplateRenderer:
 
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         options = options or {}
-        thinking = self._opens_thinking(bool(tools), options)
+        thinking = self._opens_thinking(bool(tools), _key(options))
         return self._parsers.parser(self.text(ids), tools, thinking=thinking, ids=self._words(ids), options=options)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -162,39 +169,19 @@ class TemplateRenderer:
         """The tokens of an answer without the one that ends it."""
         return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 
-    def finding(self, shape: Shape, options: Mapping[str, Any]) -> TurnCheck:
-        """The verdict on a kind of turn, from the check at start or made now."""
-        key = (shape, _key(options))
-        with self._lock:
-            if key in self._findings:
-                self._findings.move_to_end(key)
-                return self._findings[key]
-        # Not under the lock: two threads may find the same, and none waits for another's check.
-        found = examine(self._template, shape, self._history, options)
-        with self._lock:
-            self._findings[key] = found
-            while len(self._findings) > KEPT_FINDINGS:
-                self._findings.popitem(last=False)
-        return found
+    def _examine(self, shape: Shape, options: str) -> TurnCheck:
+        return examine(self._template, shape, self._history, json.loads(options))
 
-    def _opens_thinking(self, with_tools: bool, options: Mapping[str, Any]) -> bool:
+    def _opens(self, with_tools: bool, options: str) -> bool:
         """Whether the generation prompt opens the reasoning."""
-        key = (with_tools, _key(options))
-        if (known := self._thinking.get(key)) is not None:
-            return known
-        tools = TOOLS if with_tools else ()
+        tools, given = TOOLS if with_tools else (), json.loads(options)
         try:
-            asked = self._template.text([QUESTION], tools, options)
-            base = self._template.text([QUESTION], tools, options, generate=False)
+            asked = self._template.text([QUESTION], tools, given)
+            base = self._template.text([QUESTION], tools, given, generate=False)
         except ChatRefused:
-            asked = base = ""
+            return False
         prompt = asked.removeprefix(base)
-        opens = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        # Not read back: another thread may clear all of them at any moment.
-        if len(self._thinking) >= KEPT_FINDINGS:
-            self._thinking.clear()
-        self._thinking[key] = opens
-        return opens
+        return prompt.rfind(THINK) > prompt.rfind(END_THINK)
 
 
 def make_renderer(

@@ -118,6 +118,11 @@ class ChatTemplate:
         except ValueError as error:
             raise ChatRefused("messages", str(error)) from None
 
+    def first_end(self, text: str) -> tuple[int, str] | None:
+        """The place and the text of the first token that ends an answer; of several at one place, the longest."""
+        found = [(at, -len(end), end) for end in self.ends if (at := text.find(end)) >= 0]
+        return (min(found)[0], min(found)[2]) if found else None
+
     def _shown(self, message: Message) -> Message:
         calls = message.get("tool_calls")
         if calls and not self.writes_calls:

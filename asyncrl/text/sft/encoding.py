@@ -18,13 +18,11 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.answer_tokens import continuation
-from asyncrl.text.chat.messages import Message, Tool
-from asyncrl.text.chat.prompt import conversation
+from asyncrl.text.chat.messages import Message, Tool, read_conversation, read_tools
+from asyncrl.text.chat.prompt import ShownCheck, conversation
 from asyncrl.text.chat.renderer import Renderer
-from asyncrl.text.chat.row_messages import read_conversation, read_tools
-from asyncrl.text.chat.shown import ShownCheck
 from asyncrl.text.chat.template import ChatTemplate
+from asyncrl.text.chat.turns import continuation
 from asyncrl.text.tokenizer import Tokenizer
 
 KEYS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.text.chat.row_messages import read_conversation, read_tools, without_nulls
+from asyncrl.text.chat.messages import read_conversation, read_tools, without_nulls
 
 USER = {"role": "user", "content": "Weather in Oslo?"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}

@@ -52,8 +52,8 @@ from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.parsers import END_THINK, THINK
+from asyncrl.text.chat.prompt import hidden_tools
 from asyncrl.text.chat.renderer import Renderer, make_renderer
-from asyncrl.text.chat.shown import hidden_tools
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 from asyncrl.workers.confinement import Confinement
