@@ -55,7 +55,7 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
     places = (place for place in map(order.at, itertools.count()) if place[1] not in prompts.oversize)
     scorer = resolve(RewardSetup(reward.function, reward.per, reward.options, reward.max_memory_bytes), runner)
     plan = partial(plan_step, config=config, backend=trainer, advantage=find_advantage(config.learner))
-    episode = make_episode(config, tokenizer, stops) if config.episode.function else None
+    episode = make_episode(config, tokenizer) if config.episode.function else None
     runner.run(load(engine, trainer, version=0))
     for version in range(learner.steps // learner.steps_per_version):
         batch, filtered = list[Group](), list[Group]()

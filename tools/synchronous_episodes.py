@@ -26,7 +26,6 @@ from asyncrl.messages.reward import read_outcome
 from asyncrl.rollouter.episode.player import first_messages, task_seed
 from asyncrl.rollouter.serving.generation import Response
 from asyncrl.text.chat.renderer import Renderer, make_renderer
-from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import Tokenizer
 
 Ask = Callable[[str, list[int]], Awaitable[Response]]
@@ -114,12 +113,10 @@ class Play:
         return found
 
 
-def make_episode(
-    config: Config, tokenizer: Tokenizer, stops: Stops
-) -> Callable[[Ask, Lease, int], Coroutine[Any, Any, Trajectory]]:
+def make_episode(config: Config, tokenizer: Tokenizer) -> Callable[[Ask, Lease, int], Coroutine[Any, Any, Trajectory]]:
     """Plays a sample of a lease."""
     player = resolve("function", [config.episode.function or ""], config.episode.options, lambda *_: None)
-    return partial(play, player, make_renderer(config, tokenizer, stop_ids=stops.token_ids), config)
+    return partial(play, player, make_renderer(config, tokenizer), config)
 
 
 async def play(player: Player, renderer: Renderer, config: Config, ask: Ask, lease: Lease, sample: int) -> Trajectory:

@@ -106,13 +106,11 @@ def _show_chat(configs: Sequence[str], overrides: dict[str, str], *, as_json: bo
     """Show what a chat template does; the exit code. Raises ConfigError."""
     from asyncrl.config.load import load_config
     from asyncrl.text.chat.renderer import make_renderer
-    from asyncrl.text.stops import resolve_stops
     from asyncrl.text.tokenizer import tokenizer_of
 
     config = load_config(configs, ({} if configs else {"data.source": "synthetic"}) | overrides)
     tokenizer = tokenizer_of(config)
-    stops = resolve_stops(config.rollout, tokenizer)
-    renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
+    renderer = make_renderer(config, tokenizer)
     if as_json:
         say(json_in_ascii(renderer.report.to_json().decode()).rstrip(), sys.stdout)
     else:

@@ -46,7 +46,6 @@ from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.parking import ParkingLot
 from asyncrl.text.chat.probe import FILE as CHAT_FILE
 from asyncrl.text.chat.renderer import make_renderer
-from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
@@ -104,8 +103,7 @@ class Dataloader(Actor):
 
     def _check_chat(self, tokenizer: Tokenizer) -> None:
         """Check the chat template for the whole run, in the log and in the run folder. Raises ConfigError."""
-        stops = resolve_stops(self.config.rollout, tokenizer)
-        report = make_renderer(self.config, tokenizer, stop_ids=stops.token_ids).report
+        report = make_renderer(self.config, tokenizer).report
         for line in report.lines():
             self.log.info("chat template", found=line)
         (self.context.run_dir / CHAT_FILE).write_bytes(report.to_json())

@@ -121,7 +121,6 @@ class Rollouter(Actor):
             make_renderer,
             self.config,
             self._policy.tokenizer,
-            stop_ids=stops.token_ids,
             engine_parsers=engine_parsers(self.config),
         )
         places = self._policy.places

@@ -16,7 +16,6 @@ from asyncrl.launcher.checks.model import window_of
 from asyncrl.text.chat.probe import ChatReport
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.sft.conversations import load_conversations
-from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer
 
 MODEL = "model.path"
@@ -39,8 +38,7 @@ def check_chat(config: Config, tokenizer: Tokenizer) -> Finding:
 
 def _check(config: Config, tokenizer: Tokenizer) -> Finding:
     try:
-        stops = resolve_stops(config.rollout, tokenizer)
-        return judge(make_renderer(config, tokenizer, stop_ids=stops.token_ids).report)
+        return judge(make_renderer(config, tokenizer).report)
     except ConfigError as error:
         problem, _, fix = error.problems[0].removeprefix(f"{MODEL}: ").partition("; ")
         return fail("chat", problem, fix or MEND, key=MODEL)

@@ -9,7 +9,7 @@ refuses, and ConfigError at the start.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ from asyncrl.text.chat.probe import (
 )
 from asyncrl.text.chat.template import ChatTemplate
 from asyncrl.text.chat.turns import ANSWER, answer_ids, learn_turn
+from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer
 
 KEPT = 256
@@ -99,7 +100,8 @@ class TemplateRenderer:
         self._parsers = parsers
         self._history: History = chat.history
         # By the JSON text of the options. Two threads may find the same, and none waits for another's check.
-        self._finding, self._opens_thinking = (lru_cache(KEPT)(each) for each in (self._examine, self._opens))
+        self._finding = lru_cache(KEPT)(self._examine)
+        self._opens_thinking = lru_cache(KEPT)(self._opens)
         keep = parsers.parser.markers
         self._unseen = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
@@ -188,18 +190,17 @@ def make_renderer(
     config: Config,
     tokenizer: Tokenizer,
     *,
-    stop_ids: Collection[int] = (),
     engine_parsers: EngineParsers | None = None,
 ) -> Renderer:
     """The renderer of a run, with its template checked: some tenths of a second of work.
 
-    ``stop_ids`` end answers in addition to the tokenizer's own; ``engine_parsers`` makes parsers of the inference
-    engine. Raises ConfigError where the model has no chat template, or the package that chat.renderer names is not
-    there.
+    Answers end at the tokenizer's own tokens and at those of rollout.stop; ``engine_parsers`` makes parsers of the
+    inference engine. Raises ConfigError where the model has no chat template or no such stop token, or the package that
+    chat.renderer names is not there.
     """
     chat = config.chat
     path = config.model.path or "the model"
-    end_ids = tokenizer.eos_ids | set(stop_ids)
+    end_ids = tokenizer.eos_ids | set(resolve_stops(config.rollout, tokenizer).token_ids)
     if chat.renderer != "template":
         return PackageRenderer(tokenizer, end_ids, chat)
     template = ChatTemplate(tokenizer, end_ids, path=path)

@@ -20,7 +20,6 @@ from asyncrl.core.errors import DataError
 from asyncrl.data.rows import EpochOrder, read_jsonl
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.sft.encoding import BadConversation, Encoded, Encoder, LongConversation
-from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
 MEND = 'mend it, or leave such rows out with sft.on_bad_row = "skip"'
@@ -65,8 +64,7 @@ def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
     """The encoder of a run. Raises ConfigError."""
     if tokenizer.template_text(with_tools=False) is None:
         return Encoder(config, tokenizer, None)
-    stops = resolve_stops(config.rollout, tokenizer)
-    return Encoder(config, tokenizer, make_renderer(config, tokenizer, stop_ids=stops.token_ids))
+    return Encoder(config, tokenizer, make_renderer(config, tokenizer))
 
 
 def load_conversations(

@@ -114,8 +114,7 @@ async def play_scripted(config: Config, *, with_data: bool) -> Played:
     """One attempt at the first task of the data, or at QUESTION. Raises ConfigError, CannotPlay."""
     prompt, row = await _task(config) if with_data else (QUESTION, {"prompt": QUESTION})
     tokenizer = tokenizer_of(config)
-    stops = resolve_stops(config.rollout, tokenizer)
-    renderer = make_renderer(config, tokenizer, stop_ids=stops.token_ids)
+    renderer = make_renderer(config, tokenizer)
     episode = LoneEpisode(config, tokenizer, renderer, Clock())
     await episode.play(lone_lease(config, 0, np.zeros(1, np.int32), prompt, row))
     return episode.played()

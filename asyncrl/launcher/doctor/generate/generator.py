@@ -129,13 +129,8 @@ class Generator:
             if problem := await trial.start():
                 raise ConfigError([problem.text])
         if config.episode.kind != "single":
-            self._renderer = await asyncio.to_thread(
-                make_renderer,
-                config,
-                self.tokenizer,
-                stop_ids=self._stops.token_ids,
-                engine_parsers=engine_parsers(config),
-            )
+            parsers = engine_parsers(config)
+            self._renderer = await asyncio.to_thread(make_renderer, config, self.tokenizer, engine_parsers=parsers)
         stack.push_async_callback(self._host.close)
         await self._host.start()
         with closing(await asyncio.to_thread(stage_model, config)) as staged:
