@@ -26,9 +26,8 @@ from asyncrl.core.errors import ChatRefused, ConfigError, DataError
 from asyncrl.data.files import find_files
 from asyncrl.data.rows import RawRow, column_names, column_of, has_column, read_json_rows
 from asyncrl.dataloader.sources import hf, missing_column, parquet, reasoning_gym, synthetic
-from asyncrl.text.chat.messages import Tool
+from asyncrl.text.chat.messages import Tool, read_tools, without_nulls
 from asyncrl.text.chat.prompt import Prompt, PromptEncoder, read_prompt
-from asyncrl.text.chat.messages import read_tools, without_nulls
 from asyncrl.text.tokenizer import Tokenizer
 
 LISTED_PROBLEMS = 5
