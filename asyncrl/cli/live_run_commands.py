@@ -55,26 +55,23 @@ def check(parser: argparse.ArgumentParser, given: argparse.Namespace, overrides:
 
 def run(given: argparse.Namespace) -> int:
     """The exit code. Raises AsyncRLError or OSError."""
+    import asyncio
+
     from asyncrl.cli.which_run import named
+    from asyncrl.launcher.live import commands
     from asyncrl.launcher.live.live_run import find_live_run
 
+    live = find_live_run(named(given.stop or given.join or given.configs[0]))
     if given.stop is not None:
-        from asyncrl.launcher.live.stop import stop_run
-
-        return stop_run(find_live_run(named(given.stop)))
+        return asyncio.run(commands.stop_run(live))
     if given.bring_back is not None:
-        from asyncrl.launcher.live.leave import bring_back
-
-        return bring_back(find_live_run(named(given.configs[0])), given.bring_back)
+        return asyncio.run(commands.bring_back(live, given.bring_back))
     if given.join is None:
-        from asyncrl.launcher.live.leave import leave_run
-
-        return leave_run(find_live_run(named(given.configs[0])), given.leave, given.within)
+        return asyncio.run(commands.leave_run(live, given.leave, given.within))
     from asyncrl.launcher.hosts.hostfile import read_hostfile, select_hosts
     from asyncrl.launcher.hosts.start import SshStart
     from asyncrl.launcher.live.join import join_run
 
     lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
-    live = find_live_run(named(given.join))
     start = SshStart(live.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
     return join_run(live, lines, start, dry_run=given.dry_run)

@@ -12,7 +12,7 @@ class Obstacle:
     """A setting with which nothing is learnt."""
 
     key: str
-    told: str
+    detail: str
     """Consequence of the setting, in words."""
     fix: str
 
@@ -22,12 +22,12 @@ def obstacles(config: Config) -> list[Obstacle]:
     learner, reward = config.learner, config.reward
     found = []
     if learner.lr == 0.0:
-        told = f"at 0 none of the {learner.steps} steps will change the weights"
-        found.append(Obstacle("learner.lr", told, "set learner.lr to train, as 1e-6 for a whole model"))
+        detail = f"at 0 none of the {learner.steps} steps will change the weights"
+        found.append(Obstacle("learner.lr", detail, "set learner.lr to train, as 1e-6 for a whole model"))
     varies = reward.options.get("spread") or reward.truncated == "penalty"
     if reward.function == "constant" and not varies and learner.backend != "sim":
-        told = "constant gives every response the same, and nothing is learnt from equal rewards"
+        detail = "constant gives every response the same, and nothing is learnt from equal rewards"
         if learner.dynamic_sampling:
-            told += "; the run ends once learner.max_filtered_ratio of its groups are filtered"
-        found.append(Obstacle("reward.function", told, "take one that separates right responses from wrong ones"))
+            detail += "; the run ends once learner.max_filtered_ratio of its groups are filtered"
+        found.append(Obstacle("reward.function", detail, "take one that separates right responses from wrong ones"))
     return found

@@ -103,8 +103,8 @@ class WatchdogConfig(Section):
         if given == "restart":
             raise PydanticCustomError(
                 "removed",
-                "is no longer offered: a stall restarts no actor; a silent one is restarted after "
-                "supervision.silence_s, an unreachable one after supervision.unreachable_s; leave the key out, or set "
+                "is no longer offered: a stall restarts no actor. A silent actor is restarted after "
+                "supervision.silence_s, an unreachable one after supervision.unreachable_s. Leave the key out, or set "
                 'it to "report" or "stop"',
             )
         return given

@@ -20,7 +20,7 @@ import msgspec
 from asyncrl.checkpoint.folder import CheckpointFolder, checkpoint_dir
 from asyncrl.controller.health.failure_detector import FailureDetector
 from asyncrl.controller.joining.host_changes import HostChanges
-from asyncrl.controller.joining.hosts import Hosts
+from asyncrl.controller.joining.known_hosts import KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, OpenWaits, RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
@@ -50,7 +50,7 @@ from asyncrl.messages.actors import (
     StopRun,
     WatchRun,
 )
-from asyncrl.messages.hosts import HostLeft, Join, Joined, Leave, LeaveBegun, Members, WatchMembers
+from asyncrl.messages.hosts import HostLeft, Join, Joined, Leave, MemberHost, Members, WatchMembers
 from asyncrl.messages.monitor import (
     Heartbeat,
     Metrics,
@@ -98,7 +98,7 @@ class Controller(Actor):
             number=numbers_begin_above(context.incarnation),
         )
         supervision = self.config.supervision
-        self._hosts = Hosts(
+        self._hosts = KnownHosts(
             supervision.host_lost_s,
             supervision.heartbeat_s,
             CONTROLLER,
@@ -466,7 +466,7 @@ class Controller(Actor):
         return await self._members.join(request, caller.park_s)
 
     @handler
-    async def leave(self, request: Leave, caller: Caller) -> LeaveBegun:
+    async def leave(self, request: Leave, caller: Caller) -> MemberHost:
         """Drain a host and remove it from the run. Raises InvalidRequest."""
         return await self._members.leave(request, caller.park_s)
 

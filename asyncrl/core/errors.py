@@ -65,8 +65,8 @@ class DataError(AsyncRLError, ValueError):
 
     def __init__(self, what: str, *, path: str, line: int | None = None, fix: str = "") -> None:
         self.path, self.line, self.fix = path, line, fix
-        self.told = f"{path}{'' if line is None else f':{line}'}: {what}"
-        super().__init__(f"{self.told}. To do: {fix}" if fix else self.told)
+        self.detail = f"{path}{'' if line is None else f':{line}'}: {what}"
+        super().__init__(f"{self.detail}. To do: {fix}" if fix else self.detail)
 
 
 class UsageError(AsyncRLError, ValueError):
@@ -148,6 +148,7 @@ class InvalidRequest(AsyncRLError, ValueError):
     """A call asks for something that does not exist, for example bytes past the end."""
 
     code = "invalid"
+    retryable = False
 
 
 class NotLeased(AsyncRLError, PermissionError):

@@ -122,7 +122,7 @@ class Dataloader(Actor):
             fingerprint=prompts.fingerprint,
         )
         for remark in prompts.remarks(key):
-            self.notify(f"{remark.kind}/{key}", f"{key}: {remark.told}. To do: {remark.fix}")
+            self.notify(f"{remark.kind}/{key}", f"{key}: {remark.detail}. To do: {remark.fix}")
         return prompts
 
     def _make_source(self) -> None:

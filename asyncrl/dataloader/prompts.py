@@ -203,7 +203,7 @@ class Remark:
     """A fact that the user must know of a set that can be used."""
 
     kind: Literal["bad_rows", "too_long"]
-    told: str
+    detail: str
     fix: str
 
 

@@ -35,6 +35,7 @@ from asyncrl.launcher.common.agent_messages import (
 )
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.node.agent_heartbeat import Silence
+from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
 from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 from asyncrl.rpc.lifecycle.supervision import describe_exit
@@ -214,6 +215,14 @@ async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:
         for member in members:
             member.send(command)
         await asyncio.sleep(timeout)
+    hang_up(members)
+
+
+async def kill_members(members: Sequence[AgentHandle], interrupts: Interrupts) -> None:
+    """End everything at once; connections that are left are cut after a moment, or at another signal."""
+    for member in members:
+        member.send(KILL)
+    await interrupts.next(SLACK_S)
     hang_up(members)
 
 

@@ -29,7 +29,7 @@ from asyncrl.launcher.agent_handle import (
     AgentHandle,
     SilenceLimits,
     end_in_steps,
-    hang_up,
+    kill_members,
     watch_silence,
 )
 from asyncrl.launcher.common.agent_messages import (
@@ -94,7 +94,8 @@ class Follower:
         ending = asyncio.create_task(self._end())
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch_silence())
+                watch = watch_silence(self.members, SilenceLimits.of(self.config), self.progress)
+                watching = tasks.create_task(watch)
                 following = [tasks.create_task(self._follow(member)) for member in self.members]
                 await self._until(lambda: self._head.over and not self._head.lost)
                 await self._end_others()
@@ -109,9 +110,6 @@ class Follower:
         return self._named(self._result())
 
     # --- events ---
-
-    async def _watch_silence(self) -> None:
-        await watch_silence(self.members, SilenceLimits.of(self.config), self.progress)
 
     async def _follow(self, member: AgentHandle) -> None:
         await member.hear(self.folder.logs, self.progress, lambda event: self._take(member, event))
@@ -218,7 +216,8 @@ class Follower:
             if telling is not None:
                 telling.cancel()
         self.progress.say("ending at once")
-        await self._kill()
+        self._killing = True
+        await kill_members(self.members, self.interrupts)
 
     async def _tell_head(self) -> None:
         """Preempt the run through the head's agent, which knows whether there is anything to keep."""
@@ -232,13 +231,6 @@ class Follower:
             self.progress.warn([f"{self._head.host}: cannot be asked to preempt the run ({_why(error)})"])
         else:
             self.progress.say(f"{self._head.host}: is asked to preempt the run")
-
-    async def _kill(self) -> None:
-        self._killing = True
-        for member in self.members:
-            member.send(KILL)
-        await self.interrupts.next(SLACK_S)
-        hang_up(self.members)
 
     async def _end_others(self) -> None:
         """The run has ended on the head: end the agents that do not know it."""

@@ -34,7 +34,7 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     """Whether each of its rollouters has an episode host beside it."""
 
 
-class MemberHost(Struct, gc=False, frozen=True, kw_only=True):
+class MemberHost(Message, frozen=True, kw_only=True):
     """A host that has joined, is leaving, or has left."""
 
     agent: str
@@ -66,21 +66,13 @@ class Join(Request, frozen=True, kw_only=True):
     hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
-class LeaveBegun(Message, frozen=True, kw_only=True):
-    """The host that leaves, by its agent and its name, and its actors."""
-
-    agent: str
-    host: str
-    actors: list[str]
-
-
 class Leave(Request, frozen=True, kw_only=True):
     """Launcher to controller: drain a host and let it go. A repeat gets the same answer.
 
     Refused while no other rollouter serves; that is retryable if one is expected to.
     """
 
-    reply = LeaveBegun
+    reply = MemberHost
     senders = LAUNCHER
     host: str
     """Its name in the hostfile, its own hostname, or the name of its agent."""

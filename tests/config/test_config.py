@@ -364,7 +364,7 @@ def test_an_unknown_key_gets_a_suggestion(tree, expected):
 
 def test_the_stall_policy_of_earlier_releases_is_refused_with_the_reason():
     (found,) = problems(SIMULATED | {"watchdog": {"policy": "restart"}})
-    assert found.startswith("watchdog.policy: is no longer offered: a stall restarts no actor; ")
+    assert found.startswith("watchdog.policy: is no longer offered: a stall restarts no actor. ")
     # A run of an earlier release has its default in config.json.
     written = json.loads(config_to_json(validate_config(SIMULATED)))
     assert config_from_json(json.dumps(written | {"watchdog": {"policy": "restart"}})).watchdog.policy is None

@@ -108,7 +108,7 @@ def test_a_prompt_that_cannot_be_tokenized_is_left_out_where_that_is_wanted() ->
     (remark,) = prompts.remarks("data")
     assert remark.kind == "bad_rows" and prompts.skipped == 2
     told = '2 of 5 (40 %) rows cannot be used and are left out (data.on_bad_row = "skip"); the first: d.jsonl:2: chat'
-    assert remark.told.startswith(told)
+    assert remark.detail.startswith(told)
     rows = [RawRow("e.jsonl", 1, {"prompt": text, "n": line}) for line, text in zip((1, 3, 4), good, strict=True)]
     dataset = collect("e.jsonl", rows, DataConfig(prompt_key="prompt"))
     assert prompts.fingerprint == dataset.fingerprint

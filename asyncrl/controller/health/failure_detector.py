@@ -1,9 +1,9 @@
 """Detects failures from heartbeats: silent and unreachable actors, hosts that are lost or back, stalls of the run.
 
-``Registry``, ``UnreachableActors``, ``Hosts`` and ``StallDetector`` decide. This shell asks them once in each heartbeat
-interval and acts: it reports, condemns actors so that their agents restart them, and ends a run that has stalled for
-too long. Invariant: an actor is reported before it is condemned for silence, and no actor is condemned whose whole host
-may be lost.
+``Registry``, ``UnreachableActors``, ``KnownHosts`` and ``StallDetector`` decide. This shell asks them once in each
+heartbeat interval and acts: it reports, condemns actors so that their agents restart them, and ends a run that has
+stalled for too long. Invariant: an actor is reported before it is condemned for silence, and no actor is condemned
+whose whole host may be lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl.controller.health.stalls import (
 )
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors, action_after
 from asyncrl.controller.joining.host_changes import HostChanges
-from asyncrl.controller.joining.hosts import BEATS, Hosts
+from asyncrl.controller.joining.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import Condemned, Stuck
@@ -93,7 +93,7 @@ class FailureDetector:
         actor: Actor,
         registry: Registry,
         run: RunStateMachine,
-        hosts: Hosts,
+        hosts: KnownHosts,
         members: HostChanges,
         observation: Observation,
         *,
@@ -131,7 +131,7 @@ class FailureDetector:
             aside = {actor.name for actor in self._run.aside}
             seen = view_of(self._registry, self._run.expected - aside, now)
             self._check_hosts(now)
-            # ``Hosts`` judges the silence of a node agent, which means something only if its actors are heard.
+            # ``KnownHosts`` judges the silence of a node agent, which means something only if its actors are heard.
             judged = self._run.expected - self._hosts.in_doubt(self._registry, now)
             silent = [
                 actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in judged

@@ -14,14 +14,14 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable
 
-from asyncrl.controller.joining.hosts import Hosts, ReportedHost
-from asyncrl.controller.joining.membership import KnownHost, Member, Membership, can_serve
+from asyncrl.controller.joining.known_hosts import KnownHost, KnownHosts
+from asyncrl.controller.joining.membership import Member, Membership, can_serve
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.errors import InvalidRequest, NotKept
 from asyncrl.core.files import replace_file
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import ActorEnded
-from asyncrl.messages.hosts import Join, Joined, Leave, LeaveBegun, Members
+from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, Members
 from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.lifecycle.supervision import describe_exit
@@ -36,15 +36,15 @@ class HostChanges:
     """The shell, made by the controller ``actor``; ``changed`` is called after each change of the run."""
 
     def __init__(
-        self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: Hosts, *, changed: Callable[[], None]
+        self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: KnownHosts, *, changed: Callable[[], None]
     ) -> None:
         self._membership = Membership(actor.context.credentials.curve)
         self._start_timeout_s = actor.config.supervision.start_timeout_s
         self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
-        self._sent = Members(number=0)
-        """Members that every actor may know."""
+        self.members = Members(number=0)
+        """Members that every actor may know: those that were sent."""
         self._kept = 0
         """Number of the members on disk, as a successor would know them."""
         self._left_while_lost: list[str] = []
@@ -69,30 +69,23 @@ class HostChanges:
             self._run.joined(name)
         departed = [member for member in self._membership.hosts.values() if member.stage != "joined"]
         self._run.left([name for member in departed for name in member.actors], self._now())
-        self._sent = self._membership.members
-        self._kept = self._sent.number
-        self._run.tell_members(self._sent.number, self._membership.leaving)
-
-    @property
-    def members(self) -> Members:
-        """The members as they were sent."""
-        return self._sent
+        self.members = self._membership.members
+        self._kept = self.members.number
+        self._run.tell_members(self.members.number, self._membership.leaving)
 
     async def run(self) -> None:
         """Keep and send each change, and let hosts go that do not get ready in time. Until cancelled."""
         while True:
-            late = [host for host in self._membership.waiting() if self._now() >= host.since + self._start_timeout_s]
-            for member in late:
-                self._dismiss(
-                    member, f"not ready {self._start_timeout_s:g} s after it joined (supervision.start_timeout_s)"
-                )
-            next_s = min((host.since for host in self._membership.waiting()), default=None)
+            limit_s = self._start_timeout_s
+            for host in self._membership.waiting():
+                if self._now() >= host.since + limit_s:
+                    self._dismiss(host, f"not ready {limit_s:g} s after it joined (supervision.start_timeout_s)")
+            left_s = [host.since + limit_s - self._now() for host in self._membership.waiting()]
             with contextlib.suppress(TimeoutError):
-                wait_s = None if next_s is None else max(0.0, next_s + self._start_timeout_s - self._now())
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(max(0.0, min(left_s)) if left_s else None):
                     await self._changed.wait()
             self._changed.clear()
-            if self._membership.number != self._sent.number:
+            if self._membership.number != self.members.number:
                 await self._keep_and_send()
 
     async def _keep_and_send(self) -> None:
@@ -112,7 +105,7 @@ class HostChanges:
         # Calls that wait for the write are answered first: a host that has left is not spoken to any more.
         await asyncio.sleep(0)
         self._actor.take_in(members)
-        self._sent = members
+        self.members = members
         # In one step, so that a lost host that leaves is not reported as back.
         for host in lost:
             self._run.lost_host_left(host)
@@ -167,7 +160,7 @@ class HostChanges:
         # As after any other failure: an exit that no restart mends fails the run only if the actor has served.
         self._run.ended(end.name, 1, True, reason, end.log, self._now(), incarnation=end.incarnation)
 
-    def host_lost(self, host: ReportedHost) -> bool:
+    def host_lost(self, host: KnownHost) -> bool:
         """True if this host had to leave, so that the run does not wait for it."""
         member = self._membership.hosts.get(host.agent)
         if member is None or member.stage == "joined":
@@ -215,7 +208,7 @@ class HostChanges:
             waiting_for=self._without(max(host.number for host in hosts)),
         )
 
-    async def leave(self, request: Leave, park_s: float) -> LeaveBegun:
+    async def leave(self, request: Leave, park_s: float) -> MemberHost:
         """Let a host go; answered once that is kept. Raises InvalidRequest, NotKept."""
         if self._membership.departure(request.host) is None:
             self._check_run("leave")
@@ -226,12 +219,13 @@ class HostChanges:
             self._log.info("host leaves", host=member.host, actors=member.actors, within_s=request.within_s)
             self._part_with(member)
         await self._until_kept(park_s)
-        return LeaveBegun(agent=member.agent, host=member.host, actors=member.actors)
+        return self._membership.described(member)
 
     async def watch(self, seen: int, park_s: float) -> Members:
         """Park until the members are others."""
         return (
-            await self._watchers.until(lambda: self._sent if self._sent.number != seen else None, park_s) or self._sent
+            await self._watchers.until(lambda: self.members if self.members.number != seen else None, park_s)
+            or self.members
         )
 
     def wake(self) -> None:
@@ -272,7 +266,7 @@ class HostChanges:
 
     def _without(self, number: int) -> list[str]:
         """Actors that may be called and have not taken in these members."""
-        if self._sent.number < number:
+        if self.members.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
         # An actor that has not spoken takes the members in before it can be called. An agent needs none.
         spoken = [
@@ -283,17 +277,13 @@ class HostChanges:
         return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
     def _known(self) -> list[KnownHost]:
-        found = []
-        for agent, host in self._hosts.known.items():
-            entry, member = self._registry.entries.get(agent), self._membership.hosts.get(agent)
-            also = [member.address] if member is not None else []
-            if entry is not None:
-                also += [entry.record.host, *_address(entry.record.address)]
-            found.append(KnownHost(agent, host.name, host.actors, [name for name in also if name]))
-        for agent, member in self._membership.hosts.items():
-            if agent not in self._hosts.known and member.stage in ("joined", "leaving"):
-                found.append(KnownHost(agent, member.host, member.actors, [member.address] if member.address else []))
-        return sorted(found, key=lambda host: int(host.agent.partition("/")[2]))
+        # A joined host may start, and be named again, before its agent registers.
+        members = [each for each in self._membership.hosts.values() if each.stage in ("joined", "leaving")]
+        found = {
+            each.agent: KnownHost(each.agent, each.host, frozenset(each.actors), frozenset({each.address} - {""}))
+            for each in members
+        }
+        return sorted((found | self._hosts.known).values(), key=lambda host: int(host.agent.partition("/")[2]))
 
     def _names(self) -> list[str]:
         """All names of the run."""
@@ -302,9 +292,3 @@ class HostChanges:
     def _incarnations(self, names: Iterable[str]) -> dict[str, int]:
         entries = self._registry.entries
         return {name: entries[name].record.incarnation for name in names if name in entries}
-
-
-def _address(bound: str) -> list[str]:
-    """The host in tcp://HOST:PORT#ATTEMPT, unless it is loopback, as it is on each host."""
-    host = bound.removeprefix("tcp://").partition("#")[0].rpartition(":")[0]
-    return [host] if host and not host.startswith("127.") else []

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from asyncrl.controller.joining.known_hosts import KnownHost
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.core.roles import role_of
 from asyncrl.messages.actors import Dead, Leaving
@@ -25,15 +26,6 @@ from asyncrl.messages.hosts import HostStage, Join, Leave, MemberHost, Members, 
 AGENT, ROLLOUTER, EPISODES = "agent", "rollouter", "episodes"
 ABOVE_ALL = 1 << 62
 """Larger than every incarnation."""
-
-
-class NobodyServes(InvalidRequest):
-    """No rollouter would serve without ``host``. It can be asked again if other rollouters are ``awaited``."""
-
-    def __init__(self, host: str, awaited: list[str]) -> None:
-        self.retryable = bool(awaited)
-        expected = f"; expected to, and not ready so far: {', '.join(awaited)}" if awaited else ""
-        super().__init__(f"{host} cannot leave: no other host has a rollouter that serves{expected}")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,17 +49,6 @@ class Member:
     """Reason that it leaves."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownHost:
-    """A host of the run as the controller knows it now."""
-
-    agent: str
-    host: str
-    actors: Collection[str]
-    also: Collection[str] = ()
-    """Further names of the host: its address, and its own hostname."""
-
-
 @dataclass(slots=True)
 class Membership:
     """The members of one run. ``curve`` says whether there are keys."""
@@ -88,7 +69,7 @@ class Membership:
             raise InvalidRequest(f"let go before it could begin: {'; '.join(let_go)}")
         if before:
             return before
-        if problems := [*_problems(request.hosts, known, self.curve), *self._key_problems(request.hosts)]:
+        if problems := self._problems(request.hosts, known):
             raise InvalidRequest("; ".join(problems))
         names = [*taken, *(name for host in self.hosts.values() for name in (host.agent, *host.actors))]
         # An episode host has the number of its rollouter, and episode hosts without a rollouter exist too.
@@ -162,21 +143,25 @@ class Membership:
         staying = [host for host in known if (it := self.hosts.get(host.agent)) is None or it.stage == "joined"]
         if request.ask:
             staying = [host for host in staying if (it := self.hosts.get(host.agent)) and it.ask == request.ask]
-        found = [host for host in staying if _is_called(host, request.host)]
+        found = [host for host in staying if host.is_called(request.host)]
         if not found and (before := self.departure(request.host)) is not None:
             return before
         if not found:
-            there = ", ".join(f"{host.host} ({host.agent})" for host in staying)
+            there = ", ".join(map(str, staying))
             raise InvalidRequest(f"no host {request.host} takes part in this run; there are {there}")
         if len(found) > 1:
             agents = " and ".join(host.agent for host in found)
             raise InvalidRequest(f"{request.host} is the name of {agents}; say which of them")
         (host,) = found
         if needed := sorted(actor for actor in host.actors if role_of(actor) not in (ROLLOUTER, EPISODES)):
-            raise InvalidRequest(f"{host.host} cannot leave: the run cannot continue without {', '.join(needed)}")
+            raise InvalidRequest(f"{host.name} cannot leave: the run cannot continue without {', '.join(needed)}")
         if not _others(host.actors, serving) and host.agent not in {member.agent for member in self.waiting()}:
-            raise NobodyServes(host.host, sorted(_others(host.actors, awaited)))
-        member = self.hosts.setdefault(host.agent, Member(agent=host.agent, host=host.host, actors=sorted(host.actors)))
+            error = InvalidRequest(f"{host.name} cannot leave: no other host has a rollouter that serves")
+            if expected := sorted(_others(host.actors, awaited)):
+                error = InvalidRequest(f"{error}; expected to, and not ready so far: {', '.join(expected)}")
+                error.retryable = True
+            raise error
+        member = self.hosts.setdefault(host.agent, Member(agent=host.agent, host=host.name, actors=sorted(host.actors)))
         return self.let_go(member, request.within_s, request.reason)
 
     def let_go(self, member: Member, within_s: float, reason: str) -> Member:
@@ -251,10 +236,24 @@ class Membership:
         self.number, self.gone, self.serving = described["number"], dict(described["gone"]), list(described["serving"])
         self.hosts = {agent: Member(**(member | {"since": now})) for agent, member in described["hosts"].items()}
 
-    def _key_problems(self, hosts: Iterable[NewHost]) -> list[str]:
-        keys = [key for host in hosts for each in host.keys for key in each]
-        known = {key for member in self.hosts.values() for each in member.keys.values() for key in each}
-        return ["a public key is there twice"] if len(set(keys)) < len(keys) or known.intersection(keys) else []
+    def _problems(self, hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
+        """Why these hosts cannot join."""
+        problems, names = [], [new.host.lower() for new in hosts]
+        for new, name in zip(hosts, names, strict=True):
+            if names.count(name) > 1:
+                problems.append(f"{new.host} is named twice")
+            there = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
+            if there is not None:
+                at = f", at {new.address}" if there.name.lower() != name else ""
+                problems.append(f"{new.host} takes part in this run already, as {there}{at}")
+            actors = new.replicas * (2 if new.episodes else 1)
+            if self.curve and (len(new.keys) != 1 + actors or not all(new.keys)):
+                problems.append(f"{new.host}: keys are missing, and this run admits no host without them")
+        keys = [key for new in hosts for each in new.keys for key in each]
+        before = {key for member in self.hosts.values() for each in member.keys.values() for key in each}
+        if len(set(keys)) < len(keys) or before.intersection(keys):
+            problems.append("a public key is there twice")
+        return problems
 
 
 def can_serve(member: Member, without: Collection[str]) -> bool:
@@ -263,30 +262,9 @@ def can_serve(member: Member, without: Collection[str]) -> bool:
     return any(_number(name) not in missing for name in member.actors)
 
 
-def _problems(hosts: Collection[NewHost], known: Collection[KnownHost], curve: bool) -> list[str]:
-    problems, seen = [], set()
-    for new in hosts:
-        name = new.host.lower()
-        if name in seen:
-            problems.append(f"{new.host} is named twice")
-        seen.add(name)
-        there = next((host for host in known if _is_called(host, name) or new.address in (*host.also, host.host)), None)
-        if there is not None:
-            called = f"{there.host} ({there.agent})" + (f", at {new.address}" if there.host.lower() != name else "")
-            problems.append(f"{new.host} takes part in this run already, as {called}")
-        actors = new.replicas * (2 if new.episodes else 1)
-        if curve and (len(new.keys) != 1 + actors or not all(new.keys)):
-            problems.append(f"{new.host}: keys are missing, and this run admits no host without them")
-    return problems
-
-
 def _others(actors: Collection[str], names: Iterable[str]) -> list[str]:
     """The rollouters among ``names`` that are not among ``actors``."""
     return [name for name in names if role_of(name) == ROLLOUTER and name not in actors]
-
-
-def _is_called(host: KnownHost, name: str) -> bool:
-    return name.lower() in (host.agent, host.host.lower(), *(also.lower() for also in host.also))
 
 
 def _number(name: str) -> str:

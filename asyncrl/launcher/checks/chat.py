@@ -78,7 +78,7 @@ def check_conversations(config: Config, tokenizer: Tokenizer, seconds: float) ->
         found = load_conversations(config, tokenizer, goes_on=goes_on)
     except DataError as error:
         fix = error.fix or f"correct {CONVERSATIONS}, or put the file there on this host"
-        return [fail("data", error.told, fix, key=CONVERSATIONS)]
+        return [fail("data", error.detail, fix, key=CONVERSATIONS)]
     except ConfigError as error:
         fix = "take a model whose chat template can be used, or rows of prompt and completion"
         return [fail("data", "; ".join(error.problems), fix, key=CONVERSATIONS)]

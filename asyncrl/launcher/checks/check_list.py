@@ -177,7 +177,7 @@ async def _algorithm(host: CheckedHost) -> list[Finding | None]:
 async def _learning(host: CheckedHost) -> list[Finding]:
     if host.config is None or not host.has("learner"):
         return []
-    return [warn("learning", each.told, each.fix, key=each.key) for each in obstacles(host.config)]
+    return [warn("learning", each.detail, each.fix, key=each.key) for each in obstacles(host.config)]
 
 
 async def _episode(host: CheckedHost) -> list[Finding]:

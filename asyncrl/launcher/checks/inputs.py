@@ -226,17 +226,17 @@ def _check_set(
                 is_whole = prompts.tokenize(TOKENIZED_AT_ONCE)
         except TooFewUsable as error:
             judged = warn if reading.is_cut else fail
-            text = f"{error.told}; not read beyond {reading.place}" if reading.is_cut else error.told
+            text = f"{error.detail}; not read beyond {reading.place}" if reading.is_cut else error.detail
             return [judged("data", _of_set(key, text), _of_set(key, error.fix), key=key)]
     except DataError as error:
         fix = _of_set(key, error.fix) or f"correct {key}.path, or put the data there on this host"
-        return [fail("data", _of_set(key, error.told), fix, key=key)]
+        return [fail("data", _of_set(key, error.detail), fix, key=key)]
     except ConfigError as error:
         # The chat template is missing or cannot be used.
         text = "; ".join(problem.removeprefix("data.template: ") for problem in error.problems)
         fix = "take a model that has one, or put chat_template.jinja into its folder"
         return [fail("data", text, fix, key=f"{key}.template")]
-    found = [warn("data", remark.told, remark.fix, key=key) for remark in prompts.remarks(key)]
+    found = [warn("data", remark.detail, remark.fix, key=key) for remark in prompts.remarks(key)]
     is_plain = data.template == "plain" and config.model.path is not None
     ignores_template = is_plain and tokenizer.template_text(with_tools=False) is not None
     shown = _first_prompt(key, prompts, ignores_template=ignores_template)

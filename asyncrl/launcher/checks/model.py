@@ -115,7 +115,7 @@ def check_served(config: Config) -> Finding | None:
     """Whether the engine computes this architecture as the learner does; None if so, or if that is unknown."""
     judge, model = config.rollout.traits.judge, _settings(config)
     problem = pkgutil.resolve_name(judge)(config, model) if judge and model is not None else None
-    return fail("model", problem.told, problem.fix, key=problem.key) if problem else None
+    return fail("model", problem.detail, problem.fix, key=problem.key) if problem else None
 
 
 def window_of(config: Config) -> int | None:

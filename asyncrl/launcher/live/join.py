@@ -123,11 +123,15 @@ class _Joining:
 
     async def _begin(self, controller: LiveController) -> list[AgentHandle]:
         """Start the agents. Raises AsyncRLError, having undone everything."""
-        attempts, episodes = self.run.config.supervision.max_restarts + 1, self.run.config.episode.kind != "single"
-        pairs: dict[str, list[Pairs]] = {name: [] for name in self.hosts}
-        if self.run.credentials.curve:
-            for name, count in self.replicas.items():
-                pairs[name] = [make_pairs(attempts) for _ in range(1 + count * (2 if episodes else 1))]
+        config = self.run.config
+        attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
+        # Those of a host's agent come before those of its actors.
+        pairs: dict[str, list[Pairs]] = {
+            name: [make_pairs(attempts) for _ in range(1 + count * (2 if episodes else 1))]
+            if self.run.credentials.curve
+            else []
+            for name, count in self.replicas.items()
+        }
         new = [
             NewHost(
                 host=name,
@@ -156,9 +160,8 @@ class _Joining:
         return members
 
     async def _ask(self, controller: LiveController, request: Join) -> Joined:
-        """Ask the controller until every actor admits the new ones. Raises UsageError."""
-        loop = asyncio.get_running_loop()
-        limit = self.run.config.supervision.start_timeout_s
+        """Ask the controller until every actor admits the new ones. Raises UsageError, DeadlineExceeded."""
+        loop, limit = asyncio.get_running_loop(), self.run.config.supervision.start_timeout_s
         until = loop.time() + limit
         while True:
             joined: Joined = await controller.ask(request, timeout=max(1.0, min(ASK_S, until - loop.time())))
@@ -175,7 +178,9 @@ class _Joining:
             with contextlib.suppress(AsyncRLError):
                 await controller.ask(leave, timeout=WITHDRAW_S)
 
-    def _host_spec(self, joined: MemberHost, peers: Mapping[str, list[str]], pairs: Sequence[Pairs]) -> HostSpec:
+    def _host_spec(
+        self, joined: MemberHost, peers: Mapping[str, list[str]], pairs: Sequence[list[dict[str, str]]]
+    ) -> HostSpec:
         folder, credentials = self.run.folder, self.run.credentials
         files: dict[str, Any] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
         if credentials.curve:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,14 @@ from asyncrl.launcher.agent_handle import (
     AgentHandle,
     SilenceLimits,
     end_in_steps,
-    hang_up,
+    kill_members,
     watch_silence,
 )
-from asyncrl.launcher.common.agent_messages import KILL, EndedEvent, StateEvent, agent_name
+from asyncrl.launcher.common.agent_messages import EndedEvent, StateEvent, agent_name
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import Progress
-from asyncrl.messages.hosts import Leave, MemberHost
+from asyncrl.messages.hosts import Leave
 
 ASK_S = 20.0
 
@@ -41,10 +41,8 @@ class JoinedHosts:
     controller: LiveController
     progress: Progress
     interrupts: Interrupts = field(default_factory=Interrupts)
-    _stages: dict[str, str] = field(default_factory=dict)
-    """The stage of each host that was shown last, by agent."""
-    _served: dict[str, set[str]] = field(default_factory=dict)
-    """Actors that have served, by agent."""
+    _seen: set[str] = field(default_factory=set)
+    """Agents and actors that have served, and agents that leave: each is shown once."""
     _refused: bool = False
     """Whether a host cannot leave."""
     _killing: bool = False
@@ -75,34 +73,22 @@ class JoinedHosts:
         await member.hear(self.run.folder.logs, self.progress, lambda event: self._take(member, event))
 
     def _take(self, member: AgentHandle, event: Any) -> None:
-        if isinstance(event, EndedEvent):
-            return
-        if isinstance(event, StateEvent) and member is not next((one for one in self.members if not one.over), None):
-            return
-        self.progress.show(event)
+        is_first = member is next((one for one in self.members if not one.over), None)
+        if not isinstance(event, EndedEvent | StateEvent) or (isinstance(event, StateEvent) and is_first):
+            self.progress.show(event)
 
     async def _watch_members(self) -> None:
         own = {agent_name(member.index) for member in self.members}
         async for members in self.controller.members():
-            for host in members.hosts:
-                if host.agent not in own:
-                    continue
-                self._show_serving(host, members.serving)
-                if self._stages.get(host.agent) != host.stage:
-                    self._stages[host.agent] = host.stage
-                    self._show(host)
+            for host in [host for host in members.hosts if host.agent in own]:
+                if new := [name for name in host.actors if name in members.serving and name not in self._seen]:
+                    self._seen |= {host.agent, *new}
+                    self.progress.say(f"{host.host}: {', '.join(new)} serve from now on")
+                if host.stage == "leaving" and f"{host.agent} leaves" not in self._seen:
+                    self._seen.add(f"{host.agent} leaves")
+                    self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
         # The run has ended on its head.
         await end_in_steps(self.members, self.run.config.supervision.drain_s)
-
-    def _show_serving(self, host: MemberHost, serving: Collection[str]) -> None:
-        before = self._served.get(host.agent, set())
-        if new := [name for name in host.actors if name in serving and name not in before]:
-            self._served[host.agent] = before.union(new)
-            self.progress.say(f"{host.host}: {', '.join(new)} serve from now on")
-
-    def _show(self, host: MemberHost) -> None:
-        if host.stage == "leaving":
-            self.progress.say(f"{host.host} leaves" + (f": {host.reason}" if host.reason else ""))
 
     # --- the end ---
 
@@ -112,20 +98,16 @@ class JoinedHosts:
         self.progress.say(
             "these hosts are drained, and the run continues without them; signal again to end them at once"
         )
-        async with asyncio.TaskGroup() as tasks:
-            asking = [tasks.create_task(self._ask_to_leave(member, within)) for member in self.members]
-            # An agent gives its actors ``within`` seconds, and then drain_s to end.
-            await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
-            for task in asking:
-                task.cancel()
+        asking = asyncio.gather(*(self._ask_to_leave(member, within) for member in self.members))
+        # An agent gives its actors ``within`` seconds, and then drain_s to end.
+        await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
         if self._refused:
             await self.interrupts.first()
         self._killing = True
         self.progress.say("ending them at once")
-        for member in self.members:
-            member.send(KILL)
-        await self.interrupts.next(SLACK_S)
-        hang_up(self.members)
+        await kill_members(self.members, self.interrupts)
 
     async def _ask_to_leave(self, member: AgentHandle, within: float) -> None:
         if member.over:
@@ -150,7 +132,7 @@ class JoinedHosts:
             return 1
         if ended.result == "failed":
             self.progress.warn([str(ActorFailed(ended.actor, ended.reason, log=ended.log))])
-        elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._served):
+        elif ended.result == "left" and (self.interrupts.signal or agent_name(member.index) in self._seen):
             self.progress.say(f"{member.host} has left the run")
         elif ended.result == "left":
             why = f": {ended.reason}" if ended.reason else ""

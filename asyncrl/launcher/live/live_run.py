@@ -1,18 +1,17 @@
-"""A run that lives, as a command finds it that is not its launcher: its folder, its keys, and its controller's ear.
+"""Connects a command to a live run: finds the run folder, loads the keys and calls the controller.
 
-Users who can read the private folder on the head's machine may speak to the controller as ``launcher/0``; many commands
-may at once, and one too many is told so. Every call has a deadline. Fails with UsageError where there is no such run,
-it is over, or its private folder is closed to this user, and where the controller refuses what is asked, in its words.
+Users who can read the private folder on the head's machine may call the controller as ``launcher/0``, several commands
+at once. Every call has a deadline. Fails with UsageError if there is no such run, it has ended, its private folder is
+closed to this user, or the controller refuses, with its reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.load import config_from_json
@@ -22,7 +21,7 @@ from asyncrl.launcher.run_folder.private import CONFIG, LOCK, is_live
 from asyncrl.messages import Request
 from asyncrl.messages.hosts import Members, WatchMembers
 from asyncrl.rpc.calls.server import CROWDED
-from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
+from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient, read_address_file
 from asyncrl.rpc.wire.keys import LAUNCHER, Credentials, load_credentials
 
 INCARNATION = 1
@@ -52,35 +51,30 @@ class LiveRun:
 def find_live_run(place: str) -> LiveRun:
     """The run in this folder. Raises UsageError."""
     path = Path(place).absolute()
+    private = path / "private"
     try:
-        text = _read(path / CONFIG)
-        if text is None:
+        if not (path / CONFIG).exists():
             raise UsageError(f"{place} holds no run: name a run folder, on the machine of the run's head")
-        last = last_attempt(path)
+        config, last = config_from_json((path / CONFIG).read_text()), last_attempt(path)
         if not is_live(path):
             raise UsageError(
                 f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
             )
-        address = _read(path / "private" / ADDRESS_FILE)
-        credentials = load_credentials(path / "private", LAUNCHER, 0)
+        if (found := read_address_file(private / ADDRESS_FILE)) is None:
+            raise UsageError(f"{path}: the run in it is only just starting; try again")
+        credentials = load_credentials(private, LAUNCHER, 0)
     except UsageError:
         raise
     except PermissionError:
-        raise UsageError(
-            f"{path}: only who can read {path / 'private'} may stop this run, or change who serves it"
-        ) from None
-    except (OSError, ValueError):
-        if not (path / "private" / LOCK).exists():
-            raise UsageError(f"{path}: the run in it has just ended") from None
-        raise UsageError(f"{path / 'private'} is not that of a run which can be spoken to") from None
-    if address is None:
-        raise UsageError(f"{path}: the run in it is only just starting; try again")
-    try:
-        config = config_from_json(text)
+        raise UsageError(f"{path}: only who can read {private} may stop this run, or change who serves it") from None
     except ConfigError as error:
         raise UsageError(f"{path / CONFIG} is not that of this version of asyncrl: {error}") from None
+    except (OSError, ValueError):
+        if not (private / LOCK).exists():
+            raise UsageError(f"{path}: the run in it has just ended") from None
+        raise UsageError(f"{private} is not that of a run which can be called") from None
     folder = RunFolder(path=path, run_id=credentials.run_id, attempt=last)
-    return LiveRun(folder=folder, config=config, address=json.loads(address)["address"], credentials=credentials)
+    return LiveRun(folder=folder, config=config, address=found.address, credentials=credentials)
 
 
 class LiveController(ControllerClient):
@@ -111,7 +105,7 @@ class LiveController(ControllerClient):
                         raise
                     await asyncio.sleep(AGAIN_S)
         except (RemoteError, ProtocolError) as error:
-            _refused(error)
+            raise UsageError(error.message if isinstance(error, RemoteError) else str(error)) from None
         except DeadlineExceeded:
             if not self._run.lives:
                 raise UsageError(f"{self._run.folder.path}: the run in it has ended") from None
@@ -140,15 +134,3 @@ class LiveController(ControllerClient):
             if found.number != seen:
                 seen = found.number
                 yield found
-
-
-def _refused(error: RemoteError | ProtocolError) -> NoReturn:
-    raise UsageError(error.message if isinstance(error, RemoteError) else str(error)) from None
-
-
-def _read(path: Path) -> str | None:
-    """The text of a file; None if it is not there. Raises PermissionError."""
-    try:
-        return path.read_text()
-    except (FileNotFoundError, NotADirectoryError):
-        return None

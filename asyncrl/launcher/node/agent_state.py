@@ -220,7 +220,7 @@ class AgentState:
             return [self._report(name, exit_code, False, _join(describe_exit(exit_code), hint))]
         return [self._judge(name, exit_code, hint, now, blameless)]
 
-    def told(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
+    def end_noted(self, name: str, incarnation: int, asked: bool, now: float) -> list[Instruction]:
         """The controller knows of an end, and says whether it had asked for it."""
         # A late word, on an end that has been judged meanwhile.
         if self.incarnations.get(name) != incarnation or name in self.living:

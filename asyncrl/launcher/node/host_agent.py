@@ -324,7 +324,7 @@ class HostAgent:
     async def _report(self, link: AgentLink, message: ActorStarted | ActorEnded) -> None:
         reply = await link.tell(message)
         if isinstance(reply, EndNoted):
-            self._do(self._host.told(message.name, message.incarnation, reply.asked, time.monotonic()))
+            self._do(self._host.end_noted(message.name, message.incarnation, reply.asked, time.monotonic()))
 
     async def _ask_stop(self, request: StopRun) -> None:
         timeout = None if request.preempt else ASK_STOP_S

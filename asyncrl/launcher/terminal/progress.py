@@ -297,7 +297,7 @@ def clock_words(seconds: float) -> str:
 class _Shown:
     event: NoticeEvent
     """The newest."""
-    told: NoticeEvent
+    shown: NoticeEvent
     """The one that was shown last."""
     at: float
     """Time at which that was (s, monotonic)."""
@@ -326,14 +326,14 @@ class ShownNotices:
         key = event.actor, event.key
         before, is_new_text = self._kept.get(key), True
         if before is not None:
-            told = before.told
+            shown = before.shown
             if event.incarnation < before.event.incarnation:
                 return ""
-            is_new_text = (event.text, event.meanwhile) != (told.text, told.meanwhile)
-            if event.incarnation > told.incarnation and not is_new_text:
+            is_new_text = (event.text, event.meanwhile) != (shown.text, shown.meanwhile)
+            if event.incarnation > shown.incarnation and not is_new_text:
                 self._kept[key] = _Shown(event, event, before.at)
                 return ""
-            is_news = is_new_text or event.count >= 2 * told.count
+            is_news = is_new_text or event.count >= 2 * shown.count
             if not is_news or now - before.at < NOTICE_S:
                 self._kept[key] = replace(before, event=event)
                 return ""

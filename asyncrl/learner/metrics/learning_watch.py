@@ -44,7 +44,7 @@ class LearningWatch:
         """Notices before the first step."""
         found: list[Notice] = []
         for each in self._obstacles:
-            found += self._once(each.key, f"{each.key}: {each.told}. To do: {each.fix}")
+            found += self._once(each.key, f"{each.key}: {each.detail}. To do: {each.fix}")
         return found
 
     def after_step(self, line: Mapping[str, Any]) -> list[Notice]:

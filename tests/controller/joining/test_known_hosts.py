@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.joining.hosts import BEATS, Hosts, ReportedHost
+from asyncrl.controller.joining.known_hosts import BEATS, KnownHost, KnownHosts
 from asyncrl.core.errors import Refused
 from asyncrl.core.roles import gang_of
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
@@ -26,7 +26,7 @@ class World:
 
     def __init__(self):
         self.registry, self.now = Registry(gang_of), 0.0
-        self.hosts = Hosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
+        self.hosts = KnownHosts(LOST_S, BEAT_S, "controller/0", FROZEN_S)
         self.quiet = set()
         self.idle = set()
         """Actors that announce that they skip IDLE beats in a row."""
@@ -85,7 +85,7 @@ def test_a_silent_host_is_lost_and_its_actors_are_dead():
     assert world.passes(LOST_S - 1) == ([], [])
     assert world.registry.dead == []
     assert world.passes(1) == (["agent/1"], [])
-    assert world.hosts.lost == {"agent/1": ReportedHost("agent/1", "1", frozenset(PLACED["agent/1"]))}
+    assert world.hosts.lost == {"agent/1": KnownHost("agent/1", "1", frozenset(PLACED["agent/1"]))}
     assert sorted(dead.name for dead in world.registry.dead) == ["learner/1", "rollouter/1"]
     # And the gang of a rank that was there has to start again, though no death was reported.
     assert sorted(actor.name for actor in world.registry.condemned) == ["learner/0", "learner/1", "rollouter/1"]
@@ -158,7 +158,7 @@ def test_a_successor_of_the_controller_knows_the_hosts_that_are_cut_off():
     world, registry = World(), Registry()
     for facts in ({}, {"actors": "rollouter/0"}, {"actors": None}):
         assert not world.hosts.register(ActorRecord(name="agent/9", incarnation=1, address="", facts=facts), 0.0)
-    successor = Hosts(LOST_S, BEAT_S, "controller/0")
+    successor = KnownHosts(LOST_S, BEAT_S, "controller/0")
     successor.recall(world.hosts.describe(), 100.0)
     assert successor.known == world.hosts.known
     assert not any(successor.look(registry, float(now))[0] for now in range(100, 130))

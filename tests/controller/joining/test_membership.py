@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.controller.joining.membership import ABOVE_ALL, KnownHost, Membership, can_serve
+from asyncrl.controller.joining.known_hosts import KnownHost
+from asyncrl.controller.joining.membership import ABOVE_ALL, Membership, can_serve
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.messages.actors import Dead
 from asyncrl.messages.hosts import Join, Leave, NewHost

@@ -1,5 +1,6 @@
 """Runs whose terminal is closed, whose start fails unseen, and that are ended by --stop, with a launcher or without."""
 
+import asyncio
 import os
 import pty
 import signal
@@ -9,7 +10,7 @@ import sys
 from launcher.launched import marked, wait_until
 
 from asyncrl.checkpoint.folder import CheckpointFolder
-from asyncrl.launcher.live import stop as stopping
+from asyncrl.launcher.live import commands
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
@@ -66,14 +67,14 @@ def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(stub):
 
 
 def test_an_agent_that_hangs_is_named_by_stop_and_ended_by_the_second_ctrl_c(stub, monkeypatch, capsys):
-    monkeypatch.setattr(stopping, "END_S", 0.5)
+    monkeypatch.setattr(commands, "END_S", 0.5)
     run = stub({}, {"preempt": {"grace_s": 0.5}}, drain_s=0.5)
     run.wait_to_show("running")
     agent, controller = run.node("agent"), run.actor("controller/0")
     for pid in (agent, controller):
         os.kill(pid, signal.SIGSTOP)
     for frozen in ("controller/0 has not answered", "agent/0 has not ended the run"):
-        assert stopping.stop_run(find_live_run(str(run.run_dir))) == 1
+        assert asyncio.run(commands.stop_run(find_live_run(str(run.run_dir)))) == 1
         assert capsys.readouterr().err == (
             f"{run.run_dir}: {frozen} within 1.5 s; kill -9 {agent} ends it at once, with its last checkpoint "
             f"(logs: {run.run_dir / 'logs' / 'attempt_1'})\n"

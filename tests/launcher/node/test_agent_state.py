@@ -127,26 +127,26 @@ def test_an_end_with_exit_code_0_is_judged_by_the_word_of_the_controller(word):
     found = host()
     assert found.exited("rollouter/0", 0, "", 20.0) == [ended("rollouter/0", 4, 0, False, "exit code 0")]
     assert found.next_deadline() == 20.0 + VERDICT_S and not found.ending
-    assert found.told("rollouter/0", 3, False, 20.1) == []
+    assert found.end_noted("rollouter/0", 3, False, 20.1) == []
     judged = 20.0 + VERDICT_S
     if word == "none":
         assert found.tick(judged) == []
     else:
         judged = 20.1
-        assert found.told("rollouter/0", 4, word == "asked", judged) == []
+        assert found.end_noted("rollouter/0", 4, word == "asked", judged) == []
     if word == "asked":
         assert (found.tick(1e6), found.next_deadline(), found.failure) == ([], None, None)
     else:
         assert found.next_deadline() == judged + 1.0
         assert ticked(found, judged + 1.0) == [restart("rollouter/0", "exit code 0"), Spawn("rollouter/0")]
-        assert found.told("rollouter/0", 4, False, judged + 2.0) == []
+        assert found.end_noted("rollouter/0", 4, False, judged + 2.0) == []
 
 
 def test_too_many_ends_with_exit_code_0_end_the_run():
     found = host()
     dies(found, "learner/0", 1.0, 10.0)
     found.exited("learner/0", 0, "", 20.0)
-    (report,) = found.told("learner/0", 110, False, 20.1)
+    (report,) = found.end_noted("learner/0", 110, False, 20.1)
     assert (report.fatal, report.reason) == (True, "exit code 0, after 2 restarts within 1000 s")
     assert found.ending
 

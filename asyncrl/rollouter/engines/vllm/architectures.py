@@ -28,7 +28,7 @@ asks at its start, takes seconds to import."""
 class Unserved:
     """The reason why a model cannot be trained with vLLM, a remedy, and the key to change."""
 
-    told: str
+    detail: str
     fix: str
     key: str = "model.path"
 

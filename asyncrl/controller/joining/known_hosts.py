@@ -30,28 +30,34 @@ HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedHost:
-    """A host as its agent reports it."""
+class KnownHost:
+    """A host of the run, as its agent reports it."""
 
     agent: str
     name: str
     """Name in the hostfile, or its own for itself."""
     actors: frozenset[str]
+    also: frozenset[str] = field(default=frozenset(), compare=False)
+    """Further names of the host, once its agent has registered: its address, and its own hostname."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.agent})"
 
+    def is_called(self, name: str) -> bool:
+        """Whether this is a name of the host, of its agent, or its address."""
+        return name.lower() in (self.agent, self.name.lower(), *map(str.lower, self.also))
+
 
 @dataclass(slots=True)
-class Hosts:
+class KnownHosts:
     """The hosts of one run, by their agents. ``head`` is an actor of the host that cannot be lost."""
 
     lost_s: float
     heartbeat_s: float
     head: str
     frozen_s: float = math.inf
-    known: dict[str, ReportedHost] = field(default_factory=dict)
-    lost: dict[str, ReportedHost] = field(default_factory=dict)
+    known: dict[str, KnownHost] = field(default_factory=dict)
+    lost: dict[str, KnownHost] = field(default_factory=dict)
     _known_since: dict[str, float] = field(default_factory=dict)
     _lost_since: dict[str, float] = field(default_factory=dict)
     _host_of: dict[str, str] = field(default_factory=dict)
@@ -61,13 +67,15 @@ class Hosts:
         actors = record.facts.get(ACTORS)
         if not isinstance(actors, list):
             return False
-        name = str(record.facts.get(HOST) or record.host)
-        return self._add(ReportedHost(record.name, name, frozenset(map(str, actors))), now)
+        name, bound = str(record.facts.get(HOST) or record.host), record.address.partition("://")[2].rpartition(":")[0]
+        # Loopback is the same on each host.
+        also = frozenset({record.host, *([] if bound.startswith("127.") else [bound])} - {""})
+        return self._add(KnownHost(record.name, name, frozenset(map(str, actors)), also), now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
         """Restore the hosts that an earlier controller has described."""
         for agent, (name, actors) in described.items():
-            self._add(ReportedHost(agent, name, frozenset(actors)), now)
+            self._add(KnownHost(agent, name, frozenset(actors)), now)
 
     def forget(self, agent: str) -> None:
         """A host has left the run for good."""
@@ -79,7 +87,7 @@ class Hosts:
         """Name of each host and its actors, by agent."""
         return {host.agent: (host.name, sorted(host.actors)) for host in self.known.values()}
 
-    def look(self, registry: Registry, now: float) -> tuple[list[ReportedHost], list[ReportedHost]]:
+    def look(self, registry: Registry, now: float) -> tuple[list[KnownHost], list[KnownHost]]:
         """Hosts that are newly lost, and those that are back; to be asked about once in a heartbeat."""
         registry.listen(now, self.lost_s)
         back = [host for host in self.lost.values() if self._has_spoken(host, registry)]
@@ -107,15 +115,14 @@ class Hosts:
         doubtful = {agent for agent, host in self.known.items() if self._is_in_doubt(host, registry, now)}
         return {actor for actor, agent in self._host_of.items() if agent in doubtful}
 
-    def _add(self, host: ReportedHost, now: float) -> bool:
+    def _add(self, host: KnownHost, now: float) -> bool:
         self._known_since.setdefault(host.agent, now)
-        if self.known.get(host.agent) == host:
-            return False
+        is_new = self.known.get(host.agent) != host
         self.known[host.agent] = host
         self._host_of.update(dict.fromkeys(host.actors, host.agent))
-        return True
+        return is_new
 
-    def _is_in_doubt(self, host: ReportedHost, registry: Registry, now: float) -> bool:
+    def _is_in_doubt(self, host: KnownHost, registry: Registry, now: float) -> bool:
         """Whether the agent and all living actors of the host have missed BEATS heartbeats."""
         if self.head in host.actors:
             return False
@@ -126,7 +133,7 @@ class Hosts:
                 limits.append((entry.heard, BEATS + left_out))
         return all(registry.silence_since(heard, now) >= beats * self.heartbeat_s for heard, beats in limits)
 
-    def _is_lost(self, host: ReportedHost, registry: Registry, now: float) -> bool:
+    def _is_lost(self, host: KnownHost, registry: Registry, now: float) -> bool:
         if self._silence_of(host, registry, now) >= self.lost_s:
             return True
         agent = registry.entries.get(host.agent)
@@ -134,7 +141,7 @@ class Hosts:
         heard = max(self._known_since[host.agent], agent.heard if agent is not None else 0.0)
         return self.head not in host.actors and registry.silence_since(heard, now) >= self.frozen_s
 
-    def _silence_of(self, host: ReportedHost, registry: Registry, now: float) -> float:
+    def _silence_of(self, host: KnownHost, registry: Registry, now: float) -> float:
         """Silence (s) of the actor or agent on the host that was heard of last."""
         if self.head in host.actors:
             return 0.0
@@ -142,11 +149,11 @@ class Hosts:
         heard = max((entry.heard for entry in entries if entry is not None), default=self._known_since[host.agent])
         return registry.silence_since(max(heard, self._known_since[host.agent]), now)
 
-    def _has_spoken(self, host: ReportedHost, registry: Registry) -> bool:
+    def _has_spoken(self, host: KnownHost, registry: Registry) -> bool:
         agent = registry.entries.get(host.agent)
         return agent is not None and agent.heard > self._lost_since[host.agent]
 
     @staticmethod
-    def _living(host: ReportedHost, registry: Registry) -> Iterable[str]:
+    def _living(host: KnownHost, registry: Registry) -> Iterable[str]:
         entries = registry.entries
         return [host.agent, *(name for name in host.actors if name in entries and entries[name].heard_of)]

@@ -1,0 +1,142 @@
+"""Commands to a live run, which its launcher need not outlive: preempt it, drain a host, start a replica again.
+
+They fail with UsageError if the run cannot be reached or refuses, and with DeadlineExceeded if it does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+
+from asyncrl.core.errors import DeadlineExceeded, UsageError
+from asyncrl.launcher.agent_handle import SLACK_S
+from asyncrl.launcher.common.agent_messages import agent_name
+from asyncrl.launcher.hosts.remote import AGENT, pids_with
+from asyncrl.launcher.live.live_run import LiveController, LiveRun
+from asyncrl.launcher.node.guard import END_S
+from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
+from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.messages.actors import BringBack, StopRun
+from asyncrl.messages.hosts import Leave, MemberHost
+from asyncrl.rpc.actor import CONTROLLER
+
+LEAVE_S = 60.0
+"""Longest wait for the answer to Leave, while other rollouters are expected to serve."""
+FAREWELL_S = 5.0
+"""Time for the messages that follow the end of the last process."""
+LOOK_S = 0.1
+STOP = "asyncrl-launch --stop"
+"""Name of the asker in the run's messages."""
+
+
+async def bring_back(run: LiveRun, name: str) -> int:
+    """Start a replica again that was set aside; the exit code."""
+    with LiveController(run) as controller:
+        await controller.ask(BringBack(name=name))
+    Progress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
+    return 0
+
+
+async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> int:
+    """Drain a host and wait until it has left; the exit code. ``within_s`` is drain_s by default."""
+    progress, supervision = Progress(sys.stdout, run.config.learner.steps), run.config.supervision
+    within_s = supervision.drain_s if within_s is None else within_s
+    with LiveController(run) as controller:
+        leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
+        begun: MemberHost = await controller.ask(leave, timeout=LEAVE_S)
+        actors = ", ".join(begun.actors)
+        progress.say(f"{begun.host} ({begun.agent}) leaves: {actors} have {within_s:g} s to finish their groups")
+        # The time that the agent takes, and then the time until the controller hears from it or counts it as lost.
+        farewell_s = max(supervision.host_lost_s, supervision.host_grace_s, FAREWELL_S)
+        patience = within_s + supervision.drain_s + farewell_s + SLACK_S
+        try:
+            async with asyncio.timeout(patience):
+                left = await _wait_until_left(controller, begun.agent)
+        except TimeoutError:
+            progress.warn(
+                [f"{begun.host} has not left within {patience:g} s; see the log of controller/0 in {run.folder.logs}"]
+            )
+            return 1
+    if left is None:
+        progress.say("the run has ended meanwhile, and the host with it")
+        return 0
+    if left.stage == "lost":
+        progress.warn([f"{begun.host}: it was lost before it could leave; its unfinished groups are generated again"])
+        return 1
+    progress.say(f"{begun.host} has left the run: {actors} have ended, and the run continues without them")
+    return 0
+
+
+async def _wait_until_left(controller: LiveController, agent: str) -> MemberHost | None:
+    """The host, once it has left or is lost; None if the run ends before."""
+    async for members in controller.members():
+        for host in members.hosts:
+            if host.agent == agent and host.stage in ("left", "lost"):
+                return host
+    return None
+
+
+async def stop_run(run: LiveRun) -> int:
+    """Preempt the run and wait for its end; 0 if it can be resumed without a loss, else 1.
+
+    The controller preempts it as SIGTERM to the launcher does. The head's agent learns of it, keeps the deadlines, and
+    writes the record of how the run ended. The command waits for the answer and for the end, at most preempt.grace_s
+    and supervision.drain_s each; an error names who did not answer. It may be called again.
+    """
+    progress = Progress(sys.stdout, run.config.learner.steps)
+    path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
+    progress.say(f"{path} is preempted: it writes a checkpoint (at most {grace_s:g} s), then its processes end")
+    # The guard waits for the processes that its agent has killed.
+    patience = grace_s + drain_s + END_S
+    with LiveController(run) as controller:
+        asking = asyncio.create_task(controller.ask(StopRun(reason=STOP, preempt=True), timeout=patience))
+        try:
+            await _until(lambda: asking.done() or not run.lives, patience)
+            if run.lives:
+                await asking
+        except DeadlineExceeded:
+            return _complain(run, progress, f"{CONTROLLER} has not answered within {patience:g} s")
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError, DeadlineExceeded, UsageError):
+                await asking
+    if not await _until(lambda: not run.lives, patience):
+        return _complain(run, progress, f"{agent_name(0)} has not ended the run within {patience:g} s")
+    return _conclude(run, progress)
+
+
+async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + timeout_s
+    while not enough():
+        if loop.time() >= until:
+            return False
+        await asyncio.sleep(LOOK_S)
+    return True
+
+
+def _complain(run: LiveRun, progress: Progress, what: str) -> int:
+    """Report the failure, and the process that can be killed instead."""
+    found = pids_with(AGENT, str(run.folder.private))
+    how = f"; kill -9 {found[0]} ends it at once, with its last checkpoint" if found else ""
+    progress.warn([f"{run.folder.path}: {what}{how} (logs: {run.folder.logs})"])
+    return 1
+
+
+def _conclude(run: LiveRun, progress: Progress) -> int:
+    """Show how the run ended; the exit code for it."""
+    ended, left = read_ended(run.folder), find_left(run.config, run.folder)
+    if ended is None:
+        log = run.folder.logs / "agent-0.log"
+        what = f"the run was killed, so its agent left no record of how it ended (log: {log})"
+        progress.warn([*filter(None, [left.describe()]), what])
+        return 1
+    rows = describe_end(run.folder, ended, left)
+    if ended.result == "failed":
+        progress.warn(rows)
+        return 1
+    for row in rows or ["the run is done: its last step is trained"]:
+        progress.say(row)
+    return 1 if ended.result == "stopped" and left.lost else 0
