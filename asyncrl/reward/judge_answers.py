@@ -32,6 +32,14 @@ class BadAnswer(ValueError):
         super().__init__("; ".join(self.problems))
 
 
+class VoteFailed(Exception):
+    """The judge gave no usable answer. ``kind`` is short; ``passing``: another attempt may succeed."""
+
+    def __init__(self, kind: str, reason: str, *, passing: bool = True) -> None:
+        self.kind, self.passing = kind, passing
+        super().__init__(reason)
+
+
 def read_entries(text: str, name: str) -> list[dict[str, Any]]:
     """The objects in the list ``name`` of the JSON object in ``text``, which may be embedded in prose. Raises
     BadAnswer.

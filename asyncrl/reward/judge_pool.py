@@ -1,20 +1,23 @@
 """The pool of a judge: answers the same calls as RewardPool, by asking a language model.
 
 The calls of a judge wait for a server and run no users' code, so they share one process, one set of limits and one
-cache. A function that is added to the judge (``also``) runs in a RewardPool.
+cache. A function that is added to the judge (``also``) runs in a RewardPool. An answer that cannot be used is sent back
+once, with the problems.
 
 Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed;
-a call without a judgement is never 0. The pool fails as a whole only if its owner gives it up.
+a call without a judgement is never 0. A vote ends within its time with an answer or with VoteFailed. The pool fails as
+a whole only if its owner gives it up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,15 +26,41 @@ from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardP
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Outcome, Score, Scores
 from asyncrl.reward.faults import RewardFault
-from asyncrl.reward.judge_asker import Asker, JudgeCounters, VoteFailed
-from asyncrl.reward.judge_cache import AnswerCache
+from asyncrl.reward.judge_answers import BadAnswer, VoteFailed
+from asyncrl.reward.judge_cache import AnswerCache, key_of
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
+from asyncrl.reward.judge_views import shorten
 from asyncrl.reward.reward_pool import RewardCounts, RewardPool, shaped
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable
 
+if TYPE_CHECKING:
+    from asyncrl.reward.judge_client import JudgeClient, JudgeReply
+
 CACHE_FOLDER = "judge_cache"
+REPAIR = """Your answer cannot be used:
+{problems}
+
+Answer again, with the whole JSON object and nothing else."""
+REPAIR_CHARS = 20_000
+"""Characters of an answer that is sent back."""
+
+
+@dataclass(slots=True)
+class JudgeCounters:
+    """Counts since the start, by the names of metrics.py."""
+
+    requests: int = 0
+    retries: int = 0
+    repairs: int = 0
+    failed_votes: int = 0
+    unjudged: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    cached: int = 0
+    uncached: int = 0
 
 
 def make_judge(config: RewardConfig) -> Judge:
@@ -81,11 +110,12 @@ class JudgePool:
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
         self._confined = confined
-        self._folder, self._on_output, self._on_outcome, self._on_request = folder, on_output, on_outcome, on_request
+        self._on_output, self._on_outcome, self._on_request = on_output, on_outcome, on_request
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running: dict[asyncio.Task[Scores], tuple[float, str]] = {}
         self._judge: Judge
-        self._asker: Asker | None = None
+        self._client: JudgeClient | None = None
+        self._cache = AnswerCache(folder / CACHE_FOLDER) if folder is not None else None
         self._also: RewardPool | None = None
         self._counters = RewardCounts()
         self.judged = JudgeCounters()
@@ -94,15 +124,11 @@ class JudgePool:
         """Check the options, and start the added function. Raises as RewardPool's does."""
         config = self._config
         try:
+            from asyncrl.reward.judge_client import JudgeClient
+
             self._judge = make_judge(config)
             options = self._judge.options
-            self._asker = Asker(
-                options,
-                timeout_s=config.timeout_s,
-                counters=self.judged,
-                cache=AnswerCache(self._folder / CACHE_FOLDER) if self._folder is not None else None,
-                on_request=self._on_request,
-            )
+            self._client = JudgeClient(options, self.judged, self._on_request)
         except NotCallable as error:
             raise ConfigError(error.problems) from error
         except ImportError as error:
@@ -159,8 +185,8 @@ class JudgePool:
             task.cancel()
         if running:
             await asyncio.wait(running)
-        if self._asker is not None:
-            await self._asker.close()
+        if self._client is not None:
+            await self._client.close()
         if self._also is not None:
             await self._also.close()
 
@@ -174,7 +200,7 @@ class JudgePool:
     @property
     def queued(self) -> int:
         """Requests that wait under the limits."""
-        return self._asker.limits.waiting if self._asker is not None else 0
+        return self._client.waiting if self._client is not None else 0
 
     @property
     def running(self) -> int:
@@ -250,11 +276,58 @@ class JudgePool:
         )
 
     async def _vote(self, question: Question) -> tuple[Any, VoteFailed | None]:
-        assert self._asker is not None
+        """The judge's answer as the question reads it, or the reason that there is none."""
         try:
-            return await self._asker.vote(question), None
+            return await self._answer(question), None
         except VoteFailed as error:
-            return None, error
+            failed = error
+        except BadAnswer as error:
+            failed = VoteFailed("unusable answer", f"its answer cannot be used, nor the repaired one: {error}")
+        except TimeoutError:
+            told = f"{self._judge.options.url} gave no answer that can be used within {self._config.timeout_s:g} s"
+            failed = VoteFailed("timed out", f"{told} (reward.timeout_s)")
+        self.judged.failed_votes += 1
+        return None, failed
+
+    async def _answer(self, question: Question) -> Any:
+        """The answer from the run's folder or from the judge. Raises VoteFailed, BadAnswer, TimeoutError."""
+        options, cache = self._judge.options, self._cache
+        # The first vote has the key of a question that is asked once.
+        number = (question.vote,) if question.vote else ()
+        key = key_of(options.url, options.model, options.extra, question.messages, question.schema, *number)
+        kept = await asyncio.to_thread(cache.find, key) if cache is not None else None
+        if kept is not None:
+            # BadAnswer: the answer was kept by a version that took what this one does not.
+            with contextlib.suppress(BadAnswer):
+                said = question.read(kept)
+                self.judged.cached += 1
+                return said
+        said, text = await self._ask(question)
+        if cache is not None and not await asyncio.to_thread(cache.keep, key, text):
+            self.judged.uncached += 1
+        return said
+
+    async def _ask(self, question: Question) -> tuple[Any, str]:
+        """The answer as read, and its text. Raises VoteFailed, BadAnswer for the repaired one, TimeoutError."""
+        assert self._client is not None
+        reply = await self._client.ask(question.messages, question.schema, self._config.timeout_s)
+        try:
+            return question.read(reply.text), reply.text
+        except BadAnswer as error:
+            if reply.cut and not reply.text:
+                # Reasoning has taken all tokens that the judge may write, and would again.
+                raise _cut(reply, error) from error
+            problems = "\n".join(f"* {problem}" for problem in error.problems)
+        self.judged.repairs += 1
+        said = {"role": "assistant", "content": shorten(reply.text, REPAIR_CHARS) or "(nothing)"}
+        asked = {"role": "user", "content": REPAIR.format(problems=problems)}
+        reply = await self._client.ask([*question.messages, said, asked], question.schema, reply.left_s)
+        try:
+            return question.read(reply.text), reply.text
+        except BadAnswer as error:
+            if reply.cut:
+                raise _cut(reply, error) from error
+            raise
 
     async def _added(self, request: Score) -> list[Outcome]:
         """The added function's outcome for each completion; zeros without one. Raises RewardFailed."""
@@ -293,6 +366,11 @@ class _Unjudged(Exception):
     def __init__(self, kind: str, text: str, *, retryable: bool, timed_out: bool = False) -> None:
         self.kind, self.retryable, self.timed_out = f"unjudged ({kind})", retryable, timed_out
         super().__init__(text)
+
+
+def _cut(reply: JudgeReply, error: BadAnswer) -> VoteFailed:
+    told = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
+    return VoteFailed("cut answer", f"{told}; give it more (reward.options.extra, as max_completion_tokens)")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -27,7 +27,7 @@ CUT_SHORT = {
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class JudgeView:
     """A group as a judge is shown it."""
 
     shared: str
@@ -38,7 +38,7 @@ class View:
     """Index of the body of each completion."""
 
 
-def view(prompt: str, completions: Sequence[Completion], limit: int) -> View:
+def view(prompt: str, completions: Sequence[Completion], limit: int) -> JudgeView:
     """The completions of one prompt, within ``limit`` characters."""
     lines = [_pieces(completion) for completion in completions]
     count = _shared_count(completions, lines)
@@ -54,7 +54,7 @@ def view(prompt: str, completions: Sequence[Completion], limit: int) -> View:
     shown = {body: shorten(body, room) for body, room in zip(different, rooms, strict=True)}
     bodies = list(dict.fromkeys(shown.values()))
     place = {body: at for at, body in enumerate(bodies)}
-    return View(shared, bodies, [place[shown[body]] for body in whole])
+    return JudgeView(shared, bodies, [place[shown[body]] for body in whole])
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:

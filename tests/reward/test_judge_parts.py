@@ -14,7 +14,7 @@ from judge_server import shown
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward.judge_answers import BadAnswer, match, read_entries, read_number
 from asyncrl.reward.judge_cache import AnswerCache, key_of
-from asyncrl.reward.judge_limits import MINUTE_S, MinuteLimit
+from asyncrl.reward.judge_client import MINUTE_S, MinuteLimit
 from asyncrl.reward.judge_options import Criterion, RelativeOptions, RubricOptions
 from asyncrl.reward.judge_questions import RelativeJudge, Rubric, draw_ids
 from asyncrl.reward.judge_views import BRANCH_CHARS, message_text, shares, shorten, view

@@ -284,6 +284,7 @@ async def test_only_the_configured_key_is_sent(monkeypatch, key):
 
 async def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.delitem(sys.modules, "asyncrl.reward.judge_client", raising=False)
     with pytest.raises(ConfigError, match=r"needs the package openai .* pip install 'asyncrl\[judges\]'"):
         async with judging(right):
             pass

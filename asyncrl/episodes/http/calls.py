@@ -143,7 +143,7 @@ class TooManyCalls(Exception):
     """A session has more calls open than any program needs."""
 
 
-class Calls:
+class PolicyCalls:
     """The open and kept calls of all sessions; ``grace_s`` and ``kept_s`` are seconds without a listener."""
 
     def __init__(

@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver, WireError
-from asyncrl.episodes.http.calls import Calls, Core, TooManyCalls
+from asyncrl.episodes.http.calls import Core, PolicyCalls, TooManyCalls
 from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
@@ -89,7 +89,7 @@ class PolicyEndpoint:
         self._client_timeout_s = client_timeout_s
         self.counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
-        self.calls = Calls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
+        self.calls = PolicyCalls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> str:

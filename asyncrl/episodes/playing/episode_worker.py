@@ -42,7 +42,7 @@ CHAT_PLACE = re.compile(r"\$\[1\]\.")
 """Place of a call in its frame."""
 
 
-class Printer:
+class EpisodePrinter:
     """Output of one episode. ``send`` gets text and the bytes dropped since the last; callable from any thread."""
 
     def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
@@ -76,8 +76,8 @@ class Printer:
             self._send("".join(held), dropped)
 
 
-current: ContextVar[Printer | None] = ContextVar("current", default=None)
-"""Printer of the episode whose code runs."""
+current: ContextVar[EpisodePrinter | None] = ContextVar("current", default=None)
+"""EpisodePrinter of the episode whose code runs."""
 
 
 class Apart:
@@ -248,7 +248,7 @@ class EpisodeWorker:
         if session.over:
             self._over(frames.Ended(key, error=STOPPED))
             return
-        printer = Printer(
+        printer = EpisodePrinter(
             self._setup.max_output_bytes, lambda text, dropped: self.send_soon(frames.Printed(key, text, dropped))
         )
         client = Client(session, session=key, model=self._setup.model, base_url=self._setup.base_url)
@@ -274,7 +274,7 @@ class EpisodeWorker:
             )
         self._write(body)
 
-    async def _outcome(self, key: str, session: PlayedEpisode, printer: Printer, playing: Any) -> frames.Ended:
+    async def _outcome(self, key: str, session: PlayedEpisode, printer: EpisodePrinter, playing: Any) -> frames.Ended:
         """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
         current.set(printer)
         _session.set(session)

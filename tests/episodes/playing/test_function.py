@@ -14,7 +14,7 @@ from harness import RUN_ID
 
 from asyncrl.core.errors import ChatRefused, ConfigError, EpisodeOver
 from asyncrl.episodes.playing import episode_frames as frames
-from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodeWorker, Printer
+from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodePrinter, EpisodeWorker
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rpc.wire.keys import create_credentials
 from asyncrl.workers import worker_pool as pool_module
@@ -376,7 +376,7 @@ async def test_output_after_the_last_episode_is_kept(tmp_path):
 
 def test_a_long_print_is_cut_to_what_is_left_of_the_limit():
     sent = []
-    printer = Printer(10, lambda text, dropped: sent.append((text, dropped)))
+    printer = EpisodePrinter(10, lambda text, dropped: sent.append((text, dropped)))
     for text in ("abc\n", "12345é\n", "late\n"):
         printer.write(text)
     printer.flush()
