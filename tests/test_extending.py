@@ -23,6 +23,7 @@ MOST_FILES = {
     "An actor": 3,
     "A message": 2,
     "A metric": 2,
+    "A configuration key": 1,
 }
 PIECE = re.compile(
     r"^(?:New file `(?P<new>[^`]+)`|"

@@ -61,8 +61,8 @@ class EpisodesActor(Actor):
         self._over: OrderedDict[str, str] = OrderedDict()
         """Reasons that sessions have ended, by key, the newest last."""
         self._faults = FaultKinds()
-        self._most = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
-        """Episodes that may be open at a time; None where the one rollouter sees to it."""
+        self._most_open = self.config.most_episodes if self.name in self.config.extra_episode_hosts else None
+        """Episodes that may be open at a time; None on the host of a rollouter, which limits its own."""
         self._players: EpisodePool | Programs | None = None
         self._http: PolicyEndpoint | None = None
 
@@ -151,7 +151,7 @@ class EpisodesActor(Actor):
         until = quiet = self.clock.now()
         until += LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
-        if self._most is None:
+        if self._most_open is None:
             quiet_s += backoff(rollout.retry_backoff_s, rollout.max_attempts - 2)
         while (now := self.clock.now()) < until and now - quiet < quiet_s:
             if self._sessions:
@@ -163,8 +163,8 @@ class EpisodesActor(Actor):
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
         """Play an episode to its end. Cancelling it ends the episode. Raises EpisodeHostFull."""
         assert self._players is not None
-        if self._most is not None and len(self._sessions) >= self._most:
-            raise EpisodeHostFull(self._most)
+        if self._most_open is not None and len(self._sessions) >= self._most_open:
+            raise EpisodeHostFull(self._most_open)
         session = PolicySession(request, self.peer(caller.name), caller.deadline, caller.incarnation)
         self._sessions[session.key] = session
         began = self.clock.now()

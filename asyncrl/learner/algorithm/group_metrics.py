@@ -35,8 +35,8 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
     signal.
 
     ``reward/all_zero_fraction``: groups whose rewards all are 0 within ``tolerance``.
-    ``reward/all_max_fraction``: groups whose rewards all equal the best there is, 1 or, where rewards go
-    beyond, the largest of this step.
+    ``reward/all_max_fraction``: groups whose rewards all equal the best one: 1, or the largest of this step if
+    that is above 1.
     """
     groups = [rewards_of(group) for group in (*trained, *filtered)]
     if not groups:
