@@ -29,7 +29,7 @@ from asyncrl.messages.groups import VersionSpan
 from asyncrl.messages.weights import BroadcastPart
 from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest, PauseMode, TokenDelta
 from asyncrl.rollouter.engines.vllm import checkpoint
-from asyncrl.rollouter.engines.vllm.lora_layout import check_adapters
+from asyncrl.rollouter.engines.vllm.checkpoint import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
 from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes
 from asyncrl.rollouter.engines.vllm.watch import Watch

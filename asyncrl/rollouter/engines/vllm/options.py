@@ -22,8 +22,7 @@ from asyncrl.config import Config
 from asyncrl.config.algorithm import VLLM_RANKS
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files import lock_is_free
-from asyncrl.rollouter.engines.vllm.checkpoint import text_config
-from asyncrl.rollouter.engines.vllm.lora_layout import targets
+from asyncrl.rollouter.engines.vllm.checkpoint import targets, text_config
 
 SCRATCH_PREFIX = "asyncrl-engine-"
 SCRATCH_LOCK = "lock"
