@@ -12,6 +12,7 @@ tests that mostly wait, and the others start last.
 """
 
 import asyncio
+import gc
 import inspect
 import os
 import random
@@ -94,6 +95,25 @@ def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(logging, "_listener", None)
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def only_new_objects_collected():
+    """The garbage collector skips existing objects: collecting every import of a test session takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def no_memory_left(only_new_objects_collected):
+    """The test closes all sealed memory that it opens."""
+    from published_weights import comes_to, open_memory
+
+    before = open_memory()
+    yield
+    assert comes_to(before)
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ import numpy as np
 
 from asyncrl.messages.weights import Bucket, Manifest
 from asyncrl.weights.held_version import HeldVersion, hold, layout_of
-from asyncrl.weights.segments import Segment, layout, open_segment, verify_segment
+from asyncrl.weights.segments import Segment, layout
 
 
 def random_bytes(size: int, seed: int = 0) -> bytes:
@@ -50,17 +49,6 @@ def contents_of(manifest: Manifest) -> list[bytes]:
     return [Path(bucket.path).read_bytes() for bucket in manifest.buckets]
 
 
-@contextmanager
-def only_new_objects_collected() -> Iterator[None]:
-    """Inside, the garbage collector skips existing objects: collecting every import of a test session takes seconds."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def open_memory() -> int:
     """Memory segments that this process holds open, by descriptor or by mapping."""
     gc.collect()
@@ -84,14 +72,10 @@ def comes_to(memory: int) -> bool:
 def stage(manifest: Manifest) -> HeldVersion:
     """Open and verify every bucket, as a rollouter on the same host does. Raises WeightsCorrupt."""
     layout_of(manifest)
-    descriptors: list[int] = []
+    found = hold(manifest)
     try:
-        for index, bucket in enumerate(manifest.buckets):
-            descriptors.append(open_segment(bucket, version=manifest.version, index=index))
-            for _ in verify_segment(descriptors[-1], bucket, version=manifest.version, index=index):
-                pass
+        found.verify()
     except BaseException:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        found.close()
         raise
-    return HeldVersion(manifest, descriptors)
+    return found

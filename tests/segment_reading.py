@@ -4,15 +4,16 @@ import mmap
 import os
 
 from asyncrl.core.errors import WeightsCorrupt
-from asyncrl.weights.segments import open_segment, size_of, verify_segment
+from asyncrl.weights.segments import open_segment, size_of, verify_bytes
 
 
 def map_segment(bucket, *, version, index):
     descriptor = open_segment(bucket, version=version, index=index)
     try:
-        for _ in verify_segment(descriptor, bucket, version=version, index=index):
+        view = memoryview(mmap.mmap(descriptor, bucket.size, prot=mmap.PROT_READ))
+        for _ in verify_bytes(view, bucket.checksum, version=version, index=index):
             pass
-        return memoryview(mmap.mmap(descriptor, bucket.size, prot=mmap.PROT_READ))
+        return view
     finally:
         os.close(descriptor)
 

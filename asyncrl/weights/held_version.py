@@ -82,11 +82,12 @@ class HeldVersion:
                 self._views[bucket] = memoryview(mapping)
             return self._views[bucket]
 
-    def verify(self) -> None:
-        """Compare every bucket with its checksum; blocks. Raises WeightsCorrupt, VersionGone."""
+    def verify(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Compare every bucket with its checksum, until ``stopped``; blocks. Raises WeightsCorrupt, VersionGone."""
         for index, bucket in enumerate(self.manifest.buckets):
             for _ in verify_bytes(self.bytes_of(index), bucket.checksum, version=self.version, index=index):
-                pass
+                if stopped():
+                    return
 
     def close(self) -> None:
         """Let the memory go. May be repeated. A GiB that no other process holds takes about 0.1 s."""

@@ -193,23 +193,19 @@ def map_segment(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
-def verify_segment(descriptor: int, bucket: Bucket, *, version: int, index: int) -> Iterator[None]:
-    """Compare the checksum, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
-    with map_segment(descriptor, bucket.size) as mapping, memoryview(mapping) as view:
-        for start in verify_bytes(view, bucket.checksum, version=version, index=index):
+def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> Iterator[None]:
+    """Compare the bytes of a bucket, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
+    digest, mapping = xxhash.xxh3_64(), view.obj
+    for start in range(0, len(view), CHUNK_BYTES):
+        if isinstance(mapping, mmap.mmap):
             # Read all pages of a step at once: page faults of a few pages each take a sixth of the time.
             with suppress(OSError):
-                mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, bucket.size - start))
-            yield
-
-
-def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> Iterator[int]:
-    """Compare the bytes of a bucket, as verify_segment does; yields the offset of each step before it is read."""
-    digest = xxhash.xxh3_64()
-    for start in range(0, len(view), CHUNK_BYTES):
-        yield start
+                mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, len(view) - start))
         with view[start : start + CHUNK_BYTES] as chunk:
             digest.update(chunk)
+        yield
+    # The traceback of an error would keep the memory.
+    del view, mapping
     found = digest.intdigest()
     if found != checksum:
         raise WeightsCorrupt(

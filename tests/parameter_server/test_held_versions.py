@@ -10,28 +10,16 @@ import pytest
 import xxhash
 from published_weights import (
     held,
-    only_new_objects_collected,
     open_memory,
     random_bytes,
 )
 
 from asyncrl.core.errors import InvalidRequest, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk
-from asyncrl.parameter_server import held_versions
-from asyncrl.parameter_server.held_versions import HeldVersions
+from asyncrl.parameter_server import actor
+from asyncrl.parameter_server.actor import HeldVersions
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _heap():
-    with only_new_objects_collected():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_leak():
-    before = open_memory()
-    yield
-    assert open_memory() == before
+pytestmark = pytest.mark.usefixtures("no_memory_left")
 
 
 def request(bucket: int = 0, offset: int = 0, size: int = 1) -> FetchChunk:
@@ -63,8 +51,8 @@ def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         computed.append(data.nbytes)
         return xxhash.xxh3_64_intdigest(data)
 
-    monkeypatch.setattr(held_versions, "xxhash", SimpleNamespace(xxh3_64_intdigest=counted))
-    monkeypatch.setattr(held_versions, "MAX_CHECKSUMS", 4)
+    monkeypatch.setattr(actor, "xxhash", SimpleNamespace(xxh3_64_intdigest=counted))
+    monkeypatch.setattr(actor, "MAX_CHECKSUMS", 4)
     server = serving(random_bytes(100))
     # Four are kept; the oldest is dropped.
     for offset, count in ((0, 1), (10, 2), (20, 3), (30, 4), (0, 4), (30, 4), (40, 5), (10, 5), (0, 6)):

@@ -13,7 +13,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from published_weights import only_new_objects_collected, stage
+from published_weights import stage
 from tiny_models import Publisher
 
 from asyncrl.core.errors import WeightsCorrupt
@@ -21,11 +21,7 @@ from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.held_version import check_complete, layout_of
 from asyncrl.weights.segments import ITEM_BYTES, size_of
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _heap():
-    with only_new_objects_collected():
-        yield
+pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
 
 
 @pytest.fixture

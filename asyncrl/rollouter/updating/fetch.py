@@ -1,20 +1,26 @@
-"""Fetches a version into sealed, verified memory of this host, while the engine generates.
+"""Fetches a version into sealed, verified memory of this host, and passes it on to others while it arrives.
 
 Under ``shm`` the segments of another process of this host are opened and verified. Under ``stream`` segments of this
 process are filled chunk by chunk: the chunks come from the replicas that the offer names, nearest first, and at last
-from the parameter server. This host's own relay passes them on as they arrive.
+from the parameter server. A source other than the parameter server is left for good, for the next one, when a call to
+it fails, when it sends other bytes than it says, and when it is alive but has had nothing new for IDLE_SHARE of
+``weights.deadline_s``.
 
-A source other than the parameter server is left for good, for the next one, when a call to it fails, when it sends
-other bytes than it says, and when it is alive but has had nothing new for IDLE_SHARE of ``weights.deadline_s``.
+The relay serves a version that this replica fetches for its host: to the other replicas there once it is whole, and
+each chunk, as soon as it was verified, to the next host. A version is held from its first chunk until a newer one is
+whole here, by descriptors of its own: whatever becomes of the update, others may open it or ask for more of it. At most
+one whole version and one that is on its way are held.
 
 Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; at most
 ``weights.chunks_in_flight`` chunks are requested at once; a source that dies, or a parameter server that restarts with
 the same version, costs only the chunks in flight; nothing stays open after a fetch that fails or is cancelled. Reading
 and checksums run in threads.
 
-Fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not those that were
+A fetch fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not those that were
 published, DeadlineExceeded when no chunk arrives for ``weights.deadline_s`` or the fetch takes
-``weights.stage_deadline_s``, and RemoteError.
+``weights.stage_deadline_s``, and RemoteError. The relay fails with VersionGone for a version that is not held by the
+requested turn, with InvalidRequest for bytes that are not a chunk here, and with NotHere, which is retryable, for a
+chunk that has not arrived in time.
 """
 
 from __future__ import annotations
@@ -23,8 +29,12 @@ import asyncio
 import errno
 import os
 import random
+import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +44,7 @@ import xxhash
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     NotHere,
     PeerRestarted,
     ProtocolError,
@@ -42,12 +53,12 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
 )
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Offer, Source
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.observe.logging import get_logger
-from asyncrl.rollouter.updating.relay import Relay
 from asyncrl.rpc.calls.retry import is_refusal, pause
-from asyncrl.weights.held_version import HeldVersion, layout_of
-from asyncrl.weights.segments import Segment, open_segment, seal_verified, verify_segment
+from asyncrl.rpc.parking import ParkingLot
+from asyncrl.weights.held_version import HeldVersion, hold, layout_of
+from asyncrl.weights.segments import Segment, path_of, seal_verified
 
 T = TypeVar("T")
 Call = Callable[[str, Request, float | None], Awaitable[Any]]
@@ -72,104 +83,67 @@ async def fetch(
     chunk."""
     assert offer.manifest is not None, "a broadcast is not fetched"
     layout_of(offer.manifest)
-    fetching: _Shared | _Stream
-    if offer.transport == "shm":
-        fetching = _Shared(offer, weights, who)
-    else:
-        fetching = _Stream(offer, weights, who, call=call, relay=relay)
+    stream = _Stream(offer, offer.manifest, weights, who, call, relay) if offer.transport == "stream" else None
     try:
         async with asyncio.timeout(weights.stage_deadline_s) as limit:
-            await fetching.run()
-    except BaseException as error:
-        await fetching.in_thread(fetching.close)
-        if isinstance(error, TimeoutError) and limit.expired():
-            what = (
-                f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {fetching.progress})"
-            )
-            raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
+            return await (_open(offer.manifest) if stream is None else stream.run())
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        source, progress = (PARAMETER_SERVER, "") if stream is None else (stream.source, f"; {stream.progress}")
+        what = f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s{progress})"
+        raise DeadlineExceeded(who, source, what, weights.stage_deadline_s) from error
+
+
+async def _open(manifest: Manifest) -> HeldVersion:
+    """Open and verify the memory of a process on this host."""
+    try:
+        held = await _in_thread(hold, manifest)
+    except WeightsCorrupt as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
+            # The holder has died, or has closed it and may use the number for another file.
+            raise VersionGone(manifest.version, str(error)) from error
         raise
-    return HeldVersion(offer.manifest, [fetching.found[index] for index in range(len(offer.manifest.buckets))])
+    cancelled = threading.Event()
+    try:
+        await _in_thread(held.verify, cancelled.is_set, on_cancel=cancelled.set)
+    except BaseException:
+        await _in_thread(held.close)
+        raise
+    return held
 
 
-class _Fetching:
-    """The descriptors found so far, and the threads that find them."""
+async def _in_thread(work: Callable[..., T], *arguments: Any, on_cancel: Callable[[], None] = lambda: None) -> T:
+    """Run ``work`` as asyncio.to_thread does; a cancellation waits for the thread: its objects are closed next."""
+    running = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        on_cancel()
+        while not running.done():
+            try:
+                await asyncio.wait({running})
+            except asyncio.CancelledError:
+                continue
+        # Retrieved, or asyncio would log it as an error that was never retrieved.
+        running.exception()
+        raise
 
-    def __init__(self, offer: Offer, weights: WeightsConfig, who: str) -> None:
-        assert offer.manifest is not None
-        self.version, self.buckets = offer.version, offer.manifest.buckets
-        self.found: dict[int, int] = {}
+
+class _Stream:
+    """A fetch over the wire, chunk by chunk."""
+
+    def __init__(
+        self, offer: Offer, manifest: Manifest, weights: WeightsConfig, who: str, call: Call, relay: Relay | None
+    ) -> None:
+        self._manifest, self._version, self._buckets = manifest, manifest.version, manifest.buckets
+        self._weights, self._who, self._call, self._relay = weights, who, call, relay
+        self._log = get_logger(who)
+        self._found: dict[int, int] = {}
         """Descriptors by bucket: sealed and verified."""
         self._bytes = 0
         """Bytes that have arrived."""
-        self._weights, self._who = weights, who
-        self._cancelled = False
-
-    @property
-    def source(self) -> str:
-        """Name of the actor that is asked."""
-        return PARAMETER_SERVER
-
-    @property
-    def progress(self) -> str:
-        """Progress in words, for errors."""
-        total = sum(bucket.size for bucket in self.buckets)
-        return f"{self._bytes} of {total} bytes are here"
-
-    def close(self) -> None:
-        """Close everything; a GiB takes about 0.1 s."""
-        while self.found:
-            os.close(self.found.popitem()[1])
-
-    async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run ``work`` as asyncio.to_thread does; a cancellation waits for the thread: its objects are closed next."""
-        running = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            self._cancelled = True
-            while not running.done():
-                try:
-                    await asyncio.wait({running})
-                except asyncio.CancelledError:
-                    continue
-            # Retrieved, or asyncio would log it as an error that was never retrieved.
-            running.exception()
-            raise
-
-
-class _Shared(_Fetching):
-    """Opens the memory of a process on this host."""
-
-    async def run(self) -> None:
-        await self.in_thread(self._read)
-
-    def _read(self) -> None:
-        for index, bucket in enumerate(self.buckets):
-            self._read_bucket(index, bucket)
-            if self._cancelled:
-                return
-
-    def _read_bucket(self, index: int, bucket: Bucket) -> None:
-        try:
-            self.found[index] = open_segment(bucket, version=self.version, index=index)
-        except WeightsCorrupt as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
-                # The holder has died, or has closed it and may use the number for another file.
-                raise VersionGone(self.version, str(error)) from error
-            raise
-        for _ in verify_segment(self.found[index], bucket, version=self.version, index=index):
-            if self._cancelled:
-                return
-        self._bytes += bucket.size
-
-
-class _Stream(_Fetching):
-    """Fetches chunks over the wire."""
-
-    def __init__(self, offer: Offer, weights: WeightsConfig, who: str, *, call: Call, relay: Relay | None) -> None:
-        super().__init__(offer, weights, who)
-        self._call, self._relay, self._log = call, relay, get_logger(who)
         self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
         """The source that is asked now, and the next ones."""
         self._since = self._now()
@@ -183,43 +157,50 @@ class _Stream(_Fetching):
         self._last_failure = ""
         self._failures = 0
         """Failures of the parameter server since a chunk last arrived."""
-        self._draws = random.Random(f"{who} {self.version}")
+        self._draws = random.Random(f"{who} {self._version}")
 
     @property
     def source(self) -> str:
         return self._sources[0].name
 
+    @property
+    def progress(self) -> str:
+        return f"{self._bytes} of {sum(bucket.size for bucket in self._buckets)} bytes are here"
+
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    async def run(self) -> None:
-        for index, bucket in enumerate(self.buckets):
+    async def run(self) -> HeldVersion:
+        for index, bucket in enumerate(self._buckets):
             self._missing[index] = bucket.size
             for offset in range(0, bucket.size, self._weights.chunk_bytes):
                 size = min(self._weights.chunk_bytes, bucket.size - offset)
-                self._chunks.append(FetchChunk(version=self.version, bucket=index, offset=offset, size=size))
+                self._chunks.append(FetchChunk(version=self._version, bucket=index, offset=offset, size=size))
         deadline_s = self._weights.deadline_s
         try:
             async with asyncio.timeout(deadline_s) as self._limit, asyncio.TaskGroup() as tasks:
                 for _ in range(min(self._weights.chunks_in_flight, len(self._chunks))):
                     tasks.create_task(self._work())
+            found, self._found = self._found, {}
+            return HeldVersion(self._manifest, [found[index] for index in range(len(self._buckets))])
         except BaseExceptionGroup as group:
             # Callers distinguish errors by class, and the first one has ended the others.
             raise group.exceptions[0] from None
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
-            what = f"chunks of version {self.version} ({self.progress})"
+            what = f"chunks of version {self._version} ({self.progress})"
             raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
         finally:
-            # By now no task and no thread writes any more.
-            if self._filling:
-                await self.in_thread(self._discard)
+            # By now no task and no thread writes any more. A GiB takes about 0.1 s.
+            if self._filling or self._found:
+                await _in_thread(self._discard)
 
     def _discard(self) -> None:
         while self._filling:
             self._filling.popitem()[1].discard()
+        _close(self._found.values())
 
     async def _work(self) -> None:
         """Request chunks until none is left, as one of several tasks."""
@@ -231,7 +212,7 @@ class _Stream(_Fetching):
                 if corrupt >= CORRUPT_ATTEMPTS:
                     raise WeightsCorrupt(
                         f"its chunk at {request.offset} arrived corrupt {corrupt} times in a row: {problem}",
-                        version=self.version,
+                        version=self._version,
                         bucket=request.bucket,
                     )
 
@@ -248,15 +229,15 @@ class _Stream(_Fetching):
             await self._failed(source, error)
             return LOST
         if index not in self._filling:
-            self._filling[index] = Segment("asyncrl-weights", self.buckets[index].size)
-        if problem := await self.in_thread(_write, self._filling[index], request, chunk):
+            self._filling[index] = Segment("asyncrl-weights", self._buckets[index].size)
+        if problem := await _in_thread(_write, self._filling[index], request, chunk):
             return self._corrupt(request, source, problem)
         self._bytes += request.size
         self._missing[index] -= request.size
         if self._relay is not None:
             self._relay.arrived(request, self._filling[index].fd, chunk.checksum)
         if not self._missing[index]:
-            await self.in_thread(self._seal, index)
+            await _in_thread(self._seal, index)
         self._last_failure, self._failures, self._since = "", 0, self._now()
         # A timeout that has expired cannot be rescheduled.
         if not self._limit.expired():
@@ -267,7 +248,7 @@ class _Stream(_Fetching):
         self._leave(source, problem)
         self._log.warning(
             "chunk is corrupt; it is fetched again",
-            version=self.version,
+            version=self._version,
             bucket=request.bucket,
             offset=request.offset,
             error=problem,
@@ -283,11 +264,11 @@ class _Stream(_Fetching):
                 self._leave(source, str(error))
             return
         if code == VersionGone.code:
-            raise VersionGone(self.version, f"{source} does not hold it") from error
+            raise VersionGone(self._version, f"{source} does not hold it") from error
         if isinstance(error, RemoteError) and is_refusal(error):
             raise error
         if not self._last_failure:
-            self._log.warning("chunks do not arrive", version=self.version, error=str(error))
+            self._log.warning("chunks do not arrive", version=self._version, error=str(error))
         self._last_failure = str(error)
         again_s = pause(AGAIN_S, self._failures, self._draws.random())
         self._failures += 1
@@ -298,11 +279,11 @@ class _Stream(_Fetching):
         if source == self.source != PARAMETER_SERVER:
             del self._sources[0]
             self._since = self._now()
-            self._log.warning("relay is left", version=self.version, relay=source, next=self.source, error=problem)
+            self._log.warning("relay is left", version=self._version, relay=source, next=self.source, error=problem)
 
     def _seal(self, index: int) -> None:
-        segment, bucket = self._filling.pop(index), self.buckets[index]
-        self.found[index] = seal_verified(segment, bucket, version=self.version, index=index)
+        segment, bucket = self._filling.pop(index), self._buckets[index]
+        self._found[index] = seal_verified(segment, bucket, version=self._version, index=index)
 
 
 LOST = "lost"
@@ -318,3 +299,107 @@ def _write(segment: Segment, request: FetchChunk, chunk: Chunk) -> str:
         return f"its checksum is {found:#018x} instead of {chunk.checksum:#018x}"
     segment.write(request.offset, data)
     return ""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    turn: int
+    descriptors: dict[int, int] = field(default_factory=dict)
+    """Descriptors of the buckets' memory."""
+    checksums: dict[FetchChunk, int] = field(default_factory=dict)
+    """Checksums of the chunks that have arrived."""
+    whole: bool = False
+
+
+class Relay:
+    """The relay of a replica. Used from the event loop."""
+
+    def __init__(self) -> None:
+        self._versions: dict[int, _Arriving] = {}
+        self._closing = ThreadPoolExecutor(1, thread_name_prefix="relay")
+        self._changed = ParkingLot()
+
+    def begin(self, version: int, turn: int) -> None:
+        """Begin a version that is fetched now, by this turn. Any other that is not whole was given up."""
+        for other in [other for other, held in self._versions.items() if other == version or not held.whole]:
+            self._drop(other)
+        self._versions[version] = _Arriving(turn)
+
+    def arrived(self, chunk: FetchChunk, descriptor: int, checksum: int) -> None:
+        """A verified chunk is in the memory of its bucket. Raises OSError where descriptors run out."""
+        held = self._versions[chunk.version]
+        if chunk.bucket not in held.descriptors:
+            held.descriptors[chunk.bucket] = os.dup(descriptor)
+        held.checksums[chunk] = checksum
+        self._changed.wake()
+
+    def whole(self, fetched: HeldVersion) -> list[str]:
+        """Note that a version is whole, sealed and verified; returns paths at which others of this host open it."""
+        held = self._versions[fetched.version]
+        held.whole = True
+        self.drop_below(fetched.version)
+        return [path_of(held.descriptors[index]) for index in range(len(fetched.manifest.buckets))]
+
+    def give_up(self, version: int) -> None:
+        """Drop a version that does not become whole here."""
+        if version in self._versions and not self._versions[version].whole:
+            self._drop(version)
+
+    def drop_below(self, version: int) -> None:
+        """Drop older versions."""
+        for other in [other for other in self._versions if other < version]:
+            self._drop(other)
+
+    async def chunk(self, request: FetchChunk, park_s: float) -> Chunk:
+        """The requested bytes, parked until they have arrived. Raises as the module says."""
+        chunk = msgspec.structs.replace(request, turn=0)
+
+        def found() -> tuple[int, int] | None:
+            held = self._versions.get(request.version)
+            if held is None or held.turn != request.turn:
+                raise VersionGone(request.version)
+            if chunk in held.checksums:
+                return held.descriptors[chunk.bucket], held.checksums[chunk]
+            if held.whole:
+                raise InvalidRequest(f"{request} is not a chunk here")
+            return None
+
+        there = await self._changed.until(found, park_s)
+        if there is None:
+            where = f"bucket {request.bucket} at {request.offset}"
+            raise NotHere(f"the chunk of version {request.version}, {where}, has not arrived within {park_s:.1f} s")
+        # A copy, because the version may be dropped while a thread reads. The thread takes it when it begins; if the
+        # caller has gone by then, that may never happen.
+        own = [os.dup(there[0])]
+        try:
+            data = await asyncio.to_thread(_read, own, request)
+        finally:
+            with suppress(IndexError):
+                os.close(own.pop())
+        return Chunk(data=np.frombuffer(data, np.uint8), checksum=there[1])
+
+    def close(self) -> None:
+        """Drop everything."""
+        for version in list(self._versions):
+            self._drop(version)
+        self._closing.shutdown()
+
+    def _drop(self, version: int) -> None:
+        # The kernel takes a tenth of a second for each gigabyte that it gets back.
+        self._closing.submit(_close, self._versions.pop(version).descriptors.values())
+        self._changed.wake()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _read(own: list[int], chunk: FetchChunk) -> bytes:
+    descriptor = own.pop()
+    try:
+        data = os.pread(descriptor, chunk.size, chunk.offset)
+    finally:
+        os.close(descriptor)
+    assert len(data) == chunk.size, "a chunk lies within its bucket"
+    return data

@@ -51,8 +51,7 @@ from asyncrl.observe.trace import Track
 from asyncrl.rollouter.engines import engine_dtype
 from asyncrl.rollouter.serving.drift import Drift, DriftLimits, DriftRecord, explain, find_limits, judge
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Call, fetch
-from asyncrl.rollouter.updating.relay import Relay
+from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Call, Relay, fetch
 from asyncrl.rpc.calls.retry import AWAY_S, wait_out
 from asyncrl.rpc.lifecycle.supervision import RestartBudget
 from asyncrl.rpc.services import ActorServices

@@ -14,9 +14,8 @@ from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import VersionGone
 from asyncrl.messages import Request
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
-from asyncrl.parameter_server.held_versions import HeldVersions
-from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, fetch
-from asyncrl.rollouter.updating.relay import Relay
+from asyncrl.parameter_server.actor import HeldVersions
+from asyncrl.rollouter.updating.fetch import PARAMETER_SERVER, Relay, fetch
 from asyncrl.rpc.actor import Caller, handler
 from asyncrl.weights.held_version import HeldVersion
 

@@ -13,10 +13,8 @@ from fetch_cases import Server, calling
 from harness import Net, replace
 from probes import make_probe
 from published_weights import (
-    comes_to,
     contents_of,
     held,
-    only_new_objects_collected,
     open_memory,
     random_bytes,
     stage,
@@ -33,6 +31,8 @@ from asyncrl.rollouter.updating.fetch import fetch
 from asyncrl.weights.held_version import HeldVersion
 from asyncrl.weights.segments import Segment
 
+pytestmark = pytest.mark.usefixtures("no_memory_left")
+
 CHUNK = 4096
 SIZES = (3 * CHUNK + 101, 1, 2 * CHUNK, 50)
 """Bucket sizes: one that chunks do not divide, one of next to nothing, one that they divide, one below a chunk."""
@@ -40,19 +40,6 @@ CHUNKS = 4 + 1 + 2 + 1
 WEIGHTS = WeightsConfig(chunk_bytes=CHUNK, chunks_in_flight=3, deadline_s=20.0)
 NEW = [random_bytes(size, seed + 9) for seed, size in enumerate(SIZES)]
 both = pytest.mark.parametrize("transport", ["shm", "stream"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _heap():
-    with only_new_objects_collected():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_leak():
-    before = open_memory()
-    yield
-    assert comes_to(before)
 
 
 async def take(offer: Offer, server: Server, **weights: Any) -> HeldVersion:
@@ -263,8 +250,8 @@ async def test_a_cancelled_stream_leaves_nothing(serving):
 @both
 async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkeypatch):
     entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
-    name = "verify_segment" if transport == "shm" else "_write"
-    real = getattr(module, name)
+    place, name = (HeldVersion, "verify") if transport == "shm" else (module, "_write")
+    real = getattr(place, name)
 
     def slow(*arguments, **named):
         entered.set()
@@ -274,7 +261,7 @@ async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkey
         finally:
             left.set()
 
-    monkeypatch.setattr(module, name, slow)
+    monkeypatch.setattr(place, name, slow)
     fetching = asyncio.create_task(take(server.offer(4, transport), server))
     await asyncio.to_thread(entered.wait, 10)
     for _ in range(2):

@@ -18,11 +18,8 @@ from fetch_cases import Host, Server
 from harness import Net, replace
 from published_weights import (
     as_streamed,
-    comes_to,
     contents_of,
     held,
-    only_new_objects_collected,
-    open_memory,
     random_bytes,
     stage,
 )
@@ -32,27 +29,15 @@ from virtual import run_virtual
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import InvalidRequest, NotHere, VersionGone
 from asyncrl.messages.weights import Chunk, FetchChunk, Manifest
-from asyncrl.rollouter.updating.fetch import IDLE_SHARE, SILENT_SHARE
-from asyncrl.rollouter.updating.relay import Relay
+from asyncrl.rollouter.updating.fetch import IDLE_SHARE, SILENT_SHARE, Relay
 from asyncrl.weights.segments import Segment
+
+pytestmark = pytest.mark.usefixtures("no_memory_left")
 
 PIECE = 1 << 20
 CONTENTS = [random_bytes(3 * PIECE + 5, 1), random_bytes(2 * PIECE, 2)]
 CHUNKS = 4 + 2
 WEIGHTS = WeightsConfig(chunk_bytes=PIECE, chunks_in_flight=2, deadline_s=20.0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _heap():
-    with only_new_objects_collected():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def no_leak():
-    before = open_memory()
-    yield
-    assert comes_to(before)
 
 
 def asked(version: int, bucket: int, offset: int, size: int) -> FetchChunk:

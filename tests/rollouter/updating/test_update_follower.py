@@ -34,7 +34,7 @@ from asyncrl.messages.weights import (
 )
 from asyncrl.observe.states import StateLedger
 from asyncrl.observe.trace import Trace
-from asyncrl.parameter_server.held_versions import HeldVersions
+from asyncrl.parameter_server.actor import HeldVersions
 from asyncrl.rollouter.engines.base import TokenDelta
 from asyncrl.rollouter.serving.drift import NORMAL
 from asyncrl.rollouter.serving.engine_host import EngineHost
