@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.episodes.playing.client import Reply
-from asyncrl.episodes.playing.function import Player
-from asyncrl.episodes.playing.players import resolve
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Reply, Task
+from asyncrl.episodes.playing.players import Player, resolve
 from asyncrl.messages.groups import Lease, Trajectory, Turn, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.reward import read_outcome

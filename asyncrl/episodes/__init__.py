@@ -5,7 +5,6 @@ components, or None where turn rewards or reward.function say it.
 """
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
-from asyncrl.episodes.playing.client import BlockingClient, Client, Reply
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import BlockingClient, Client, Reply, Task
 
 __all__ = ["BlockingClient", "ChatRefused", "Client", "EpisodeOver", "Reply", "Task"]

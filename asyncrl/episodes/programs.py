@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.core.errors import AsyncRLError, EpisodeWorkersEnded
 from asyncrl.episodes.episode_pool import EpisodeCounts
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Task
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.messages.reward import BadOutcome, Outcome, read_outcome

@@ -20,8 +20,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from asyncrl.core.errors import EpisodeOver
-from asyncrl.episodes.playing.client import Client, Reply
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Client, Reply, Task
 
 Message = dict[str, Any]
 _WORDS = ("alpha", "bravo", "delta", "echo", "kilo", "lima", "oscar", "tango", "uniform", "zulu")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Task
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import (
     Chat,
@@ -23,22 +23,11 @@ from asyncrl.messages.episodes import (
     TurnReward,
     TurnRewarded,
 )
+from asyncrl.rpc.calls.peer import Peer
 
 OnDelta = Callable[[ChatDelta], None]
 CAST_AGAIN_S = 0.1
 """Seconds until a cast is tried again whose rollouter was not connected."""
-
-
-class RolloutPeer(Protocol):
-    """The Peer that is asked for the policy."""
-
-    name: str
-
-    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
-        """Send a request, as Peer.call."""
-
-    def cast(self, message: Message) -> int:
-        """Send a message, as Peer.cast. Returns 0 if it was not sent."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):
@@ -62,7 +51,7 @@ class Playing(asyncio.Future[EpisodeDone]):
 class PolicySession:
     """The policy for one episode. ``deadline`` is on the loop's clock, ``incarnation`` that of the rollouter."""
 
-    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float, incarnation: int) -> None:
+    def __init__(self, request: RunEpisode, rollouter: Peer, deadline: float, incarnation: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
         self.incarnation = incarnation
@@ -143,14 +132,9 @@ class PolicySession:
         for credit in self._credits:
             credit.cancel()
 
-    def _reason(self) -> str:
-        # A method, for the type checker takes ``_over`` for empty behind the check in ``_ask``; ``end`` sets it
-        # meanwhile.
-        return self._over
-
     async def _ask(self, request: Request) -> Message:
-        if self._over:
-            raise EpisodeOver(self._over)
+        if over := self._over:
+            raise EpisodeOver(over)
         call = self._rollouter.call(request, timeout=max(0.0, self._deadline - self._loop.time()))
         self._calls.add(call)
         try:
@@ -158,8 +142,8 @@ class PolicySession:
             return reply
         except asyncio.CancelledError:
             # Either ``end`` cancelled the call, or the task that waits for it was cancelled.
-            if call.cancelled() and (over := self._reason()):
-                raise EpisodeOver(over) from None
+            if call.cancelled() and self._over:
+                raise EpisodeOver(self._over) from None
             raise
         except RemoteError as error:
             raise _as_raised(error, "completion" if isinstance(request, TurnReward) else "messages") from error

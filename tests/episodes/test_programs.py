@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from episodes.hosted import config_with, hosting, until
 
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Task
 from asyncrl.episodes.programs import described, environment, outcome_of
 from asyncrl.messages.reward import BadOutcome
 

@@ -10,8 +10,7 @@ from run_files import groups
 from virtual import run_virtual
 
 from asyncrl.core.errors import EpisodeOver
-from asyncrl.episodes.playing.client import Reply
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Reply, Task
 from asyncrl.episodes.rehearsal import lognormal, play, text
 
 

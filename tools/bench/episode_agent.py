@@ -13,8 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from asyncrl.episodes.playing.client import Client
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Client, Task
 
 TURNS = 8
 NEXT = "Continue, and report your findings in a line or two, then name the next step."

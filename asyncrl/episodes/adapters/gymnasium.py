@@ -14,8 +14,8 @@ from typing import Any
 
 import gymnasium
 
-from asyncrl.episodes.playing.task import Task
-from asyncrl.episodes.playing.tools import result_text
+from asyncrl.episodes.playing.client import Task
+from asyncrl.episodes.playing.players import result_text
 
 
 class Gymnasium:

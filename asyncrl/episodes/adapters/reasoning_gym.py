@@ -13,7 +13,7 @@ from typing import Any
 from reasoning_gym import create_dataset
 from reasoning_gym.utils import extract_answer
 
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Task
 
 OF_AN_ITEM = ("task", "seed", "size", "index")
 """Columns of a row that data.source = "reasoning_gym" has made."""

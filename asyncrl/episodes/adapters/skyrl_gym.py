@@ -13,7 +13,7 @@ from typing import Any
 
 import skyrl_gym
 
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Task
 from asyncrl.text.chat.messages import read_conversation
 
 

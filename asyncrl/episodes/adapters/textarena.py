@@ -15,7 +15,7 @@ from typing import Any
 
 import textarena
 
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Task
 
 _dice = threading.Lock()
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Protocol
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
-from asyncrl.episodes.http.dialects.dialect import ChatRequest
+from asyncrl.episodes.http.dialect import ChatRequest
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.observe.logging import Logger
 

@@ -21,12 +21,12 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver, WireError
+from asyncrl.episodes.http.anthropic_messages import AnthropicMessages
 from asyncrl.episodes.http.calls import Core, PolicyCalls, TooManyCalls
-from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
-from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
-from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure
-from asyncrl.episodes.http.dialects.responses import Responses
+from asyncrl.episodes.http.chat_completions import ChatCompletions
+from asyncrl.episodes.http.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
+from asyncrl.episodes.http.responses import Responses
 from asyncrl.messages.reward import BadOutcome, read_number
 from asyncrl.observe.logging import Logger
 from asyncrl.rpc.notices import Notify
@@ -45,17 +45,10 @@ REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
 MOST_COUNTED = 256
 """Names that are counted separately: programs choose some of them."""
-LARGE_BODY = 256 << 10
-"""Bytes from which on a body is read in a thread."""
 COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
 """An id that was given to an answer."""
-_RAW_OBJECT, _RAW_LIST = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[msgspec.Raw])
 UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an untrained answer."""
-
-
-class InvalidJson(ValueError):
-    """The body is not a JSON object."""
 
 
 class RejectedRequest(Exception):
@@ -218,13 +211,17 @@ class PolicyEndpoint:
     async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
         """The body as an object, and the digest of the request. Raises RejectedRequest, CutConnection."""
         raw = await self._read(request)
-        salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
         try:
-            if len(raw) < LARGE_BODY:
-                return decoded(raw), digest(raw, salt)
-            return await asyncio.to_thread(decoded, raw), await asyncio.to_thread(digest, raw, salt)
-        except InvalidJson as error:
-            raise RejectedRequest(Failure(status=400, message=str(error), code="invalid_json")) from None
+            body = msgspec.json.decode(raw)
+            problem = "" if isinstance(body, dict) else "the body is not a JSON object"
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            problem = f"the body is not JSON: {error}"
+        if problem:
+            raise RejectedRequest(Failure(status=400, message=problem, code="invalid_json"))
+        salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
+        identity = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
+        identity.update(raw)
+        return body, identity.digest()
 
     async def _read(self, request: web.BaseRequest) -> bytearray:
         most = self._max_request_bytes
@@ -306,24 +303,6 @@ def _silent_logger() -> logging.Logger:
     return logger
 
 
-def decoded(raw: bytearray) -> Body:
-    """The body as an object. Raises InvalidJson."""
-    try:
-        body = msgspec.json.decode(raw) if len(raw) < LARGE_BODY else _decoded_in_parts(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidJson(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidJson("the body is not a JSON object")
-    return body
-
-
-def digest(raw: bytearray, salt: str) -> bytes:
-    """A digest, the same for the same body and salt."""
-    made = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
-    made.update(raw)
-    return made.digest()
-
-
 def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[float, int | None]:
     """The value of a reward, and the node it is for; None: the one answered last. Raises ChatRefused."""
     for name in body.keys() - {"value", "completion"}:
@@ -342,14 +321,3 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
     if node is None:
         raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
     return reward, node
-
-
-def _decoded_in_parts(raw: bytearray) -> Body:
-    """The body, decoded element by element, so that the interpreter is free in between."""
-    body: Body = {}
-    for name, value in _RAW_OBJECT.decode(raw).items():
-        if memoryview(value)[0] == ord("["):
-            body[name] = [msgspec.json.decode(each) for each in _RAW_LIST.decode(value)]
-        else:
-            body[name] = msgspec.json.decode(value)
-    return body

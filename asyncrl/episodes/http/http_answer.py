@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from asyncrl.episodes.http.calls import Call
-from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Dialect, Failure, ReplyStream, Stamp
+from asyncrl.episodes.http.dialect import Body, ChatRequest, Dialect, Failure, ReplyStream, Stamp
 
 BLANK = b" "
 COMMENT = b": the policy is being asked\n\n"

@@ -1,4 +1,6 @@
-"""The client of the policy in an episode: messages in, the assistant's next message out, and rewards of turns.
+"""The arguments of an episode: its task, and the client of the policy.
+
+The client takes messages and gives the assistant's next message; it also takes rewards of turns.
 
 After the end of an episode each call raises EpisodeOver. An episode that ends with this error has ended well.
 """
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from asyncrl.core.errors import ChatRefused
@@ -23,6 +25,38 @@ SAMPLING = frozenset(
     }
 )
 """Arguments of other clients, which would otherwise go to the chat template."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """The task of one sample; the same for all samples of a prompt but for ``sample`` and ``attempt``."""
+
+    prompt: str
+    """Text of the prompt, through the chat template where data.template says so."""
+    messages: list[dict[str, Any]]
+    """The prompt as the messages that a conversation about it begins with."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tools of the row (data.tools_key), as ``client.chat`` takes them."""
+    row: dict[str, Any]
+    """The dataset row."""
+    seed: int
+    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
+    uid: str
+    """Uid of the prompt."""
+    sample: int
+    attempt: int
+    """Number of the attempt at this sample, from 0."""
+    purpose: str = "train"
+    """Purpose: train, or eval/NAME."""
+
+    @property
+    def episode_id(self) -> str:
+        """Id that is the same in every attempt: side effects of an episode may happen once an attempt."""
+        return f"{self.uid}/{self.sample}"
+
+    def fields(self) -> dict[str, Any]:
+        """All fields, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,8 @@ import msgspec
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
 from asyncrl.episodes.playing import episode_frames as frames
-from asyncrl.episodes.playing.client import Client
-from asyncrl.episodes.playing.function import Player
-from asyncrl.episodes.playing.players import resolve
-from asyncrl.episodes.playing.task import Task
+from asyncrl.episodes.playing.client import Client, Task
+from asyncrl.episodes.playing.players import Player, resolve
 from asyncrl.messages.episodes import Chat, ChatReply
 from asyncrl.messages.reward import BadOutcome, read_outcome
 from asyncrl.workers.user_code import NotCallable, Ready, describe, find_place, kind_of

@@ -9,11 +9,10 @@ import pytest
 from scripted_core import WEATHER, reply
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.episodes.http.dialects.anthropic_messages import AnthropicMessages
-from asyncrl.episodes.http.dialects.chat_completions import ChatCompletions
-from asyncrl.episodes.http.dialects.dialect import Failure, Stamp
-from asyncrl.episodes.http.dialects.fields import CHAT_COMPLETIONS, MESSAGES, RESPONSES
-from asyncrl.episodes.http.dialects.responses import Responses
+from asyncrl.episodes.http.anthropic_messages import AnthropicMessages
+from asyncrl.episodes.http.chat_completions import ChatCompletions
+from asyncrl.episodes.http.dialect import CHAT_COMPLETIONS, MESSAGES, RESPONSES, Failure, Stamp
+from asyncrl.episodes.http.responses import Responses
 
 STAMP = Stamp(number="7", model="policy", created=1)
 HI = [{"role": "user", "content": "Hi"}]

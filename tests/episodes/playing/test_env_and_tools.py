@@ -11,8 +11,7 @@ import pytest
 from episodes.hosted import Rollouter, config_with, hosting
 
 from asyncrl.core.errors import EpisodeOver
-from asyncrl.episodes.playing.players import resolve
-from asyncrl.episodes.playing.tools import result_text
+from asyncrl.episodes.playing.players import resolve, result_text
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.workers.user_code import NotCallable
 

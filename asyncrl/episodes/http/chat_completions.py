@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, event, openai_failure
-from asyncrl.episodes.http.dialects.fields import (
+from asyncrl.episodes.http.dialect import (
     CHAT_COMPLETIONS,
+    Body,
+    ChatRequest,
+    Failure,
+    Stamp,
+    event,
     flag,
     joined_text,
     mapping,
     objects,
+    openai_failure,
     review,
     strict_tools,
     string,

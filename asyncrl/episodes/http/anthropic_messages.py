@@ -13,9 +13,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.core.errors import ChatRefused
-from asyncrl.episodes.http.dialects.dialect import Body, ChatRequest, Failure, Stamp, error_type, event
-from asyncrl.episodes.http.dialects.fields import (
+from asyncrl.episodes.http.dialect import (
     MESSAGES,
+    Body,
+    ChatRequest,
+    Failure,
+    Stamp,
+    error_type,
+    event,
     flag,
     joined_text,
     mapping,
