@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
 from asyncrl.episodes.playing.client import Task
@@ -23,11 +23,22 @@ from asyncrl.messages.episodes import (
     TurnReward,
     TurnRewarded,
 )
-from asyncrl.rpc.calls.peer import Peer
 
 OnDelta = Callable[[ChatDelta], None]
 CAST_AGAIN_S = 0.1
 """Seconds until a cast is tried again whose rollouter was not connected."""
+
+
+class RolloutPeer(Protocol):
+    """The Peer that is asked for the policy."""
+
+    name: str
+
+    def call(self, request: Request, timeout: float | None = None) -> asyncio.Future[Any]:
+        """Send a request, as Peer.call."""
+
+    def cast(self, message: Message) -> int:
+        """Send a message, as Peer.cast. Returns 0 if it was not sent."""
 
 
 class Playing(asyncio.Future[EpisodeDone]):
@@ -51,7 +62,7 @@ class Playing(asyncio.Future[EpisodeDone]):
 class PolicySession:
     """The policy for one episode. ``deadline`` is on the loop's clock, ``incarnation`` that of the rollouter."""
 
-    def __init__(self, request: RunEpisode, rollouter: Peer, deadline: float, incarnation: int) -> None:
+    def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float, incarnation: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._rollouter, self._deadline = rollouter, deadline
         self.incarnation = incarnation
