@@ -25,7 +25,7 @@ from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, OpenWaits, RecentLines, is_proper
 from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
-from asyncrl.controller.state.reserve import SINKS
+from asyncrl.controller.state.reserve import SINKS, AsideNotices
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import InvalidRequest, Refused
@@ -36,7 +36,6 @@ from asyncrl.messages.actors import (
     ActorEnded,
     ActorRecord,
     ActorStarted,
-    Aside,
     BringBack,
     CheckpointWritten,
     EndNoted,
@@ -126,17 +125,13 @@ class Controller(Actor):
             is_gone=lambda name: self._members.is_gone(name),
         )
         self._traces = Traces(self, self._registry.ready, self._ask_for_trace)
-        self._aside: dict[str, Aside] = {}
-        """Replicas that are set aside, as last shown to the user."""
-        self._times_aside: dict[str, int] = {}
+        self._aside_notices = AsideNotices()
         self._changed = asyncio.Event()
         self._gathered = asyncio.Event()
         """Set when the registry has changes that are not handled yet."""
         self._watchers = ParkingLot()
         self._followers = ParkingLot()
         """Calls that also wait for metrics, notices, and actors that get ready."""
-        self._said: tuple[int, RunState] | None = None
-        """The state as a message, and its number: made once for all callers."""
         self._registered = ParkingLot()
         self._members = HostChanges(self, self._registry, self._run, self._hosts, changed=self._members_changed)
         self._failures = FailureDetector(
@@ -312,9 +307,9 @@ class Controller(Actor):
 
             def matters() -> RunState | None:
                 # A larger number is from another controller and says nothing about what the caller knows.
-                return None if self._run.matters <= request.seen <= self._run.number else self._state()
+                return None if self._run.matters <= request.seen <= self._run.number else self._run.message
 
-            return await self._watchers.until(matters, caller.park_s) or self._state()
+            return await self._watchers.until(matters, caller.park_s) or self._run.message
 
         def news() -> RunState | None:
             if self._run.number != request.seen or self._lines.last > request.seen_line:
@@ -526,7 +521,7 @@ class Controller(Actor):
         # While the run drains, actors end in order and no notice says what it waits for.
         waits = self._waits.words(self._registry.hears) if not self._run.drain else []
         awaited = [self._with_stage(name) for name in self._run.waiting_for]
-        return msgspec.structs.replace(self._state(), lines=lines, last_line=last, waiting_for=awaited, waits=waits)
+        return msgspec.structs.replace(self._run.message, lines=lines, last_line=last, waiting_for=awaited, waits=waits)
 
     def _with_stage(self, name: str) -> str:
         """An actor that starts, with what it does just now: "learner/0 (checkpoint)"."""
@@ -534,50 +529,10 @@ class Controller(Actor):
         beat = entry.heartbeat if entry is not None else None
         return f"{name} ({beat.awaiting})" if beat is not None and beat.state == "starting" and beat.awaiting else name
 
-    def _state(self) -> RunState:
-        if self._said is None or self._said[0] != self._run.number:
-            self._said = self._run.number, self._make_state()
-        return self._said[1]
-
-    def _make_state(self) -> RunState:
-        outcome = self._run.outcome
-        return RunState(
-            number=self._run.number,
-            phase=self._run.phase,
-            draining=self._run.draining,
-            reason=outcome.reason if outcome else self._run.preempted_by,
-            failed_actor=outcome.actor if outcome else "",
-            log=outcome.log if outcome else "",
-            exit_code=outcome.exit_code if outcome else 0,
-            condemned=self._run.condemned,
-            stuck=self._run.stuck,
-            checkpoint=self._run.checkpoint,
-            dead=self._run.dead,
-            lost_hosts=dict(self._run.lost_hosts),
-            members=self._run.members,
-            leaving=self._run.leaving,
-            trace=self._run.trace,
-            generations=self._run.generations,
-            aside=self._run.aside,
-        )
-
-    def _notify_aside(self) -> None:
-        """Notify the user of each replica that is set aside, and again when it is started."""
-        before, self._aside = self._aside, {actor.name: actor for actor in self._run.aside}
-        for name, actor in self._aside.items():
-            if name not in before:
-                self._times_aside[name] = times = self._times_aside.get(name, 0) + 1
-                again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
-                meanwhile = f"The run continues without it; it is tried again {again}"
-                self.notify(f"aside {name}", f"{name} is set aside: {actor.reason}", count=times, meanwhile=meanwhile)
-        # While the run drains, no replica counts as set aside.
-        for name in before.keys() - self._aside.keys() if not self._run.drain else ():
-            then = "is tried again" if name in self._run.expected else "has left the run"
-            text = f"{name} was set aside ({before[name].reason}) and {then}"
-            self.notify(f"aside {name}", text, count=self._times_aside[name])
-
     def _tell(self) -> None:
-        self._notify_aside()
+        run = self._run
+        for key, text, count, meanwhile in self._aside_notices.news(run.aside, run.expected, drains=bool(run.drain)):
+            self.notify(key, text, count=count, meanwhile=meanwhile)
         self._observation.changed()
         if SINKS in self._run.draining:
             self._sinks.end()

@@ -8,10 +8,12 @@ sets a replica aside once, however often it is reported. Pure: the caller passes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from asyncrl.core.roles import role_of
+from asyncrl.messages.actors import Aside
 
 LONGEST_REST = 8
 ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"
@@ -124,6 +126,34 @@ class Reserve:
     def next_deadline(self) -> float | None:
         """Time at which the next replica has rested."""
         return min((rest.until for rest in self.resting.values()), default=None)
+
+
+class AsideNotices:
+    """The notices on replicas that are set aside, and again when they are started."""
+
+    def __init__(self) -> None:
+        self._aside: dict[str, Aside] = {}
+        """Replicas that are set aside, as last shown."""
+        self._times: Counter[str] = Counter()
+
+    def news(
+        self, aside: Iterable[Aside], expected: Collection[str], *, drains: bool
+    ) -> list[tuple[str, str, int, str]]:
+        """Key, text, count and, during the rest, what happens meanwhile, of each notice that is new."""
+        before, self._aside = self._aside, {actor.name: actor for actor in aside}
+        found = []
+        for name in self._aside.keys() - before.keys():
+            actor = self._aside[name]
+            self._times[name] += 1
+            again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
+            meanwhile = f"The run continues without it; it is tried again {again}"
+            found.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
+        # While the run drains, no replica counts as set aside.
+        for name in before.keys() - self._aside.keys() if not drains else ():
+            then = "is tried again" if name in expected else "has left the run"
+            text = f"{name} was set aside ({before[name].reason}) and {then}"
+            found.append((f"aside {name}", text, self._times[name], ""))
+        return sorted(found)
 
 
 def _described(how: str, resting: Mapping[str, Rest]) -> str:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from asyncrl.controller.state.reserve import ROLLOUTER, Reserve, Rest
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from asyncrl.core.roles import ROLES, drain_rank, gang_of, is_optional, is_replicated, is_set_aside, role_of
-from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, Stuck
+from asyncrl.messages.actors import Aside, Condemned, Dead, Leaving, RunPhase, RunState, Stuck
 from asyncrl.messages.snapshot import OVER
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 
@@ -101,6 +101,7 @@ class RunStateMachine:
     _awaited_since: dict[str, float] = field(default_factory=dict)
     """Time since which each actor that is not ready has been waited for."""
     _condemned: list[Condemned] = field(default_factory=list)
+    _message: RunState | None = None
     _preempted_until: float = 0.0
     _rank_until: float = 0.0
     _drain_until: float = 0.0
@@ -142,6 +143,32 @@ class RunStateMachine:
     def dead(self) -> list[Dead]:
         """Actors that are dead without a successor; none while the run drains."""
         return [] if self.drain else list(self._dead)
+
+    @property
+    def message(self) -> RunState:
+        """The state as actors see it, made once for all of them."""
+        if self._message is None or self._message.number != self.number:
+            outcome = self.outcome or RunOutcome(reason=self.preempted_by)
+            self._message = RunState(
+                number=self.number,
+                phase=self.phase,
+                draining=self.draining,
+                reason=outcome.reason,
+                failed_actor=outcome.actor,
+                log=outcome.log,
+                exit_code=outcome.exit_code,
+                condemned=self.condemned,
+                stuck=self.stuck,
+                checkpoint=self.checkpoint,
+                dead=self.dead,
+                lost_hosts=dict(self.lost_hosts),
+                members=self.members,
+                leaving=self.leaving,
+                trace=self.trace,
+                generations=self.generations,
+                aside=self.aside,
+            )
+        return self._message
 
     @property
     def final(self) -> bool:
