@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.chaos.conditions import Conditions
-from tools.chaos.hosts import Hosts
+from tools.chaos.hosts import Conditions, Hosts
 from tools.chaos.plan import Link
 from tools.wall_clocks import LOOK_S, WallClocks
 

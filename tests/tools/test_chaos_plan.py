@@ -6,8 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.chaos.conditions import Conditions, conditions, directions, queue
-from tools.chaos.plan import KINDS, MOST_AHEAD_S, ON_HOSTS, ON_PROCESSES, Link, draw, steps_of_run, victims
+from tools.chaos.hosts import Conditions, conditions, directions, queue
+from tools.chaos.plan import (
+    BROADCAST_PHASES,
+    KINDS,
+    MOST_AHEAD_S,
+    ON_HOSTS,
+    ON_PROCESSES,
+    ROLLING_PHASES,
+    Link,
+    draw,
+    steps_of_run,
+    victims,
+)
 
 SILENCE_S = 3.0
 HOSTS = ("head", "a", "b")
@@ -40,7 +51,8 @@ def test_a_plan_is_a_function_of_its_seed_and_in_order(seed, count, everything):
         assert (fault.link is None) == (fault.kind != "slow")
         assert abs(fault.ahead_s) <= (MOST_AHEAD_S if fault.kind == "clock" else 0.0)
         assert (fault.lasts_s is None) == (fault.kind in ("kill", "freeze", "reset", "everything"))
-        assert fault.in_checkpoint <= (fault.kind == "everything")
+        assert fault.kind != "everything" or fault.during in ("", "checkpoint")
+        assert fault.kind in (*ON_PROCESSES, "everything") or not fault.during
         if fault.kind == "delay":
             assert fault.lasts_s < SILENCE_S, "supervision does not act on a moment"
 
@@ -58,6 +70,15 @@ def test_one_deck_has_each_fault_for_each_victim_and_pair_of_hosts_once(seed):
     }
     for kind in ("slow", "clock"):
         assert {victim: times for (of, victim), times in kinds.items() if of == kind} == dict.fromkeys(HOSTS, 2)
+
+
+@pytest.mark.parametrize(("transport", "phases"), [("gloo", BROADCAST_PHASES), ("shm", ROLLING_PHASES)])
+def test_each_phase_of_an_update_is_struck(transport, phases):
+    faults = draw(1, 100, victims(2, 1, cores=True), ["kill", "freeze"], silence_s=SILENCE_S, transport=transport)
+    assert {fault.during for fault in faults} == {"", *phases}
+    assert {fault.victim.partition("/")[0] for fault in faults if fault.during} == {
+        *("rollouter", "engine_core", "learner", "parameter_server")
+    }
 
 
 def test_no_fault_shares_a_step_with_the_end_of_everything():

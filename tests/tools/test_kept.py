@@ -53,7 +53,7 @@ STARTED_BY_A_TOOL = {
     "tools/bench/trl_learner.py",
     "tools/bench/trl_quickstart.py",
     "tools/bench/weights_sender.py",
-    "tools/chaos/agent.py",
+    "tools/chaos/users.py",
     "tools/cluster/capture.py",
     "tools/cluster/inside.py",
 }
@@ -63,11 +63,10 @@ TOOLS = {
     "bench weights": ("tools.bench", "weights", "--up-to", "1M"),
     "bench overlap": ("tools.bench", "overlap"),
     "chaos": ("tools.chaos",),
-    "chaos.updates": ("tools.chaos.updates",),
     "soak": ("tools.soak",),
     "planted_faults": ("tools.planted_faults",),
 }
-IN_DEFAULT_RUN = ("bench scale", "chaos.updates")
+IN_DEFAULT_RUN = ("bench scale", "chaos")
 
 
 def family(pid: int) -> list[psutil.Process]:

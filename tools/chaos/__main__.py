@@ -6,10 +6,11 @@
     python -m tools.chaos --episodes command --faults 20
 
 The tool kills (SIGKILL) and freezes (SIGSTOP) every process of the run except launcher, guard and node agent. With
-``--episodes`` it also strikes the processes that play episodes. It fills the disk, cuts the network and resets all
-connections for a while. The simulated run has several hosts: the tool partitions two of them, slows a link, and sets a
-wall clock wrong. It prints the faults that this machine does not allow, and does not draw them. ``--everything`` kills
-all processes at once, sometimes during a checkpoint, and resumes the run with ``--resume auto``.
+``--episodes`` it also strikes the processes that play episodes. Half of the faults that strike a part of a weight
+update wait for a phase of one. The tool fills the disk, cuts the network and resets all connections for a while. The
+simulated run has several hosts: the tool partitions two of them, slows a link, and sets a wall clock wrong. It prints
+the faults that this machine does not allow, and does not draw them. ``--everything`` kills all processes at once,
+sometimes during a checkpoint, and resumes the run with ``--resume auto``.
 
 At the end the tool checks that training reached its last step with exit code 0, that every prompt has exactly one
 outcome, and that no process, port, shared memory or temporary file is left.
@@ -33,10 +34,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tools import kept
-from tools.chaos.audit import Expected, Findings, Problem, audit, read_lines
-from tools.chaos.faults import Striker, Struck
-from tools.chaos.plan import KINDS, Episodes, Fault, Kind, draw, steps_of_run, victims
-from tools.chaos.score import rows
+from tools.chaos.audit import Expected, Findings, audit, read_lines
+from tools.chaos.faults import NotRecovered, Striker, Struck, torment
+from tools.chaos.plan import KINDS, Episodes, Fault, draw, steps_of_run, victims
 from tools.chaos.settings import (
     DISK_MIB,
     RANKS,
@@ -47,10 +47,11 @@ from tools.chaos.settings import (
     expected,
     on_several_hosts,
     sim_tree,
+    transport_of,
     vllm_tree,
     with_episodes,
 )
-from tools.chaos.torment import NotRecovered, torment
+from tools.chaos.users import rows
 from tools.chaos.world import World, enter
 from tools.live_run import LiveRun
 
@@ -74,10 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = chosen.keep or Path(name)
         world = World(folder, DISK_MIB[chosen.engine], several=chosen.engine == "sim")
         try:
-            kinds = chosen.kind or KINDS
-            report = go(
-                chosen.engine, chosen.episodes, chosen.faults, chosen.everything, kinds, seed, folder, world, out
-            )
+            report = go(chosen, seed, folder, world, out)
         finally:
             if chosen.keep and world.alone:
                 # The disk of the world ends with this process.
@@ -88,28 +86,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(report["problems"]))
 
 
-def go(
-    engine: str,
-    episodes: Episodes,
-    count: int,
-    everything: int,
-    kinds: Sequence[Kind],
-    seed: int,
-    folder: Path,
-    world: World,
-    out: TextIO,
-) -> dict[str, Any]:
+def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: TextIO) -> dict[str, Any]:
     """Run one round and return its outcome as the JSON object."""
-    silence_s = SIM_SILENCE_S if engine == "sim" else VLLM_SILENCE_S
-    sim = engine == "sim"
-    struck_at = victims(REPLICAS if sim else 1, RANKS, cores=not sim, episodes=episodes)
+    sim, hosts = chosen.engine == "sim", world.hosts.names
+    kinds = chosen.kind or KINDS
     skipped = {kind: why for kind, why in world.missing.items() if kind in kinds}
     drawn = [kind for kind in kinds if kind not in skipped]
-    if count and not drawn:
+    if chosen.faults and not drawn:
         raise SystemExit(f"none of these faults can be had here: {skipped}")
-    hosts = world.hosts.names
-    faults = draw(seed, count, struck_at, drawn, hosts=hosts, everything=everything, silence_s=silence_s)
-    tree, promised = _configuration(engine, episodes, seed, faults, folder)
+    faults = draw(
+        seed,
+        chosen.faults,
+        victims(REPLICAS, RANKS, cores=not sim, episodes=chosen.episodes),
+        drawn,
+        hosts=hosts,
+        everything=chosen.everything,
+        silence_s=SIM_SILENCE_S if sim else VLLM_SILENCE_S,
+        transport=transport_of(seed),
+    )
+    tree, promised = _configuration(chosen.engine, chosen.episodes, seed, faults, folder)
     if len(hosts) > 1:
         tree = on_several_hosts(tree, seed)
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
@@ -127,60 +122,62 @@ def go(
         arguments=world.hosts.launch_arguments(folder),
         env=world.environment,
     )
-    findings = Findings()
-    notes: list[Problem] = []
     struck: list[Struck] = []
+
+    def told(one: Struck) -> None:
+        print(_row(one), file=out, flush=True)
+
     try:
         try:
-            torment(
-                run,
-                Striker(run, world, seed),
-                faults,
-                struck,
-                patience_s=PATIENCE_S[engine],
-                told=lambda one: print(_row(one), file=out, flush=True),
-            )
+            torment(run, Striker(run, world, seed), faults, struck, patience_s=PATIENCE_S[chosen.engine], told=told)
         except (NotRecovered, TimeoutError) as error:
+            findings = Findings()
             findings.say("end", f"{error}; {_last_words(run)}")
         else:
-            if run.exit_code != 0:
-                findings.say("end", f"exit code {run.exit_code}: {run.output[-1500:]}")
-            if len(struck) < len(faults):
-                findings.say("end", f"the run ended after {len(struck)} of {len(faults)} faults")
-            for left in _left(run, world):
-                findings.say("left", left)
-            try:
-                audited = audit(run.run_dir, promised)
-            except OSError as error:
-                audited = Findings()
-                findings.say("end", f"there is nothing to audit: {error}")
-            full = any(one.fault.kind == "disk" for one in struck)
-            for problem in audited.problems:
-                # Records that do not fit on the disk are lost by design. The ledger has their prompts and counts.
-                (notes if full and problem.kind == "unrecorded" else findings.problems).append(problem)
-            findings.figures = audited.figures
+            findings = _audit(run, world, promised, len(faults) - len(struck))
     finally:
         run.close()
+    # Records that do not fit on the disk are lost by design. The ledger has their prompts and counts.
+    full = any(one.fault.kind == "disk" for one in struck)
+    notes = [problem for problem in findings.problems if full and problem.kind == "unrecorded"]
+    problems = [problem for problem in findings.problems if problem not in notes]
     report = {
-        "engine": engine,
-        "episodes": episodes,
+        "engine": chosen.engine,
+        "episodes": chosen.episodes,
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "hosts": len(hosts),
         "skipped": skipped,
-        "faults": [_told(one) for one in struck],
+        "faults": [asdict(one) for one in struck],
         "figures": findings.figures | _rewards(run),
         "notes": [asdict(note) for note in notes],
-        "problems": [asdict(problem) for problem in findings.problems],
+        "problems": [asdict(problem) for problem in problems],
     }
     print(f"{len(struck)} faults in {report['seconds']} s; {report['figures']}", file=out)
-    for note in notes:
-        print(f"note: {note}", file=out)
-    for problem in findings.problems:
-        print(f"PROBLEM {problem}", file=out)
-    verdict = "NOT well" if findings.problems else "nothing was lost, repeated or left over"
+    for text in [*(f"note: {note}" for note in notes), *(f"PROBLEM {problem}" for problem in problems)]:
+        print(text, file=out)
+    verdict = "NOT well" if problems else "nothing was lost, repeated or left over"
     print(f"seed {seed}: {verdict}", file=out, flush=True)
     return report
+
+
+def _audit(run: LiveRun, world: World, promised: Expected, unstruck: int) -> Findings:
+    """Return the findings of a run that has ended by itself."""
+    until = time.monotonic() + END_S
+    while (left := [*run.left(), *world.left()]) and time.monotonic() < until:
+        time.sleep(0.1)
+    try:
+        findings = audit(run.run_dir, promised)
+    except OSError as error:
+        findings = Findings()
+        findings.say("end", f"there is nothing to audit: {error}")
+    if run.exit_code != 0:
+        findings.say("end", f"exit code {run.exit_code}: {run.output[-1500:]}")
+    if unstruck:
+        findings.say("end", f"the run ended before {unstruck} faults")
+    for name in left:
+        findings.say("left", name)
+    return findings
 
 
 def _configuration(
@@ -200,14 +197,6 @@ def _configuration(
     settings = Settings()
     tree = vllm_tree(seed, max(steps, VLLM_STEPS), ensure_assets(settings, CACHE))
     return tree, expected(tree, settings.train)
-
-
-def _left(run: LiveRun, world: World) -> list[str]:
-    """Return what is left some time after the end."""
-    until = time.monotonic() + END_S
-    while (found := [*run.left(), *world.left()]) and time.monotonic() < until:
-        time.sleep(0.1)
-    return found
 
 
 def _last_words(run: LiveRun) -> str:
@@ -239,19 +228,6 @@ def _rewards(run: LiveRun) -> dict[str, float]:
 def _row(one: Struck) -> str:
     recovered = "" if one.recovered_s is None else f"{one.recovered_s:.1f} s"
     return f"{one.at_s:7.1f}s  {one.fault!s:52}  {one.phase:12}  {one.step:5}  {recovered}"
-
-
-def _told(one: Struck) -> dict[str, Any]:
-    fault = one.fault
-    return {
-        "time_s": round(one.at_s, 2),
-        "kind": fault.kind,
-        "victim": fault.victim,
-        "lasts_s": fault.lasts_s,
-        "phase": one.phase,
-        "step": one.step,
-        "recovered_s": None if one.recovered_s is None else round(one.recovered_s, 2),
-    }
 
 
 def _parser() -> argparse.ArgumentParser:

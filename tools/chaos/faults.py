@@ -1,7 +1,8 @@
-"""Carries faults out on a live run, and undoes them when their time is over.
+"""Carries the faults of a plan out on a live run, and undoes them when their time is over.
 
 Invariant: everything that was frozen, filled or cut for a while is undone, by ``tick`` in time or by ``lift`` at the
-end.
+end. Training must continue after each fault. If no new step is trained for ``patience_s``, the round ends with
+NotRecovered, which names the last faults.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tools.chaos.conditions import conditions
-from tools.chaos.plan import Fault
+from tools.chaos.hosts import conditions
+from tools.chaos.plan import CHECKPOINT, Fault
 from tools.chaos.settings import PROGRAM
 from tools.chaos.world import World
-from tools.live_run import LiveRun, UpdatePhases
+from tools.live_run import LiveRun, UpdatePhases, pid_lives
 
 TITLES = {"reward_worker": "asyncrl reward worker", "episode_worker": "asyncrl episodes worker", "agent": PROGRAM}
 """Titles of processes that a run has several of."""
-CHECKPOINT_WAIT_S = 20.0
-"""Longest wait for the start of a checkpoint."""
+CHECKPOINT_WAIT_S, PHASE_WAIT_S = 20.0, 4.0
+"""Longest wait for the start of a checkpoint, and for a phase of an update."""
+LOOK_S = 0.03
+VICTIM_WAIT_S = 60.0
+"""Longest wait for a victim that an earlier fault has ended."""
+PROGRESS_STEPS = 2
+"""Steps after a fault that prove that training continues; the first may have started before the fault."""
 
 
 @dataclass(slots=True)
@@ -61,8 +67,8 @@ class Striker:
 
     def strike(self, fault: Fault, best: int) -> Struck | None:
         """Carry a fault out. ``best`` is the last step ever trained. Returns None if the victim does not live now."""
-        if fault.in_checkpoint:
-            self._await_checkpoint()
+        if fault.during:
+            self._await(fault)
         now = time.monotonic()
         struck = Struck(fault, now - self._began, now, self._phase(fault), max(best, self._run.step))
         match fault.kind:
@@ -130,14 +136,14 @@ class Striker:
 
     def _phase(self, fault: Fault) -> str:
         """Return the current work of the run: a checkpoint, or the phase of a weight update."""
-        return "checkpoint" if self._writes_checkpoint() else self._phases.of(fault.victim)
+        if any(self._run.run_dir.glob("checkpoints/.*.partial-*")) and fault.during in ("", CHECKPOINT):
+            return CHECKPOINT
+        return self._phases.of(fault.victim)
 
-    def _writes_checkpoint(self) -> bool:
-        return any(self._run.run_dir.glob("checkpoints/.*.partial-*"))
-
-    def _await_checkpoint(self) -> None:
-        until = time.monotonic() + CHECKPOINT_WAIT_S
-        while not self._writes_checkpoint() and time.monotonic() < until and self._run.exit_code is None:
+    def _await(self, fault: Fault) -> None:
+        """Wait for what the fault is to strike in. A short phase may end before the signal arrives."""
+        until = time.monotonic() + (CHECKPOINT_WAIT_S if fault.during == CHECKPOINT else PHASE_WAIT_S)
+        while self._phase(fault) != fault.during and time.monotonic() < until and self._run.exit_code is None:
             time.sleep(0.0005)
 
 
@@ -145,3 +151,73 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+class NotRecovered(Exception):
+    """The run makes no progress, or ended too early."""
+
+
+def torment(
+    run: LiveRun,
+    striker: Striker,
+    faults: Sequence[Fault],
+    struck: list[Struck],
+    *,
+    patience_s: float,
+    told: Callable[[Struck], None],
+) -> None:
+    """Return when the run has ended by itself. Calls ``struck`` with each fault, and ``told`` after its recovery."""
+    waiting = list(faults)
+    best = 0
+    moved_at = time.monotonic()
+    due_at: float | None = None
+    missing_since: float | None = None
+    try:
+        while True:
+            striker.tick()
+            now = time.monotonic()
+            if run.step > best:
+                best, moved_at = run.step, now
+            _note_recovered(run, struck, best, told)
+            if run.exit_code is not None:
+                _note_recovered(run, struck, best, told, ended=True)
+                return
+            if now - moved_at > patience_s:
+                raise NotRecovered(f"nothing was trained for {patience_s:g} s after step {best}{_since(struck)}")
+            if waiting and due_at is None and best >= waiting[0].after_step:
+                due_at = now + waiting[0].after_s
+            if due_at is not None and now >= due_at:
+                found = striker.strike(waiting[0], best)
+                missing_since = missing_since or now
+                if found is not None:
+                    struck.append(found)
+                    waiting.pop(0)
+                    missing_since = due_at = None
+                    if found.fault.kind == "everything":
+                        run.resume()
+                    # The recovery from the last fault restarts the clock.
+                    moved_at = time.monotonic()
+                elif now > missing_since + VICTIM_WAIT_S:
+                    raise NotRecovered(f"there is no {waiting[0].victim} for {VICTIM_WAIT_S:g} s{_since(struck)}")
+            time.sleep(LOOK_S)
+    finally:
+        striker.lift()
+
+
+def _note_recovered(
+    run: LiveRun, struck: list[Struck], best: int, told: Callable[[Struck], None], *, ended: bool = False
+) -> None:
+    now = time.monotonic()
+    for one in struck:
+        if one.recovered_s is not None or now < one.lifts_at:
+            continue
+        went_on = ended or best >= one.step + PROGRESS_STEPS
+        for_good = one.fault.kind in ("kill", "freeze") and one.fault.victim != "reward_worker"
+        if went_on and (ended or not for_good or not any(map(pid_lives, one.pids))):
+            one.recovered_s = now - one.struck_at
+            told(one)
+
+
+def _since(struck: list[Struck]) -> str:
+    open_ones = [str(one.fault) for one in struck if one.recovered_s is None]
+    return f"; not recovered from: {', '.join(open_ones)}" if open_ones else ""

@@ -34,6 +34,11 @@ MOST_AHEAD_S = 10.0
 """Most by which a clock differs, either way."""
 STEPS_PER_FAULT = 6
 """Steps between two faults, so that the run also trains undisturbed."""
+CHECKPOINT = "checkpoint"
+BROADCAST_PHASES, ROLLING_PHASES = ("announced", "paused", "receiving"), ("staging", "waiting", "loading")
+"""Phases of a weight update by broadcast, and by the other transports."""
+UPDATED = ("rollouter/", "engine_core/", "learner/", "parameter_server/")
+"""Victims that take part in weight updates. Half of their faults wait for a phase of one."""
 TOGETHER = 0.2
 """Share of faults that come while the run still handles the fault before."""
 
@@ -66,8 +71,9 @@ class Fault:
     """Seconds that go by after these before it comes."""
     lasts_s: float | None = None
     """Seconds that it lasts; None where it is over at once, or never ends by itself."""
-    in_checkpoint: bool = False
-    """Whether the end of everything waits until a checkpoint is being written."""
+    during: str = ""
+    """What it waits for: a checkpoint that is being written, or a phase of a weight update of the victim, or of any
+    rollouter if the victim is none. Empty: nothing."""
     link: Link | None = None
     """Link of the host, where the kind is slow."""
     ahead_s: float = 0.0
@@ -108,12 +114,13 @@ def draw(
     hosts: Sequence[str] = ("",),
     everything: int = 0,
     silence_s: float,
+    transport: str = "shm",
 ) -> list[Fault]:
     """Draw ``count`` faults of these ``kinds`` in the order of their start.
 
     Faults of processes strike ``struck``, faults of hosts strike ``hosts``. ``everything`` of them end all processes.
 
-    ``silence_s`` is the run's supervision.silence_s.
+    ``silence_s`` and ``transport`` are the run's supervision.silence_s and weights.transport.
     """
     randomness = random.Random(seed)
     cards = _deck(randomness, [(kind, victim) for kind in kinds for victim in _struck_by(kind, struck, hosts)])
@@ -135,7 +142,7 @@ def draw(
                 after_step=step,
                 after_s=randomness.uniform(0.0, 1.0),
                 lasts_s=_duration(randomness, kind, silence_s),
-                in_checkpoint=kind == "everything" and randomness.random() < 0.5,
+                during=_during(randomness, kind, victim, transport),
                 link=_link(randomness) if kind == "slow" else None,
                 ahead_s=randomness.uniform(-MOST_AHEAD_S, MOST_AHEAD_S) if kind == "clock" else 0.0,
             )
@@ -180,6 +187,15 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
     if kind in ("slow", "clock"):
         return randomness.uniform(0.5 * silence_s, 2.5 * silence_s)
     return None
+
+
+def _during(randomness: random.Random, kind: Kind, victim: str, transport: str) -> str:
+    if randomness.random() >= 0.5:
+        return ""
+    if kind == "everything":
+        return CHECKPOINT
+    phases = BROADCAST_PHASES if transport == "gloo" else ROLLING_PHASES
+    return randomness.choice(phases) if kind in ON_PROCESSES and victim.startswith(UPDATED) else ""
 
 
 def _link(randomness: random.Random) -> Link:

@@ -10,11 +10,11 @@ from typing import Any
 
 from tools.chaos.audit import Expected
 from tools.chaos.plan import Episodes
-from tools.chaos.score import KINDS
+from tools.chaos.users import KINDS
 from tools.quickstart.__main__ import CONFIG
 from tools.quickstart.assets import Assets
 
-PROGRAM = str(Path(__file__).with_name("agent.py"))
+PROGRAM = str(Path(__file__).with_name("users.py"))
 SIM_SILENCE_S = 3.0
 VLLM_SILENCE_S = 20.0
 SIM_UNREACHABLE_S = 4.0
@@ -32,9 +32,13 @@ _SUPERVISION = {"heartbeat_s": 0.5, "max_restarts": 50, "restart_window_s": 1.0,
 """More restarts than any actor needs within a window, because the faults do not stop. One key each."""
 
 
+def transport_of(seed: int) -> str:
+    """Return the transport of weights."""
+    return random.Random(f"transport {seed}").choice(("gloo", "shm", "stream"))
+
+
 def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
     """Return a run of two rollouters and two ranks, a version a step. The seed chooses transport and pauses."""
-    randomness = random.Random(seed)
     return {
         "run": {"seed": seed % 1000, "samples_per_step": SIM_GROUPS},
         "data": {"path": str(data)},
@@ -47,12 +51,12 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
             "max_tokens": 64,
             "max_attempts": 4,
             "retry_backoff_s": 0.1,
-            "on_update": randomness.choice(("abort_resume", "keep", "drain")),
+            "on_update": random.Random(f"mode {seed}").choice(("abort_resume", "keep", "drain")),
             "engine_timeout_s": 8.0,
             "stream_interval": 8,
             "sim": {"length_median": 24.0, "decode_step_s": 0.008, "load_s": 0.05},
         },
-        "reward": {"function": "tools.chaos.score:score", "workers": 2, "timeout_s": 2.0},
+        "reward": {"function": "tools.chaos.users:score", "workers": 2, "timeout_s": 2.0},
         "learner": {
             "backend": "sim",
             "ranks": RANKS,
@@ -62,7 +66,7 @@ def sim_tree(seed: int, steps: int, data: Path) -> dict[str, Any]:
             "sim": {"step_s": 0.1, "publish_bytes": 4 << 20, "gather_s": 0.08},
         },
         "weights": {
-            "transport": randomness.choice(("gloo", "shm", "stream")),
+            "transport": transport_of(seed),
             "deadline_s": 8.0,
             "broadcast_timeout_s": 4.0,
             "chunk_bytes": 1 << 20,
@@ -97,7 +101,7 @@ def with_episodes(tree: dict[str, Any], episodes: Episodes) -> dict[str, Any]:
     """Return the same run with episodes of the agent as trajectories."""
     if episodes is None:
         return tree
-    agent = {"function": "tools.chaos.agent:play"} if episodes == "function" else {"command": [sys.executable, PROGRAM]}
+    agent = {"function": "tools.chaos.users:play"} if episodes == "function" else {"command": [sys.executable, PROGRAM]}
     limits = {
         "max_context_tokens": 2048,
         "start_timeout_s": 10.0,
@@ -119,6 +123,13 @@ def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
         evaluation["data"]["path"] = str(assets.heldout)
     tree["learner"]["steps"] = steps
     tree["checkpoint"] = {"every_versions": 5, "export_at_end": False}
+    tree["rollout"] |= {"replicas": REPLICAS, "engine_timeout_s": 8.0}
+    tree["weights"] = {
+        "transport": transport_of(seed),
+        "deadline_s": 10.0,
+        "broadcast_timeout_s": 5.0,
+        "bucket_bytes": 1 << 20,
+    }
     tree["network"] = {"call_timeout_s": 10.0}
     tree["supervision"] = {**_SUPERVISION, "silence_s": VLLM_SILENCE_S}
     tree["log"] = {"level": "debug"}
@@ -126,7 +137,7 @@ def vllm_tree(seed: int, steps: int, assets: Assets) -> dict[str, Any]:
 
 
 def expected(tree: dict[str, Any], prompts: int, kinds: list[str] | None = None) -> Expected:
-    """Return the promises of a run of ``tree`` on these prompts. ``kinds`` are those of score.py, by index."""
+    """Return the promises of a run of ``tree`` on these prompts. ``kinds`` are those of users.py, by index."""
     return Expected(
         steps=tree["learner"]["steps"],
         groups_per_step=tree["learner"]["groups_per_step"],

@@ -71,7 +71,7 @@ def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
     imports = {path: _imports(path) for path in [*(root / "asyncrl").rglob("*.py"), *helpers]}
 
     def importing(files: set[Path]) -> set[Path]:
-        names = {_module(path, root) for path in files}
+        names = {name for path in files for name in _names(path, root)}
         return {path for path, imported in imports.items() if imported & names}
 
     direct = importing({file})
@@ -85,10 +85,12 @@ def nearest_tests(file: Path, root: Path) -> Iterator[list[str]]:
             yield sorted(str(path.relative_to(root)) for path in tests)
 
 
-def _module(path: Path, root: Path) -> str:
-    """Return the name for imports. Helpers of tests have their file name."""
-    parts = path.relative_to(root).with_suffix("").parts
-    return parts[-1] if parts[0] == "tests" else ".".join(part for part in parts if part != "__init__")
+def _names(path: Path, root: Path) -> set[str]:
+    """Return the names for imports. Helpers of tests have their file name too, beside their tests."""
+    folder, *parts = path.relative_to(root).with_suffix("").parts
+    if folder == "tests":
+        return {".".join(parts), parts[-1]}
+    return {".".join(part for part in (folder, *parts) if part != "__init__")}
 
 
 @cache

@@ -1,7 +1,7 @@
-"""The agent of a simulated round with episodes: some turns, with a pause between them like that of a tool.
+"""The user's code of a simulated round: its prompts, its reward and its agent.
 
-It returns no reward, so score.py scores its conversation. It exists as a function and as a program that calls over
-HTTP.
+The reward follows from the kind of a row, so every outcome is known before the run. The agent plays some turns, with a
+pause between them like that of a tool, and returns no reward. It is a function, and a program that calls over HTTP.
 """
 
 from __future__ import annotations
@@ -10,11 +10,34 @@ import json
 import os
 import time
 import urllib.request
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
+KINDS = {"good": "trained", "equal": "filtered", "bad": "quarantined"}
+"""Outcome of a prompt by kind."""
+RUN_S = 0.003
+"""Time of a call, so that faults meet workers with a task."""
 TURNS = 3
 TOOL_S = 0.05
 """Time of a tool call, so that faults meet agents both in calls of the policy and in calls of tools."""
+
+
+def rows(count: int) -> Iterator[dict[str, Any]]:
+    """Return the rows of the training prompts: mostly good, some of the other kinds."""
+    for index in range(count):
+        kind = "bad" if index % 53 == 7 else "equal" if index % 17 == 3 else "good"
+        yield {"prompt": f"prompt {index}", "kind": kind}
+
+
+def score(*, prompt: str, completion: str, row: dict[str, Any]) -> float:
+    """Return a reward that differs between the responses to a good prompt."""
+    time.sleep(RUN_S)
+    if row["kind"] == "bad":
+        raise ValueError("this prompt cannot be judged")
+    if row["kind"] == "equal":
+        return 0.5
+    return zlib.crc32(completion.encode(errors="surrogatepass"), zlib.crc32(prompt.encode())) / 0xFFFFFFFF
 
 
 async def play(task: Any, client: Any) -> None:
