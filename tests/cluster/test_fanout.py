@@ -8,11 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tools.bench.fanout import Setting, config, middle
+from tools.bench.fanout import Setting, config
 from tools.bench.fanout_fleet import fleet
 from tools.bench.fanout_host import name_of
 from tools.cluster.netns import REPOSITORY, wait_until
@@ -26,6 +27,13 @@ WAIT_S = 120.0
 def shaped() -> None:
     if reason := why_no_shaped_network():
         pytest.skip(f"there can be no hosts here: {reason}")
+
+
+def middle(offered: dict[int, list[str]]) -> int:
+    """The host in the middle of the chain: it has others before it and behind it."""
+    behind = Counter(name for sources in offered.values() for name in sources)
+    named = [host for host in offered if offered[host] and behind[name_of(host)]]
+    return sorted(named, key=lambda host: (len(offered[host]), -behind[name_of(host)]))[len(named) // 2]
 
 
 @pytest.mark.timeout(600)

@@ -47,7 +47,6 @@ STARTED_BY_A_TOOL = {
     "tools/bench/fanout_host.py",
     "tools/bench/learner_side.py",
     "tools/bench/ray_side.py",
-    "tools/bench/scale_collective.py",
     "tools/bench/scale_host.py",
     "tools/bench/served.py",
     "tools/bench/trl_learner.py",

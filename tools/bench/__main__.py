@@ -36,7 +36,6 @@ def _pairs(default: int) -> dict[str, Any]:
     return _count(default, "pairs of each comparison")
 
 
-FLAG = {"action": "store_true"}
 ROLLOUTERS = {
     "--replicas": _count(256, "simulated rollouters"),
     "--per-process": _count(None, "of them in a process (by the processors)"),
@@ -87,11 +86,10 @@ BENCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             **ROLLOUTERS,
             "--steps": _count(8, "in which nothing happens"),
             "--freeze-s": {"type": float, "default": 0.0, "metavar": "S", "help": "then one process is frozen"},
-            "--break-broadcast": {**FLAG, "help": "then one broadcast breaks; all weights come by broadcast"},
         },
     ),
     "idle": (
-        "processor time of rollouters that have nothing to do, and their start",
+        "processor time of rollouters that have nothing to do",
         {**ROLLOUTERS, "--seconds": _count(30, "measured")},
     ),
     "episodes": (
@@ -106,7 +104,7 @@ BENCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "time of a version until all hosts have it, against one copy to one host",
         {
             "--hosts": _count(16, "without that of the parameter server"),
-            "--pairs": _count(3, "pairs of each comparison, and deaths"),
+            "--pairs": _pairs(3),
         },
     ),
 }

@@ -5,27 +5,22 @@ has the parts of a run that handle weights (fanout_host.py). One more host has t
 enough to bound a copy, because all hosts share the processors.
 
 The bench measures the time from publication until a version is served: by one host alone, in turns with all hosts at
-once. Then it kills a relay that has half of a version, without a message to any host. A version counts as lost on each
-surviving host that does not serve it in time.
+once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.core.errors import DeadlineExceeded
 from tools.bench.fanout_fleet import Fleet, fleet
-from tools.bench.fanout_host import PORT, name_of
-from tools.bench.paired import median_interval
+from tools.bench.fanout_host import PORT
 from tools.bench.report import Report, Target
 from tools.cluster.network import ShapedNetwork, why_no_shaped_network
 
 ALL_TARGET = Target("<=", 2.0)
-LOST_TARGET = Target("<=", 0.0)
 SLOWEST = 10
 """A version is lost after this many times a copy to one host, plus the deadlines of the run."""
 
@@ -89,7 +84,6 @@ async def measure_setting(report: Report, setting: Setting) -> None:
     with ShapedNetwork(setting.hosts + 1, bytes_per_s=setting.bytes_per_s) as network:
         async with fleet(network, config(setting)) as hosts:
             await _measure_copies(report, setting, hosts)
-            await _measure_deaths(report, setting, hosts)
 
 
 async def _measure_copies(report: Report, setting: Setting, hosts: Fleet) -> None:
@@ -107,36 +101,3 @@ async def _measure_copies(report: Report, setting: Setting, hosts: Fleet) -> Non
     found = await report.measure("all_vs_one", sides, setting.pairs, unit="s", target=ALL_TARGET, control=False)
     bare = setting.size / setting.bytes_per_s
     report.figures["cable"] = {"bytes_over_bytes_per_s": bare, "one_host_over_it": found.second.median / bare}
-
-
-async def _measure_deaths(report: Report, setting: Setting, hosts: Fleet) -> None:
-    lost, seconds, below = 0, [], []
-    for _ in range(setting.pairs):
-        version = await hosts.publish(setting.size, hosts.receivers, setting.within_s)
-        offered = await hosts.offered(version, hosts.receivers, setting.within_s)
-        victim = middle(offered)
-        below.append(sum(name_of(victim) in sources for sources in offered.values()))
-        await hosts.half(version, victim, setting.within_s)
-        await hosts.kill(victim)
-        survivors = [host for host in hosts.receivers if host != victim]
-        try:
-            seconds.append(await hosts.served(version, survivors, setting.within_s))
-        except DeadlineExceeded as error:
-            report.say(str(error))
-            lost += len(survivors) - len(hosts.serving(version, survivors))
-        await hosts.start([victim])
-    report.ratio("versions_lost", lost, LOST_TARGET)
-    report.figures["relay_killed"] = {"hosts_behind_it": below, "seconds": seconds}
-    if seconds:
-        shown = median_interval(seconds)
-        report.say(
-            f"{'relay_killed':24} the survivors serve the version after {shown.median:.4g} s "
-            f"[{shown.low:.4g}, {shown.high:.4g}], {lost} versions lost"
-        )
-
-
-def middle(offered: dict[int, list[str]]) -> int:
-    """The host in the middle of the chain: it has others before it and behind it."""
-    behind = Counter(name for sources in offered.values() for name in sources)
-    named = [host for host in offered if offered[host] and behind[name_of(host)]]
-    return sorted(named, key=lambda host: (len(offered[host]), -behind[name_of(host)]))[len(named) // 2]

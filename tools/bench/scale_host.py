@@ -36,7 +36,6 @@ from asyncrl.rpc.linux import raise_descriptor_limit
 from asyncrl.rpc.process import SWITCH_S, tune_memory
 from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
-from tools.bench import scale_collective
 
 AUTOGROUP_S = 60.0
 """Time to get our turn where many sessions ask for less at a time."""
@@ -250,7 +249,6 @@ if __name__ == "__main__":
     sys.setswitchinterval(SWITCH_S)
     raise_descriptor_limit()
     configure_logging("warning")
-    scale_collective.stand_in(Path(sys.argv[1]))
     host_index, first = int(sys.argv[3]), int(sys.argv[4])
     rollouters = [f"rollouter/{i}" for i in range(first, first + int(sys.argv[5]))]
     uvloop.run(Host(Path(sys.argv[1]), sys.argv[2], host_index, rollouters).run())

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from asyncrl.config import Config
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
-from asyncrl.top.client import WatchedRun, find_target
+from asyncrl.messages.snapshot import Snapshot
+from asyncrl.top.client import Viewer, WatchedRun, find_target
 
 SAMPLES = 8
 PROCESSES_PER_CPU = 4
@@ -33,6 +34,9 @@ IDLE_TOKENS = 1 << 20
 """Tokens of a response that takes hours."""
 READY_S = 600.0
 END_S = 60.0
+SAY_S = 5.0
+"""Interval at which it is said how far the run is."""
+NAMES_SHOWN = 4
 
 
 def concurrency(rollouters: int) -> int:
@@ -40,11 +44,8 @@ def concurrency(rollouters: int) -> int:
     return max(SAMPLES, min(CONCURRENCY, MOST_IN_FLIGHT // rollouters))
 
 
-def config(folder: Path, rollouters: int, *, broadcast: bool = False, idle: bool = False) -> Config:
-    """Responses of some 450 tokens that take about 40 s each. Weights come by shared memory or by ``broadcast``.
-
-    With ``idle`` a single group is leased, which takes hours.
-    """
+def config(folder: Path, rollouters: int, *, idle: bool = False) -> Config:
+    """Responses of some 450 tokens that take about 40 s each. With ``idle`` one group is leased, which takes hours."""
     groups = 1 if idle else max(1, int(GROUPS_SHARE * rollouters * concurrency(rollouters) / SAMPLES))
     return validate_config(
         {
@@ -77,7 +78,7 @@ def config(folder: Path, rollouters: int, *, broadcast: bool = False, idle: bool
                 "sim": {"step_s": 1.0, "publish_bytes": 1 << 20},
             },
             "staleness": {"max": 0 if idle else STALENESS_MAX, "adapt": False},
-            "weights": {"max_paused_fraction": 0.25, "transport": "gloo" if broadcast else "auto"},
+            "weights": {"max_paused_fraction": 0.25},
             "checkpoint": {"every_versions": 0, "export_at_end": False},
             "supervision": {"drain_s": 20.0, "start_timeout_s": READY_S},
             "log": {"level": "warning"},
@@ -111,10 +112,9 @@ class Processes:
             )
 
     def actor(self, name: str, controller: str = "") -> None:
-        """Start an actor as its agent would; the learner with a stand-in for the process groups of broadcasts."""
-        stand_in = ["-m", "tools.bench.scale_collective", str(self.folder.path)]
-        words = stand_in if name == "learner/0" else ["-m", "asyncrl.cli.actor"]
-        words += [name, "--run", str(self.folder.path), "--attempt", "0", "--incarnation", "1"]
+        """Start an actor as its agent would."""
+        words = ["-m", "asyncrl.cli.actor", name, "--run", str(self.folder.path), "--attempt", "0"]
+        words += ["--incarnation", "1"]
         self.start(name, [*words, "--controller", controller] if controller else words)
 
     def check(self) -> None:
@@ -129,10 +129,6 @@ class Processes:
         """The processes of the rollouters."""
         return [process for name, process in self.started.items() if name.startswith("rollouters-")]
 
-    def ask_to_end(self) -> None:
-        """Have the run end in good order."""
-        self.hosts[0].send_signal(signal.SIGTERM)
-
     def close(self, grace_s: float) -> None:
         """Wait for their ends, and end those that are still there."""
         until = time.monotonic() + grace_s
@@ -145,12 +141,54 @@ class Processes:
                 process.wait()
 
 
+class Watch:
+    """The snapshots of a run."""
+
+    def __init__(self, viewer: Viewer, processes: Processes, say: Callable[[str], None]) -> None:
+        self._snapshots, self._processes, self._say = viewer.snapshots(), processes, say
+
+    async def until(self, done: Callable[[Snapshot, float], bool], longest_s: float, what: str) -> Snapshot:
+        """The first snapshot that is ``done``, which gets it and the seconds since the call. Raises ActorFailed."""
+        began = said = time.monotonic()
+        async for snapshot in self._snapshots:
+            self._processes.check()
+            if not isinstance(snapshot, Snapshot):
+                continue
+            now, run = time.monotonic(), snapshot.run
+            if done(snapshot, now - began):
+                return snapshot
+            absent = run.waiting_for or [actor.name for actor in snapshot.actors if actor.condition != "ready"]
+            how_far = f"{what}: {run.step} steps, {total(snapshot, 'rollout/in_flight'):.0f} in flight"
+            if absent:
+                how_far += f"; {len(absent)} not ready: {', '.join(absent[:NAMES_SHOWN])}"
+            if run.phase not in ("starting", "running"):
+                raise ActorFailed("the run", f"{run.reason or run.phase} ({how_far})")
+            if now - began > longest_s:
+                raise ActorFailed("the run", f"after {longest_s:g} s no more than this: {how_far}")
+            if now - said >= SAY_S:
+                said = now
+                self._say(f"{now - began:6.0f} s  {how_far}")
+        raise ActorFailed("the run", "the controller is gone")
+
+    async def end(self) -> None:
+        """Have the run end in good order. Raises ActorFailed."""
+        self._processes.hosts[0].send_signal(signal.SIGTERM)
+        await self.until(lambda now, _: now.run.phase not in ("starting", "running"), END_S, "end")
+
+
+def total(snapshot: Snapshot, figure: str) -> float:
+    """Sum of a figure over all actors."""
+    return sum(actor.metrics.get(figure, 0.0) for actor in snapshot.actors)
+
+
+def is_whole(snapshot: Snapshot) -> bool:
+    """Whether all actors are ready."""
+    return all(actor.condition == "ready" for actor in snapshot.actors)
+
+
 @contextlib.contextmanager
-def running(
-    chosen: Config, rollouters: int, per_process: int | None
-) -> Iterator[tuple[RunFolder, Processes, WatchedRun]]:
-    """A run whose processes are all started, with ``per_process`` rollouters in each, by default by the processors."""
-    per_process = per_process or by_processors(rollouters)
+def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple[Processes, WatchedRun]]:
+    """A run whose processes are all started, with ``per_process`` rollouters in each."""
     folder = create_run_folder(chosen)
     with private_folder(folder, chosen):
         processes = Processes(folder)
@@ -165,7 +203,7 @@ def running(
                 numbers = [str(number) for number in (index, first, count)]
                 words = ["-m", "tools.bench.scale_host", str(folder.path), target.address, *numbers]
                 processes.start(f"rollouters-{first}", words, session=True)
-            yield folder, processes, target
+            yield processes, target
         except BaseException:
             processes.close(0.0)
             raise
