@@ -149,7 +149,7 @@ def _show_agent(
 
     from asyncrl.config.load import load_config
     from asyncrl.launcher.checks.findings import FAILED_EXIT_CODE
-    from asyncrl.launcher.doctor.agent.lone_episode import CannotPlay, for_script, play_scripted
+    from asyncrl.launcher.doctor.lone_episode import CannotPlay, for_script, play_scripted
 
     rest = {} if configs else {"data.source": "synthetic", "rollout.engine": "sim", "learner.backend": "sim"}
     config = load_config(configs, rest | overrides)

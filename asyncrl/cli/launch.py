@@ -231,7 +231,7 @@ def _run(given: argparse.Namespace, overrides: dict[str, str], detached: Detache
 def _generate(count: int | None, config: Config) -> None:
     """Sample responses to the first prompts. Raises ConfigError."""
     if count is not None:
-        from asyncrl.launcher.doctor.generate.printing import print_generated
+        from asyncrl.launcher.doctor.generate import print_generated
 
         # The event loop of the plan has put the handlers back to what Python begins with.
         _heed_signals()

@@ -60,9 +60,9 @@ from asyncrl.launcher.host_part import (
 )
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.checks import check_part
-from asyncrl.launcher.hosts.host_facts import find_facts
+from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
-from asyncrl.launcher.hosts.reached_hosts import ReachedHosts
+from asyncrl.launcher.hosts.remote import find_facts
 from asyncrl.launcher.hosts.start import LocalStart, StartCommand, shown
 from asyncrl.launcher.run_folder.ended import write_command
 from asyncrl.launcher.run_folder.folders import (

@@ -62,7 +62,7 @@ class Sample(msgspec.Struct, frozen=True):
     row: dict[str, Any]
 
 
-class Order(msgspec.Struct, frozen=True):
+class InputsOrder(msgspec.Struct, frozen=True):
     """The order to the process, with the arguments of check_inputs."""
 
     config: str
@@ -72,7 +72,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Inputs(msgspec.Struct, frozen=True):
-    """The answer to an Order."""
+    """The answer to an InputsOrder."""
 
     findings: list[Finding] = []
     samples: list[Sample] = []
@@ -102,7 +102,7 @@ async def check_inputs(
     key = ", ".join(keys)
     if config.episode.kind != "single":
         limit_s += config.chat.check_timeout_s
-    order = msgspec.msgpack.encode(Order(config_to_json(config), with_rows, for_learner, known))
+    order = msgspec.msgpack.encode(InputsOrder(config_to_json(config), with_rows, for_learner, known))
     try:
         answer, ended = await ask_process(MODULE, (), order, limit_s)
         return msgspec.msgpack.decode(answer, type=Inputs)
@@ -313,7 +313,7 @@ def main() -> int:
     answers = os.dup(1)
     # Imported or called code must not write between the answers.
     os.dup2(2, 1)
-    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=InputsOrder)
     answer = read_inputs(
         config_from_json(order.config), with_rows=order.with_rows, for_learner=order.for_learner, known=order.known
     )

@@ -2,20 +2,28 @@
 
 It answers the orders of orders.py and CheckOrder. It ends with its standard input or when its deadline runs out, so it
 never outlives the doctor; on the way out it removes the files that Mark created.
+
+A connection between hosts counts if the other side answers with a proof that it knows the token of this examination:
+another program may accept connections too. Every wait has a deadline, and listeners end with the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import math
 import os
 import platform
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,16 +31,18 @@ from typing import Any
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import nearest_folder
+from asyncrl.launcher.checks.network import bind, ports_of
 from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, HostOffer, RouteQuery
-from asyncrl.launcher.doctor import reach
 from asyncrl.launcher.doctor.leftovers import check_leftovers
 from asyncrl.launcher.doctor.orders import (
     Begin,
     Card,
     Connect,
+    Connected,
     FindLeftovers,
     HostFacts,
     Listen,
+    Listener,
     Listening,
     Look,
     Mark,
@@ -43,8 +53,7 @@ from asyncrl.launcher.doctor.orders import (
 )
 from asyncrl.launcher.hosts.addresses import find_routes
 from asyncrl.launcher.hosts.checks import answer_check
-from asyncrl.launcher.hosts.host_facts import NVIDIA_SMI_S, find_facts
-from asyncrl.launcher.hosts.remote import serve
+from asyncrl.launcher.hosts.remote import NVIDIA_SMI_S, find_facts, serve
 from asyncrl.weights.segments import host_id
 
 UNSTARTED_S = 60
@@ -62,6 +71,9 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
 }
 PACKAGES = dict.fromkeys([*DISTRIBUTIONS, *(name for traits in ENGINES.values() for name in traits.packages)])
 QUERY = "index,name,driver_version,memory.total,memory.used"
+CONNECTIONS_AT_ONCE = 64
+GREETING_S = 5.0
+LONGEST_GREETING = 256
 
 
 def main() -> int:
@@ -96,7 +108,7 @@ def main() -> int:
             CheckOrder: lambda order: answer_check(order, facts),
             FindLeftovers: find_leftovers,
             Listen: partial(listen, left=left),
-            Connect: reach.connect,
+            Connect: connect,
             Mark: partial(mark, left=left),
             Look: lambda order: Seen(there=Path(order.path).exists()),
         }
@@ -111,7 +123,7 @@ def find_leftovers(order: FindLeftovers) -> Checked:
 
 def listen(order: Listen, left: contextlib.ExitStack) -> Listening:
     """Accept connections until ``left`` is closed."""
-    listeners = reach.Listeners()
+    listeners = Listeners()
     left.callback(listeners.close)
     return listeners.listen(order)
 
@@ -174,6 +186,92 @@ def parse_cards(table: str) -> dict[str, Card]:
             total, used = (int(field) << 20 if field.isdecimal() else 0 for field in fields[3:])
             cards[fields[0]] = Card(name=fields[1], driver=fields[2], total_bytes=total, used_bytes=used)
     return cards
+
+
+# --- connections between hosts ---
+
+
+def _proof(token: str) -> bytes:
+    return hashlib.sha256(f"asyncrl-doctor {token}".encode()).hexdigest().encode()
+
+
+class Listeners:
+    """Listening sockets that answer a peer that knows the token, until they are closed."""
+
+    def __init__(self) -> None:
+        self._open: list[socket.socket] = []
+
+    def listen(self, order: Listen) -> Listening:
+        """Listen at a port of each range in ``order``; a range without a free port is left out."""
+        found = {}
+        for ports in order.ports:
+            for port in ports_of(ports):
+                try:
+                    listener = bind(order.address, port)
+                except OSError as error:
+                    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                        continue
+                    break
+                self._open.append(listener)
+                found[ports] = int(listener.getsockname()[1])
+                threading.Thread(target=_serve, args=(listener, order.token), daemon=True).start()
+                break
+        return Listening(ports=found)
+
+    def close(self) -> None:
+        """Stop listening."""
+        for listener in self._open:
+            with contextlib.suppress(OSError):
+                # Closing alone does not end an ``accept`` in another thread.
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def _serve(listener: socket.socket, token: str) -> None:
+    while True:
+        try:
+            peer, _ = listener.accept()
+        except OSError:
+            return
+        with peer, contextlib.suppress(OSError):
+            peer.settimeout(GREETING_S)
+            if _read_line(peer) == token.encode():
+                peer.sendall(_proof(token) + b"\n")
+
+
+def _read_line(peer: socket.socket) -> bytes:
+    line = bytearray()
+    while len(line) < LONGEST_GREETING and not line.endswith(b"\n"):
+        data = peer.recv(LONGEST_GREETING)
+        if not data:
+            break
+        line += data
+    return bytes(line).rstrip(b"\n")
+
+
+def connect(order: Connect) -> Connected:
+    """Try to connect to all peers of ``order`` at their ports."""
+    wanted = [(peer, ports, number) for peer in order.peers for ports, number in peer.ports.items()]
+    with ThreadPoolExecutor(min(CONNECTIONS_AT_ONCE, max(1, len(wanted)))) as threads:
+        tried = threads.map(lambda each: _try(each[0], each[2], order.token, order.timeout_s), wanted)
+    problems: dict[str, dict[str, str]] = {}
+    for (peer, ports, _), problem in zip(wanted, tried, strict=True):
+        problems.setdefault(peer.host, {})[ports] = problem
+    return Connected(problems=problems)
+
+
+def _try(peer: Listener, port: int, token: str, timeout_s: float) -> str:
+    where = f"port {port} of {peer.address}"
+    try:
+        with socket.create_connection((peer.address, port), timeout=timeout_s) as connection:
+            connection.sendall(token.encode() + b"\n")
+            if _read_line(connection) != _proof(token):
+                return f"{where} is answered by another program"
+    except TimeoutError:
+        return f"{where}: no answer within {timeout_s:g} s"
+    except OSError as error:
+        return f"{where}: {error.strerror or error}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from asyncrl.launcher.common.agent_messages import CONTROLLER_AT, HostSpec, Prep
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
 from asyncrl.launcher.host_part import agent_spec, host_of, host_spec, start_agent
 from asyncrl.launcher.hosts import addresses
+from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
-from asyncrl.launcher.hosts.reached_hosts import ReachedHosts
 from asyncrl.launcher.hosts.start import StartCommand, shown
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.live.live_run import LiveController, LiveRun

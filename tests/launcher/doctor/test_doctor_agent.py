@@ -10,8 +10,8 @@ import pytest
 from model_files import write_chat_template, write_model
 
 from asyncrl.cli import doctor
-from asyncrl.launcher.doctor.agent.played import CAUSES, Played, PlayedTurn
-from asyncrl.launcher.doctor.agent.script import Script, example_of
+from asyncrl.launcher.doctor.played import CAUSES, Played, PlayedTurn
+from asyncrl.launcher.doctor.script import Script, example_of
 from asyncrl.rollouter.episode.conversation import Cause
 
 AGENT = '''

@@ -16,8 +16,7 @@ from tiny_models import make_model, save_model
 from asyncrl.cli import launch
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError
-from asyncrl.launcher.doctor.generate.generator import generate
-from asyncrl.launcher.doctor.generate.model_weights import stage_model
+from asyncrl.launcher.doctor.generate import generate, stage_model
 
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")
 REWARDS = """
@@ -180,7 +179,7 @@ def test_a_dry_run_prints_them_and_leaves_nothing_behind(tmp_path):
 
 def is_sampler(process):
     try:
-        return "asyncrl.launcher.doctor.generate.generator" in process.cmdline()
+        return "asyncrl.launcher.doctor.generate" in process.cmdline()
     except psutil.NoSuchProcess:
         # Another check's process that has just ended.
         return False
@@ -207,11 +206,11 @@ def test_a_signal_ends_the_process_that_samples(tmp_path):
 
 
 def test_a_deadline_ends_it_with_an_error(tmp_path, monkeypatch):
-    from asyncrl.launcher.doctor.generate import printing
+    from asyncrl.launcher.doctor import generate as generating
 
-    monkeypatch.setattr(printing, "longest_s", lambda config, count: 0.5)
+    monkeypatch.setattr(generating, "longest_s", lambda config, count: 0.5)
     with pytest.raises(ConfigError) as caught:
-        printing.print_generated(sim(), 1)
+        generating.print_generated(sim(), 1)
     assert caught.value.problems == ["--generate: the engine sim did not answer 1 prompts within 0.5 s"]
 
 

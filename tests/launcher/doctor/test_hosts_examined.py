@@ -27,10 +27,9 @@ from asyncrl.launcher.doctor.between_hosts import (
     judge_links,
     needed_packages,
 )
-from asyncrl.launcher.doctor.host import find_cards, gather_facts, parse_cards
+from asyncrl.launcher.doctor.host import Listeners, connect, find_cards, gather_facts, parse_cards
 from asyncrl.launcher.doctor.orders import Card, Connect, HostFacts, Listen, Listener
-from asyncrl.launcher.doctor.reach import Listeners, connect
-from asyncrl.launcher.hosts.host_facts import find_facts
+from asyncrl.launcher.hosts.remote import find_facts
 
 GIB = 1 << 30
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,8 +28,8 @@ from asyncrl.episodes.http.endpoint import PolicyEndpoint
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import PolicySession
 from asyncrl.launcher.checks.inputs import check_inputs
-from asyncrl.launcher.doctor.agent.played import Played, PlayedTurn
-from asyncrl.launcher.doctor.agent.script import Script
+from asyncrl.launcher.doctor.played import Played, PlayedTurn
+from asyncrl.launcher.doctor.script import Script, ScriptedPolicy, asked
 from asyncrl.messages import Message, Request
 from asyncrl.messages.episodes import (
     Chat,
@@ -51,7 +50,6 @@ from asyncrl.rollouter.episode.sessions import Session, Sessions
 from asyncrl.rollouter.serving.generation import TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rpc.services import Clock
-from asyncrl.text.chat.parsers import END_THINK, THINK
 from asyncrl.text.chat.prompt import hidden_tools
 from asyncrl.text.chat.renderer import Renderer, make_renderer
 from asyncrl.text.stops import resolve_stops
@@ -60,8 +58,6 @@ from asyncrl.workers.confinement import Confinement
 
 if TYPE_CHECKING:
     from asyncrl.episodes.session import OnDelta
-    from asyncrl.rollouter.serving.generation import Response
-    from asyncrl.rollouter.serving.group_events import CallAccount
 
 HOST = "episodes/0"
 ROOM = 1 << 20
@@ -76,9 +72,6 @@ SPARE_S = 60.0
 """Seconds that an episode gets in addition to its own deadlines."""
 
 QUESTION = "What is the weather in Bern?"
-
-_asked: ContextVar[Chat] = ContextVar("asked")
-"""The call of the policy that this task answers."""
 
 
 class CannotPlay(Exception):
@@ -295,7 +288,7 @@ class LoneEpisode:
             return TurnRewarded(node=session.conversation.reward(request.node, request.value))
         assert isinstance(request, Chat)
         # Only this call sees it: each request has a task, and so a context, of its own.
-        _asked.set(request)
+        asked.set(request)
         try:
             self._hidden += hidden_tools(self._renderer, request.tools, request.template_options)
             reply = await self._sessions.chat(request, HOST)
@@ -369,41 +362,6 @@ class LoneEpisode:
             seconds=_spans(self._moments),
             printed=self._printed,
         )
-
-
-class ScriptedPolicy:
-    """The scripted policy: it always has a slot."""
-
-    def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
-        self._script, self._tokenizer = script, tokenizer
-
-    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
-        """A place for one call."""
-        return nullcontext()
-
-    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> ScriptedCall:
-        """One call, in place of a PolicyCall."""
-        return ScriptedCall(self._script, self._tokenizer, _asked.get(), watch["sampled"])
-
-
-class ScriptedCall:
-    """One call of the scripted policy."""
-
-    def __init__(self, script: Script, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]) -> None:
-        self._script, self._tokenizer, self._asked, self._sampled = script, tokenizer, asked, sampled
-
-    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """Give the answer at once."""
-        # The end of the prompt shows whether the template has opened the reasoning.
-        prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
-        thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        text = self._script.answer(self._asked.tools, stop=self._asked.stop, thinking=thinking)
-        tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
-        response.submitted(0)
-        room = response.remaining
-        response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
-        self._sampled(response)
-        response.end_submission("stop" if len(tokens) <= room else "length")
 
 
 def _length(sequence: TokenSequence) -> int:

@@ -1,37 +1,45 @@
-"""The process behind ``--dry-run --generate N``: samples a few responses and scores them.
+"""``asyncrl-launch CONFIG --dry-run --generate N``: a process samples a few responses and scores them.
 
-``python -m asyncrl.launcher.doctor.generate.generator`` reads an Order on standard input and writes an Answer to
-standard output. Prompts, sampling, engine, episodes and reward are those of the run. The weights are the model's own,
-without an adapter, because an adapter's first version changes nothing.
+The command starts ``python -m asyncrl.launcher.doctor.generate`` under a deadline, which reads a GenerateOrder on
+standard input and writes an Answer to standard output. Prompts, sampling, engine, episodes and reward are those of the
+run. The weights are the model's own, without an adapter, because an adapter's first version changes nothing. A dry run
+has no learner, so tensors are copied from the safetensors files into sealed memory, as an engine loads them.
 
 Invariant: the engine, the reward's workers and the agent's processes have ended before the answer is written. The
-answer has each fault, and the samples made before it.
+answer has each fault, and the samples made before it. When ``print_generated`` returns, the process and its descendants
+have ended and their temporary files are gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.load import config_from_json, validate_config
+from asyncrl.config.load import config_from_json, config_to_json, validate_config
 from asyncrl.core.errors import AsyncRLError, ConfigError, EngineDied
+from asyncrl.core.printable import say
 from asyncrl.launcher.checks.inputs import FirstRow, first_rows
+from asyncrl.launcher.checks.process import ask_process
 from asyncrl.launcher.checks.user_code import RewardTrial
-from asyncrl.launcher.doctor.agent.lone_episode import CannotPlay, LoneEpisode, lone_lease
-from asyncrl.launcher.doctor.generate.model_weights import stage_model
+from asyncrl.launcher.checks.weights import Tensor, Unreadable, read_header, weight_files
+from asyncrl.launcher.doctor.lone_episode import CannotPlay, LoneEpisode, lone_lease
 from asyncrl.messages.groups import Lease, Trajectory
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.messages.trajectories import sampled_tokens
+from asyncrl.messages.weights import Bucket, Manifest
+from asyncrl.observe.sample_text import sample_page
 from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
@@ -44,13 +52,22 @@ from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.renderer import Renderer, make_renderer
 from asyncrl.text.stops import resolve_stops
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
+from asyncrl.weights.held_version import HeldVersion
+from asyncrl.weights.segments import Segment, layout
 
 ENGINE = "rollouter/0"
 PRINTED_BYTES = 4000
 T = TypeVar("T")
+MODULE = "asyncrl.launcher.doctor.generate"
+SAMPLE_S = 120.0
+"""Longest time of a response (s); the configuration bounds rewards and episodes."""
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors that old versions of transformers saved, and that every engine computes."""
+COPIED_BYTES = 64 << 20
 
 
-class Order(msgspec.Struct, frozen=True):
+class GenerateOrder(msgspec.Struct, frozen=True):
     """The configuration as JSON, and the number of prompts."""
 
     config: str
@@ -217,11 +234,112 @@ def _shown(trajectory: Trajectory) -> SampleTrajectory:
     )
 
 
+# --- the model's weights ---
+
+
+def stage_model(config: Config) -> HeldVersion:
+    """The model's weights; the caller closes them. A simulated engine without a model gets one small tensor."""
+    made: list[tuple[Bucket, int]] = []
+    try:
+        if config.model.path is None:
+            made.append(_bucket([("weights", "uint8", (1,))], {}, None))
+        else:
+            made += [_read_file(path) for path in _files(Path(config.model.path))]
+        manifest = Manifest(version=0, buckets=[bucket for bucket, _ in made])
+        return HeldVersion(manifest, [descriptor for _, descriptor in made])
+    except BaseException:
+        for _, descriptor in made:
+            os.close(descriptor)
+        raise
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        files = list(weight_files(folder))
+    except Unreadable as error:
+        raise ConfigError([f"model.path: {folder}: {error}"]) from None
+    if any(path.suffix != ".safetensors" for path in files):
+        raise ConfigError([f"model.path: {folder} has no safetensors files, which --generate needs"])
+    return files
+
+
+def _read_file(path: Path) -> tuple[Bucket, int]:
+    """One file as one bucket."""
+    try:
+        tensors = {name: each for name, each in read_header(path).items() if not COMPUTED.search(name)}
+    except Unreadable as error:
+        raise ConfigError([f"model.path: {path.parent}: {error}"]) from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES:
+            raise ConfigError([f"model.path: {path}: {name} has the dtype {tensor.dtype}, which is not trained"])
+    return _bucket([(name, DTYPES[each.dtype], each.shape) for name, each in tensors.items()], tensors, path)
+
+
+def _bucket(
+    shapes: list[tuple[str, str, tuple[int, ...]]], tensors: Mapping[str, Tensor], path: Path | None
+) -> tuple[Bucket, int]:
+    """The bucket of these tensors, filled from the file, and its descriptor."""
+    specs, size = layout(shapes)
+    segment = Segment("asyncrl-model", size)
+    try:
+        if path is not None:
+            with path.open("rb") as file:
+                for spec in specs:
+                    file.seek(tensors[spec.name].start)
+                    at, left = spec.offset, tensors[spec.name].size
+                    while left and (data := file.read(min(left, COPIED_BYTES))):
+                        segment.write(at, data)
+                        at, left = at + len(data), left - len(data)
+        return segment.seal(specs), segment.fd
+    except BaseException:
+        segment.discard()
+        raise
+
+
+# --- the command and its process ---
+
+
+def print_generated(config: Config, count: int) -> None:
+    """Print the samples. Raises ConfigError after them if one could not be made."""
+    limit_s = longest_s(config, count)
+    say(f"sampling {count} prompts with the engine {config.rollout.engine} (at most {limit_s:g} s)", sys.stderr)
+    order = msgspec.msgpack.encode(GenerateOrder(config_to_json(config), count))
+    try:
+        # The folder removes temporary files of a process that is killed.
+        with tempfile.TemporaryDirectory(prefix="asyncrl-", ignore_cleanup_errors=True) as folder:
+            data, ended = asyncio.run(ask_process(MODULE, (), order, limit_s, env={"TMPDIR": folder}))
+        answer = msgspec.msgpack.decode(data, type=Answer)
+    except TimeoutError:
+        engine = config.rollout.engine
+        raise ConfigError(
+            [f"--generate: the engine {engine} did not answer {count} prompts within {limit_s:g} s"], found=True
+        ) from None
+    except msgspec.DecodeError:
+        # The kernel kills it if the model does not fit into memory.
+        raise ConfigError([f"--generate: the process that samples ended: {ended}"], found=True) from None
+    for line in ["", *sample_page(answer.groups)] if answer.groups else []:
+        say(line, sys.stdout)
+    if answer.printed:
+        say("last output of the engine, the agent and the reward:", sys.stderr)
+        say(answer.printed.removesuffix("\n"), sys.stderr)
+    if answer.problems:
+        raise ConfigError([f"--generate: {problem}" for problem in answer.problems], found=True)
+
+
+def longest_s(config: Config, count: int) -> float:
+    """Longest time of the start, the load and so many prompts (s)."""
+    episode = config.episode
+    each_s = SAMPLE_S + config.reward.timeout_s
+    if episode.kind != "single":
+        each_s += episode.start_timeout_s + episode.timeout_s + episode.close_timeout_s
+    return config.supervision.start_timeout_s + config.weights.deadline_s + count * each_s
+
+
 def main() -> None:
     """Answer the order on standard input."""
     die_with_parent(signal.SIGKILL)
     answers = os.dup(1)
-    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=GenerateOrder)
     with tempfile.TemporaryFile() as printed:
         # Engines and users' modules print, and so do their processes.
         for stream in (1, 2):

@@ -1,4 +1,4 @@
-"""The script of a policy: it calls the agent's tools, each once, and then answers. Pure.
+"""A scripted policy: it calls the agent's tools, each once, and then answers.
 
 Invariant: the same requests get the same answers. An agent that ends only by a tool call, as those of smolagents do,
 gets that call.
@@ -6,10 +6,19 @@ gets that call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
 
+from asyncrl.messages.episodes import Chat
+from asyncrl.messages.groups import Lease
 from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
+from asyncrl.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from asyncrl.rollouter.serving.generation import Response
+    from asyncrl.rollouter.serving.group_events import CallAccount
 
 MOST_CALLED = 4
 """Most tools that are called; an agent may declare dozens."""
@@ -18,6 +27,8 @@ ENDS = ("final_answer", "submit", "finish", "done")
 CODE_END = "</code>"
 """Stop string of agents that have no tools and run the code in answers."""
 DEEPEST = 8
+asked: ContextVar[Chat] = ContextVar("asked")
+"""The call of the policy that this task answers."""
 
 
 class Script:
@@ -53,6 +64,41 @@ class Script:
         if fresh and len(self._called) < MOST_CALLED:
             return fresh[0]
         return ends[0] if ends else None
+
+
+class ScriptedPolicy:
+    """The scripted policy: it always has a slot."""
+
+    def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
+        self._script, self._tokenizer = script, tokenizer
+
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place for one call."""
+        return nullcontext()
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> ScriptedCall:
+        """One call, in place of a PolicyCall."""
+        return ScriptedCall(self._script, self._tokenizer, asked.get(), watch["sampled"])
+
+
+class ScriptedCall:
+    """One call of the scripted policy."""
+
+    def __init__(self, script: Script, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]) -> None:
+        self._script, self._tokenizer, self._asked, self._sampled = script, tokenizer, asked, sampled
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """Give the answer at once."""
+        # The end of the prompt shows whether the template has opened the reasoning.
+        prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
+        thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
+        text = self._script.answer(self._asked.tools, stop=self._asked.stop, thinking=thinking)
+        tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
+        response.submitted(0)
+        room = response.remaining
+        response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
+        self._sampled(response)
+        response.end_submission("stop" if len(tokens) <= room else "length")
 
 
 def example_of(schema: Mapping[str, Any], *, root: Mapping[str, Any] | None = None, depth: int = 0) -> Any:
