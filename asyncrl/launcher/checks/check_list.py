@@ -113,23 +113,11 @@ class CheckedHost:
         rows = self.has("dataloader")
         return await check_inputs(config, with_rows=rows, for_learner=for_learner, known=self.known)
 
-    @cached_property
-    def folders(self) -> asyncio.Task[list[Finding]]:
-        """The findings on the run folder and the folder of checkpoints."""
-        return asyncio.create_task(self._folders())
-
-    async def _folders(self) -> list[Finding]:
-        _, size = await self.model
-        return await asyncio.to_thread(check_folders, self, size)
-
 
 def learner_reads_more(config: Config) -> bool:
     """Whether rank 0 of the learner also reads conversations or scoring models."""
     learner = config.learner
     return config.sft.data is not None or learner.teacher is not None or reference_path(learner) is not None
-
-
-Run = Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]
 
 
 async def _nccl(host: CheckedHost) -> list[Finding]:
@@ -149,14 +137,11 @@ async def _model(host: CheckedHost) -> list[Finding | None]:
     found: list[Finding | None] = [(await host.model)[0]]
     if host.config is not None and host.has("rollouter"):
         found += [await asyncio.to_thread(check, host.config) for check in (check_window, check_served)]
-    return [*found, *await _of_inputs("model")(host)]
+    return found
 
 
-def _of_inputs(check: str) -> Callable[[CheckedHost], Awaitable[list[Finding]]]:
-    async def run(host: CheckedHost) -> list[Finding]:
-        return [finding for finding in (await host.inputs).findings if finding.check == check]
-
-    return run
+async def _inputs(host: CheckedHost) -> list[Finding]:
+    return (await host.inputs).findings
 
 
 async def _reward(host: CheckedHost) -> list[Finding]:
@@ -225,11 +210,9 @@ def check_grace(config: Config, resumed: Path | None = None) -> list[Finding]:
     return [warn("grace", problem, fix, key="preempt.grace_s")] if problem else []
 
 
-def _of_folders(check: str) -> Callable[[CheckedHost], Awaitable[list[Finding]]]:
-    async def run(host: CheckedHost) -> list[Finding]:
-        return [finding for finding in await host.folders if finding.check == check]
-
-    return run
+async def _folders(host: CheckedHost) -> list[Finding]:
+    _, size = await host.model
+    return await asyncio.to_thread(check_folders, host, size)
 
 
 def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
@@ -269,57 +252,26 @@ async def _descriptors(host: CheckedHost) -> list[Finding]:
     return [judge_descriptors(descriptor_limit(), descriptors_need(host.config, size))]
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check. Its findings are ok, warn or fail, and say what, where and what to do."""
-
-    name: str
-    looks_at: str
-    run: Run | None = None
-    """The check on one host; None if only asyncrl-doctor runs it, because it compares hosts or removes leftovers."""
-
-
-CHECKS = (
-    Check("ssh", "whether the host answers"),
-    Check("identity", "whether two names are one machine"),
-    Check("clock", "the difference of the clocks"),
-    Check("versions", "Python, asyncrl, and packages that the actors import"),
-    Check("placement", "whether the actors fit on the hosts"),
-    Check("gpus", "drivers, kinds, and memory in use"),
-    Check("interface", "the address by which other hosts reach this one"),
-    Check("nccl", "environment variables that NCCL and gloo obey", _nccl),
-    Check("ports", "free ports of network.ports, and network.controller_port", _ports),
-    Check("reach", "connections from each host to each other"),
-    Check("model", "the model's files, the engine's support, the context length", _model),
-    Check("tokenizer", "whether it loads, and whether scoring models have the same", _of_inputs("tokenizer")),
-    Check("teacher", "a teacher's server: answers, tokenizer, context length", _of_inputs("teacher")),
-    Check("chat", "whether the chat template extends a conversation", _of_inputs("chat")),
-    Check("data", "rows of data, eval and sft: readable, usable, unchanged at a resume", _of_inputs("data")),
-    Check("prompt", "the first prompt of each set, as the model gets it", _of_inputs("prompt")),
-    Check("reward", "calls of the reward function on sample rows", _reward),
-    Check("algorithm", "calls of the loss and the advantage", _algorithm),
-    Check("learning", "settings with which nothing is learnt", _learning),
-    Check("episode", "imports of the episode's code, or its program", _episode),
-    Check("sinks", "packages of the configured sinks", _sinks),
-    Check("grace", "preempt.grace_s against the time of a step", _grace),
-    Check("run_dir", "rights and room for the run folder", _of_folders("run_dir")),
-    Check("checkpoint_dir", "rights and room for checkpoints; one folder for all ranks", _of_folders("checkpoint_dir")),
-    Check("memory", "memory of the host against an estimate", _memory),
-    Check("shm", "/dev/shm: rights and room", _shm),
-    Check("descriptors", "the limit of open files against an estimate", _descriptors),
-    Check("leftovers", "files and processes of runs that were killed"),
+ORDER = (
+    *("ssh", "identity", "clock", "versions", "placement", "gpus", "interface", "nccl", "ports", "reach", "model"),
+    *("tokenizer", "teacher", "chat", "data", "prompt", "reward", "algorithm", "learning", "episode", "sinks", "grace"),
+    *("run_dir", "checkpoint_dir", "memory", "shm", "descriptors", "leftovers"),
 )
-"""Every check, in the order of the findings."""
-NAMES = tuple(check.name for check in CHECKS)
+"""Names of all checks, in the order of their findings; asyncrl-doctor has those that compare hosts, and leftovers."""
+CHECKS: Sequence[Callable[[CheckedHost], Awaitable[Iterable[Finding | None]]]] = (
+    *(_nccl, _ports, _model, _inputs, _reward, _algorithm, _learning, _episode),
+    *(_sinks, _grace, _folders, _memory, _shm, _descriptors),
+)
+"""The checks of one host. Their findings are ok, warn or fail, and say what, where and what to do."""
 
 
 async def check_host(host: CheckedHost) -> list[Finding]:
-    """Run the list on this host: the findings in the order of the list. A missing resource never raises."""
-    found = await asyncio.gather(*(check.run(host) for check in CHECKS if check.run is not None))
-    return [finding for findings in found for finding in findings if finding is not None]
+    """Run the checks on this host: the findings in ORDER. A missing resource never raises."""
+    found = await asyncio.gather(*(check(host) for check in CHECKS))
+    return in_order([finding for findings in found for finding in findings if finding is not None], [])
 
 
 def in_order(findings: Iterable[Finding], hosts: Sequence[str]) -> list[Finding]:
-    """Findings of all hosts first, then host by host, each in the order of CHECKS."""
+    """Findings of all hosts first, then host by host, each in ORDER."""
     places = {name: number for number, name in enumerate(("", *hosts))}
-    return sorted(findings, key=lambda finding: (places[finding.host], NAMES.index(finding.check)))
+    return sorted(findings, key=lambda finding: (places[finding.host], ORDER.index(finding.check)))

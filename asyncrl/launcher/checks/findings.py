@@ -22,7 +22,7 @@ class Finding(msgspec.Struct, frozen=True):
     host: str
     """Name as in the hostfile; empty for all hosts together."""
     check: str
-    """Name of the check, as in check_list.CHECKS."""
+    """Name of the check, as in check_list.ORDER."""
     result: Result
     detail: str
     fix: str = ""

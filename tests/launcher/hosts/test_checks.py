@@ -11,7 +11,7 @@ from run_settings import simulated_run
 
 from asyncrl.config.load import validate_config
 from asyncrl.launcher.checks import check_list
-from asyncrl.launcher.checks.check_list import CHECKS, CheckedHost, check_host
+from asyncrl.launcher.checks.check_list import CheckedHost, check_host
 from asyncrl.launcher.checks.findings import errors_of, fail, ok, warn, warnings_of
 from asyncrl.learner.metrics.learning_watch import LearningWatch
 
@@ -117,7 +117,3 @@ def test_packages_of_sinks_are_checked_on_the_head(tmp_path, monkeypatch):
     for name in check_list.SINK_PACKAGES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert not any(map(check_list.is_installed, check_list.SINK_PACKAGES))
-
-
-def test_every_check_has_one_name_and_says_what_it_looks_at():
-    assert len({each.name for each in CHECKS}) == len(CHECKS) and all(each.looks_at for each in CHECKS)
