@@ -10,7 +10,7 @@ from side_by_side import held_and_free
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.disk import free_bytes, in_bytes, nearest_folder
-from asyncrl.launcher.checks.check_list import NAMES, CheckedHost, check_folders, in_order
+from asyncrl.launcher.checks.check_list import ORDER, CheckedHost, check_folders, in_order
 from asyncrl.launcher.checks.findings import as_json, counts, exit_code, fail, ok, on_host, rows, warn
 from asyncrl.launcher.checks.needs import (
     ModelSize,
@@ -61,10 +61,10 @@ def test_findings_are_objects_of_six_texts_or_rows_with_a_fix():
 
 
 def test_order_is_by_host_and_then_by_check():
-    found = [*on_host("b", [ok(check, "") for check in reversed(NAMES)]), FINE, BAD]
+    found = [*on_host("b", [ok(check, "") for check in reversed(ORDER)]), FINE, BAD]
     placed = in_order(found, ["b", "a"])
-    assert [one.check for one in placed] == ["placement", *NAMES, "shm"]
-    assert [one.host for one in placed] == ["", *["b"] * len(NAMES), "a"]
+    assert [one.check for one in placed] == ["placement", *ORDER, "shm"]
+    assert [one.host for one in placed] == ["", *["b"] * len(ORDER), "a"]
 
 
 def test_bytes():

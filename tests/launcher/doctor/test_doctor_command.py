@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from asyncrl.cli import doctor
-from asyncrl.launcher.checks.check_list import NAMES
+from asyncrl.launcher.checks.check_list import ORDER
 
 SIM = """
 [data]
@@ -86,7 +86,7 @@ def test_this_host_is_ready_and_leftovers_are_named(config, tmp_path):
     found = json.loads(done.stdout)
     assert done.returncode == (1 if any(one["result"] == "fail" for one in found) else 0)
     assert all(set(one) == {"host", "check", "result", "detail", "fix", "key"} for one in found)
-    assert all(one["check"] in NAMES and one["result"] in ("ok", "warn", "fail") for one in found)
+    assert all(one["check"] in ORDER and one["result"] in ("ok", "warn", "fail") for one in found)
     assert all(bool(one["fix"]) == (one["result"] != "ok") for one in found)
     by_check = {one["check"]: one for one in found}
     always = {"ssh", "versions", "placement", "ports", "model", "tokenizer", "data", "reward", "run_dir", "memory"}
