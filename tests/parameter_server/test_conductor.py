@@ -7,6 +7,7 @@ import pytest
 from conductor_play import Play
 from hypothesis import given
 from hypothesis import strategies as st
+from probes import make_probe
 
 from asyncrl.parameter_server.conductor import outrun
 from asyncrl.parameter_server.replicas import IDLE_PHASES, MESSAGES, TRANSITIONS, Phase, Replica, ReplicaEvent
@@ -258,3 +259,41 @@ def test_a_new_incarnation_starts_over_and_messages_of_the_old_one_change_nothin
     play.left("r/0", incarnation=1)
     assert play.phases()["r/0"] == "staging"
     assert play.replica("r/0").serving == -1
+
+
+# --- transports ---
+
+
+@pytest.mark.parametrize(
+    ("configured", "here"),
+    [("auto", "shm"), ("shm", "shm"), ("stream", "stream"), ("gloo", "stream"), ("nccl", "stream")],
+)
+def test_a_replica_on_the_same_host_opens_segments_and_others_fetch(configured, here):
+    play = Play(transport=configured)
+    play.publish(0)
+    assert play.next("r/0", -1, same_host=True).transport == here
+    assert play.next("r/1", -1, same_host=False).transport == "stream"
+
+
+@pytest.mark.parametrize(
+    ("configured", "backend", "on_gpu", "member"),
+    [
+        ("auto", "nccl", True, True),
+        ("auto", "nccl", False, False),
+        ("auto", "gloo", True, False),
+        ("nccl", "nccl", True, True),
+        ("nccl", "nccl", False, False),
+        ("nccl", "gloo", True, False),
+        ("gloo", "gloo", False, True),
+        ("gloo", "nccl", True, False),
+        ("shm", "nccl", True, False),
+    ],
+)
+def test_members_of_a_broadcast(configured, backend, on_gpu, member):
+    play, probe = Play(transport=configured), make_probe()
+    play.serve("r/0", on_gpu=on_gpu)
+    assert (play.announce(1, backend=backend, probe=probe) is None) is member
+    if member:
+        offer = play.look("r/0")
+        assert offer.transport == offer.broadcast.group.backend == backend
+        assert offer.manifest is None and offer.broadcast.probe is probe

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import math
+import mmap
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from tiny_models import Publisher
 from asyncrl.core.errors import WeightsCorrupt
 from asyncrl.messages.weights import Bucket, Manifest, TensorSpec
 from asyncrl.weights.held_version import check_complete, layout_of
-from asyncrl.weights.segments import ITEM_BYTES, size_of
+from asyncrl.weights.segments import ITEM_BYTES, SEALS, fill_buckets, size_of
 
 pytestmark = pytest.mark.usefixtures("only_new_objects_collected")
 
@@ -48,6 +51,22 @@ def manifest(*specs: TensorSpec, size: int = 256) -> Manifest:
     return Manifest(version=4, buckets=[bucket(size=size, tensors=list(specs))])
 
 
+def test_a_sealed_segment_refuses_every_change(publisher):
+    [sealed, *_] = publisher.publish(3, tensors()).buckets
+    fd = os.open(sealed.path, os.O_RDWR)
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == SEALS
+    for change in (
+        lambda: os.pwrite(fd, b"x", 0),
+        lambda: os.ftruncate(fd, 1),
+        lambda: os.ftruncate(fd, sealed.size + 1),
+        lambda: mmap.mmap(fd, sealed.size),
+        lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    os.close(fd)
+
+
 def test_a_held_version_outlives_its_publisher(publisher):
     published = publisher.publish(3, tensors())
     staged = stage(published)
@@ -57,9 +76,12 @@ def test_a_held_version_outlives_its_publisher(publisher):
         assert ours.path != theirs.path
         assert ours.tensors == theirs.tensors
         assert xxhash.xxh3_64_intdigest(Path(ours.path).read_bytes()) == theirs.checksum
+    late = os.open(staged.manifest.buckets[0].path, os.O_RDONLY)
     staged.close()
     staged.close()
     assert not any(os.path.exists(ours.path) for ours in staged.manifest.buckets)
+    assert os.fstat(late).st_size == staged.manifest.buckets[0].size
+    os.close(late)
     # A version that its owner never received closes itself.
     publisher = Publisher()
     paths = [each.path for each in stage(publisher.publish(3, tensors())).manifest.buckets]
@@ -136,3 +158,12 @@ def test_complete_sets_only():
     ):
         with pytest.raises(WeightsCorrupt, match=words):
             check_complete(1, found, expected)
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 150))
+def test_buckets_hold_consecutive_units_within_the_limit(sizes: list[int], limit: int) -> None:
+    buckets = fill_buckets(sizes, limit)
+    assert [i for bucket in buckets for i in bucket] == list(range(len(sizes)))
+    assert all(sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1 for bucket in buckets)
+    # As few as possible: two neighbours do not fit into one.
+    assert all(sum(sizes[i] for i in first) + sizes[second[0]] > limit for first, second in pairwise(buckets))
