@@ -117,8 +117,8 @@ class Offer(Struct, gc=False, frozen=True, kw_only=True):
     manifest: Manifest | None = None
     broadcast: BroadcastPart | None = None
     share: bool = False
-    """Whether this replica fetches the version for its host: other replicas of the host open it when it is whole, and
-    the next host of the chain asks for its chunks while they arrive."""
+    """Whether this replica fetches the version for its host. Other replicas of the host open it when it is whole. The
+    next host of the chain asks for its chunks while they arrive."""
     turn: Count = 0
     """Turn of this replica in the chain, if it shares. Each fetch has a later turn than all before it."""
     sources: list[Source] = []
@@ -142,7 +142,7 @@ class Published(Message, frozen=True, kw_only=True):
 
     held: bool
     corrupt: bool = False
-    """The bytes have changed since they were sealed: publish the weights anew, under another number."""
+    """The bytes have changed since they were sealed: publish the weights again, under another number."""
 
 
 class KeepPublished(Request, frozen=True, kw_only=True):
@@ -155,7 +155,7 @@ class KeepPublished(Request, frozen=True, kw_only=True):
 
 
 class Announced(Message, frozen=True, kw_only=True):
-    """``decided`` False: ask again. Else the learner broadcasts to ``group``, or not at all if that is None."""
+    """``decided`` False: ask again. Else the learner broadcasts to ``group``; without a group there is no broadcast."""
 
     decided: bool
     group: BroadcastGroup | None = None
@@ -209,7 +209,7 @@ class BroadcastEnded(Request, frozen=True, kw_only=True):
 
 
 class Update(Message, frozen=True, kw_only=True):
-    """``offer`` is None when nothing newer came in time."""
+    """Without an ``offer`` nothing newer came in time."""
 
     offer: Offer | None = None
 
@@ -225,8 +225,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """Host by host_id (weights/segments.py): replicas with the same value can open each other's segments, and those of
-    a parameter server with that value."""
+    """Host by host_id (weights/segments.py). A process can open the segments of all processes with the same value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False

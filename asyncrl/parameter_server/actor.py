@@ -71,7 +71,7 @@ class ParameterServer(Actor):
         self._checksums: dict[int, str] = {}
         """Checksum of the first engine that loaded a version, by version, in order."""
         self._condemned = ParkingLot()
-        """The learner's parked call, while all that it has published is whole."""
+        """The learner's parked call, while its versions are whole."""
         self._suspect = asyncio.Event()
         """Set when a replica has found the newest version corrupt."""
         self._sooner = asyncio.Event()
@@ -282,7 +282,7 @@ class ParameterServer(Actor):
                 self._changed()
 
     async def _verify_suspects(self) -> None:
-        """Verify suspected versions: the reader may be wrong, but a version that has changed is published anew."""
+        """Verify suspected versions: the reader may be wrong, but a version that has changed is published again."""
         while True:
             await self._suspect.wait()
             self._suspect.clear()

@@ -210,7 +210,7 @@ class Conductor:
         replica, version = self._hear(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
-        # ``follow`` counts failed attempts by the target, and in an idle phase there is none.
+        # ``follow`` counts failed attempts by the target, which an idle phase lacks.
         replica.target = version
         if not report.committed:
             counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}", now)

@@ -1,13 +1,16 @@
 """One fetch per host: which replica fetches a version for its host, which wait for it, and the chain of hosts. Pure.
 
-Of the replicas of a host that cannot open the parameter server's segments, one fetches over the network. The others
-wait and open its segments. Invariants: while one fetches, no other replica of its host begins to fetch a version that
-the first could give it; a replica that waited for a version is given that version, even if a newer one is out by now,
-so a host whose network is slower than the learner still shares each copy; when the replica that fetches dies, fails or
-gives up, another takes its place; a replica that does not find the offered segments fetches the version itself. No wait
-is longer than the staging deadline of the replica that fetches.
+One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
+open its segments. Invariants:
 
-The hosts that fetch one version form a chain in the order of their offers: each asks the one before it for chunks, and
+* While one fetches, no other replica of its host begins to fetch a version that the first could give it.
+* A replica that waited for a version gets that version, even if a newer one is out by now. So a host whose network is
+  slower than the learner still shares each copy.
+* When the replica that fetches dies, fails or gives up, another takes its place. A replica that does not find the
+  offered segments fetches the version itself.
+* No wait is longer than the staging deadline of the replica that fetches.
+
+The hosts that fetch one version form a chain in the order of their offers. Each asks the one before it for chunks, and
 the first asks the parameter server. So each link carries the version once in each direction. An offer names the nearest
 earlier hosts: when one dies, the next asks the one before it. Each fetch has a turn, and a host asks by earlier turns
 only. A replica that begins again has a later turn and refuses the old one, so no two hosts wait for each other.

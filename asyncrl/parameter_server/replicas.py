@@ -146,7 +146,7 @@ class Replica:
     same_host: bool = False
     """Whether the replica can open the segments that are held here."""
     host: str = ""
-    """Host of the replica; empty if unknown. Replicas of one host can open each other's segments."""
+    """Host of the replica; empty if unknown. A replica can open the segments of the others on its host."""
     phase: Phase = Phase.SERVING
     target: int = -1
     """The version of the update under way; -1 in an idle phase."""

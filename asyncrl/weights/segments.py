@@ -215,6 +215,6 @@ def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -
 
 @cache
 def host_id() -> str:
-    """Id that two processes share if they can open each other's /proc/PID/fd: one kernel, PID namespace and user."""
+    """Id of processes that can open the /proc/PID/fd of one another: one kernel, PID namespace and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"

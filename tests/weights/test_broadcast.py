@@ -193,7 +193,7 @@ def test_a_member_killed_in_the_middle_of_a_bucket_ends_the_broadcast_for_all(pe
     def gathered() -> Iterator[tuple[Bucket, int]]:
         victim.stop()
         threading.Timer(0.5, victim.process.kill).start()
-        # gloo may not notice, if the victim is not next to rank 0. The parameter server tells the learner.
+        # gloo may not notice, if the victim is not next to rank 0. The learner hears of it from the parameter server.
         threading.Timer(1.0, sender.abort, ["rank 3 is gone"]).start()
         yield from made.buckets
 

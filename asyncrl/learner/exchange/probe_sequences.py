@@ -28,12 +28,12 @@ class ProbeSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def probe_length(config: Config) -> int:
-    """LENGTH, or the number of tokens that the engines' context has room for beside the token that they sample."""
+    """LENGTH, or less where the engines' context is shorter: it needs room for the token that they sample."""
     return min(LENGTH, config.data.max_prompt_tokens + config.rollout.max_tokens - 1)
 
 
 def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequence]:
-    """End of each prompt, at most ``length`` tokens, of which the second half counts as a response."""
+    """End of each prompt, at most ``length`` tokens. The second half counts as a response."""
     found = []
     for prompt in prompts:
         tokens = prompt[-length:].tolist()

@@ -1,11 +1,11 @@
-"""Broadcasts new versions to the engines, bucket by bucket as they are sealed, beside the training.
+"""Broadcasts new versions to the engines during the training, bucket by bucket as they are sealed.
 
 A version is announced to the parameter server when its first bucket is sealed; engines generate until then. When every
-member of the group is paused, a thread sends the sealed buckets and then the rest, so that one bucket is gathered while
-the one before is sent. The training thread hands its buckets over and waits for nothing.
+member of the group is paused, a thread sends the sealed buckets and then the rest. So one bucket is gathered while the
+one before is sent. The training thread hands its buckets over and waits for nothing.
 
-Invariants: one version at a time is announced or sent, and one that comes meanwhile goes by shm or stream; a descriptor
-is this module's own and stays open until the send is over; the parameter server is told how each send ended, and a send
+Invariants: one version at a time is announced or sent, and one that comes meanwhile goes by shm or stream. A descriptor
+is this module's own and stays open until the send is over. The parameter server gets a report of each send. A send
 stops when the parameter server says that the broadcast is broken. A broadcast that fails is logged; the version then
 goes by shm or stream.
 """

@@ -1,18 +1,17 @@
-"""Makes the versions of the weights: number, probe, copy, assembly; then the publisher and the broadcaster take them
-over.
+"""Makes the versions of the weights: number, probe, copy, assembly. Publishes them to the parameter server.
 
 ``make`` takes as long as every rank needs to copy its own shards, and waits for no other actor. The copies are
-assembled beside the training, one version after the other. The publisher gives a whole version to the parameter server;
-where versions are broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number is
+assembled during the training, one version after the other. The publisher gives a whole version to the parameter server.
+Where versions are broadcast, the broadcaster sends sealed buckets while the rest is still being gathered. A number is
 durable before any other process hears of it, and is used up even if nothing comes of it.
 
 The publisher publishes a version until the parameter server has answered; then a call is parked there. If another
 parameter server takes its place, the call returns and the same version is published again, from the same segments. A
 version whose bytes have changed has to be gathered again. A version stays open while it is the newest, the last
-acknowledged one, or part of a call; at most these three are held. The others are closed at once, on a thread of their
-own, because the kernel takes a tenth of a second for each gigabyte that it gets back.
+acknowledged one, or part of a call; at most these three are held. A thread closes the others at once: the kernel takes
+a tenth of a second for each gigabyte that it gets back.
 
-Fails with RemoteError when the parameter server refuses a version, and with OSError when a version cannot be begun, for
+Fails with RemoteError when the parameter server refuses a version. OSError says that a version cannot be begun, for
 example on a full disk; another can be tried. A version that could not be assembled, for example without memory, is
 reported by ``on_failed``: ``spoiled`` until another one is made. Any other error, DeadlineExceeded among them, leaves
 the ranks out of step.
@@ -300,7 +299,7 @@ class Publisher:
                 call.cancel()
 
     async def _answer(self, call: asyncio.Future[Any]) -> Any:
-        """The reply; None if there is none."""
+        """The reply; None while the parameter server is away."""
         try:
             return await call
         except (DeadlineExceeded, RemoteError) as error:

@@ -1,8 +1,8 @@
 """The numbers of versions and of the learner's starts: durable in the run's folder, and never given twice.
 
 A version names one set of weights everywhere: in leases, cache salts, engine labels and segments. So a number is
-durable before any other process hears of it. After a death between the two, and after a new start in the same folder,
-it is not given again; a number that was given and never published is left out.
+durable before any other process hears of it. It is not given again, also after a death between the two and after a new
+start in the same folder. A number that was given and never published is left out.
 
 The file may get lost, come from a backup, or be damaged. So it is never trusted alone: other durable files hold version
 numbers too (``find_used``), and new numbers are above all of them.
@@ -45,7 +45,7 @@ class VersionNumbers:
         self._path = folder / FILE
         used = used or Used()
         mark, self.problem = self._read()
-        """What is wrong with the file, for the user; empty if nothing is."""
+        """Problem with the file, for the user; empty if it has none."""
         is_new_run = self.problem == _MISSING and used == Used()
         if is_new_run:
             self.problem = ""

@@ -210,6 +210,6 @@ def explain(drift: Drift) -> str:
         cause = (
             "the engine computes with other weights or in another way: weights of another version or loaded wrongly "
             '(weights.verify = "full" loads again), another dtype than learner.dtype, quantization or another '
-            "attention in rollout.vllm.extra, a model of which transformers and the engine differ"
+            "attention in rollout.vllm.extra, a model that transformers and the engine compute differently"
         )
     return f"{cause}. Where the difference is meant, raise drift.warn and drift.stop above it"

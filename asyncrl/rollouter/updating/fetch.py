@@ -1,25 +1,26 @@
 """Fetches a version into sealed, verified memory of this host, and passes it on to others while it arrives.
 
 Under ``shm`` the segments of another process of this host are opened and verified. Under ``stream`` segments of this
-process are filled chunk by chunk: the chunks come from the replicas that the offer names, nearest first, and at last
-from the parameter server. A source other than the parameter server is left for good, for the next one, when a call to
-it fails, when it sends other bytes than it says, and when it is alive but has had nothing new for IDLE_SHARE of
-``weights.deadline_s``.
+process are filled chunk by chunk. The chunks come from the replicas that the offer names, nearest first, and at last
+from the parameter server. A fetch leaves another source for good when a call to it fails, when its bytes are wrong, and
+when it is alive but has had nothing new for IDLE_SHARE of ``weights.deadline_s``.
 
-The relay serves a version that this replica fetches for its host: to the other replicas there once it is whole, and
-each chunk, as soon as it was verified, to the next host. A version is held from its first chunk until a newer one is
-whole here, by descriptors of its own: whatever becomes of the update, others may open it or ask for more of it. At most
+The relay serves a version that this replica fetches for its host. The next host gets each chunk as soon as it is
+verified, and the other replicas of this host open the version when it is whole. A version is held, by descriptors of
+the relay's own, from its first chunk until a newer one is whole here. The end of the update changes nothing. At most
 one whole version and one that is on its way are held.
 
-Invariants: a chunk's checksum is verified before it is written, a bucket's before it counts; at most
-``weights.chunks_in_flight`` chunks are requested at once; a source that dies, or a parameter server that restarts with
-the same version, costs only the chunks in flight; nothing stays open after a fetch that fails or is cancelled. Reading
-and checksums run in threads.
+Invariants:
 
-A fetch fails with VersionGone when the version is no longer held, WeightsCorrupt when its bytes are not those that were
-published, DeadlineExceeded when no chunk arrives for ``weights.deadline_s`` or the fetch takes
-``weights.stage_deadline_s``, and RemoteError. The relay fails with VersionGone for a version that is not held by the
-requested turn, with InvalidRequest for bytes that are not a chunk here, and with NotHere, which is retryable, for a
+* A chunk's checksum is verified before it is written, a bucket's before it counts.
+* At most ``weights.chunks_in_flight`` chunks are requested at once.
+* A source that dies, or a parameter server that restarts with the same version, costs only the chunks in flight.
+* Nothing stays open after a fetch that fails or is cancelled. Reading and checksums run in threads.
+
+A fetch fails with VersionGone when the version is no longer held, and with WeightsCorrupt when its bytes are not those
+that were published. It fails with DeadlineExceeded when no chunk arrives for ``weights.deadline_s`` or the fetch takes
+``weights.stage_deadline_s``, and with RemoteError. The relay fails with VersionGone for a version that is not held by
+the requested turn, and with InvalidRequest for bytes that are not a chunk here. NotHere, which is retryable, is for a
 chunk that has not arrived in time.
 """
 

@@ -58,7 +58,7 @@ from asyncrl.rpc.services import ActorServices
 from asyncrl.weights.held_version import HeldVersion
 
 PROBE_S = 30.0
-"""Longest time for a probe beside the requests of an engine that serves."""
+"""Longest time for a probe of an engine that serves requests meanwhile."""
 
 
 class UpdateFollower:
@@ -220,7 +220,7 @@ class UpdateFollower:
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             await self._wait_for_pause(offer.version, paths)
-            # The parameter server takes a pause back after weights.deadline_s; asking again starts that time anew.
+            # The parameter server takes a pause back after weights.deadline_s; asking again restarts that time.
             while not await self._host.quiesced(weights.deadline_s / 3):
                 await self._wait_for_pause(offer.version, paths)
             size = fetched.bytes

@@ -29,7 +29,7 @@ class Stub:
 
     def __init__(self) -> None:
         self.reached: list[int] = []
-        """VersionMaker that came, those included that are not answered."""
+        """Versions that came, those included that are not answered."""
         self.told: list[int] = []
         self.kept: list[int] = []
         self.spoiled = -1
@@ -108,7 +108,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]]) -> None:
                 scene.publisher.close()
                 before = open_segments()
             with make_publication(99):
-                # Nothing is closed twice: that would close somebody else's.
+                # Nothing is closed twice: that would close another owner's.
                 scene.publisher.close()
                 assert len(open_segments() - before) == 3
 

@@ -100,7 +100,7 @@ def test_a_mark_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeyp
         ([], None, Used()),
         (["v00000040", "abandoned-v00000061"], b'{"kind":"train","weights/version":44,"start":2}\n', Used(61, 2)),
         (["v00000040"], b'{"weights/version":44,"start":2}\n{"start":3}\n{"weights/version":null}\n', Used(44, 3)),
-        # A torn line, and one that is none.
+        # A torn line, and one that is no JSON.
         ([], b'{"weights/version":7,"start":1}\nnonsense\n{"weights/version":8,"st', Used(7, 1)),
     ],
 )

@@ -1,9 +1,9 @@
-"""Assembles the weights beside the training: copied on the training thread, gathered and written on another thread.
+"""Assembles the weights during the training: copied on the training thread, gathered and written on another thread.
 
 Every rank first copies its own shards to host memory (copies.py); training waits only for that. Then the copies are
 gathered bucket by bucket, layer by layer: rank 0 writes one bucket into a sealed segment while the next is gathered. A
-version is the adapters alone if versions are published so, and else the whole model with adapters added in; an export
-is the whole model, and the adapters beside it.
+version is the adapters alone if versions are published so, and else the whole model with adapters added in. An export
+is the whole model, and the adapters in a folder of their own.
 
 Invariants: a copy is of one moment and is read to its end before the next is taken, so no version is torn and one copy
 bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the collectives of a

@@ -189,7 +189,7 @@ def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 def flat(weights: list[Weight], shards: int) -> Tensor:
     """This rank's parts in one buffer, of the size that rank 0 needs, which has the largest part of everything."""
     size = sum(len(own_rows(w.shape[0], 0, shards)) * w.shape[1:].numel() for w in weights)
-    # All that is cut up are parameters, of one type; buffers, which have others, are whole on every rank.
+    # Only parameters are cut up, and they have one type; buffers, which have others, are whole on every rank.
     (dtype,) = {w.part.dtype for w in weights}
     parts = torch.cat([w.part for w in weights])
     sent = torch.zeros(size, dtype=dtype, device=parts.device)

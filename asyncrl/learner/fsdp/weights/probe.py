@@ -1,7 +1,7 @@
 """The probe: log-probs of a few sequences by the learner's weights, scored at each publication.
 
-An engine that serves the same weights gives their tokens the same log-probs within rounding, and samples at the run's
-temperature each next token with the log-prob that is told for it here; one that does not has other weights, or computes
+An engine that serves the same weights gives their tokens the same log-probs within rounding. At the run's temperature
+it samples each next token with the log-prob that the probe has for it. Any other engine has other weights, or computes
 otherwise from them. All ranks score alike, so that their collectives stay in step, without a gradient, and leave
 the weights cut up as they were.
 """
@@ -22,7 +22,7 @@ from asyncrl.messages.weights import Probe
 PLACES = 4
 """Places of each sequence at which an engine samples a token."""
 LIKELIEST = 128
-"""Number of tokens that are told for each place: an engine mostly samples one of them there."""
+"""Number of tokens with log-probs at each place: an engine mostly samples one of them there."""
 
 
 def score_probe(
