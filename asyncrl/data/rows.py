@@ -24,13 +24,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import BufferedIOBase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from asyncrl.core.errors import DataError
 from asyncrl.data.files import PARQUET_MAGIC, files_of
+
+if TYPE_CHECKING:
+    # Imported where it is used: workers of rewards read columns, and start in half the time without it.
+    import numpy as np
 
 GZIP_MAGIC = b"\x1f\x8b"
 _decode = msgspec.json.Decoder().decode
@@ -177,6 +180,8 @@ class EpochOrder:
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Indices at these offsets of an epoch, int64 [stop - start], for a small part of the cost of ``at``."""
+        import numpy as np
+
         index = np.arange(start, min(stop, self.size), dtype=np.int64)
         if not self.shuffle:
             return index
@@ -219,6 +224,8 @@ def _coin(key: int, value: int) -> int:
 
 def _coins(key: int, values: np.ndarray) -> np.ndarray:
     """``_coin`` of each: int64 [N] to bool [N]."""
+    import numpy as np
+
     mixed = values.astype(np.uint64) ^ np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

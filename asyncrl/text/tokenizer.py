@@ -18,7 +18,6 @@ import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date as Date
 from datetime import datetime, time
 from functools import cached_property
@@ -114,7 +113,7 @@ def load_tokenizer(
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError([f"model.path: {path} is not a folder"])
-    told = Told(Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {}))
+    told = Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {})
     if (folder / "tokenizer.json").is_file():
         return _FileTokenizer(folder, told)
     if not any(file.name != "tokenizer_config.json" for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
@@ -122,12 +121,8 @@ def load_tokenizer(
     return _TransformersTokenizer(folder, told, trust_remote_code)
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Values that every chat template of a run receives with the conversation."""
-
-    date: Date
-    options: Mapping[str, Any]
+Told = tuple[Date, Mapping[str, Any]]
+"""Values that every chat template of a run receives with the conversation: the date and the options."""
 
 
 class ByteTokenizer:
@@ -194,7 +189,7 @@ class _HuggingFace:
 
     def __init__(self, folder: Path, told: Told) -> None:
         self._folder = folder
-        self._told = told
+        self._date, self._options = told
         self._config = _read_json(folder / "tokenizer_config.json")
         self.eos_ids: set[int] = set()
         model = _read_json(folder / "config.json")
@@ -220,7 +215,7 @@ class _HuggingFace:
         *,
         generate: bool = True,
     ) -> str:
-        given = {**self._special_tokens, **self._told.options, **(options or {})}
+        given = {**self._special_tokens, **self._options, **(options or {})}
         given |= {"messages": messages, "tools": tools or None, "add_generation_prompt": generate}
         template = self._templates[bool(tools)]
         try:
@@ -255,8 +250,8 @@ class _HuggingFace:
         if plain is None:
             raise ConfigError([f'data.template: {self._folder} has no chat template; set data.template = "plain"'])
         assert with_tools is not None
-        compiled = _compile(plain, self._told.date)
-        return compiled, compiled if with_tools == plain else _compile(with_tools, self._told.date)
+        compiled = _compile(plain, self._date)
+        return compiled, compiled if with_tools == plain else _compile(with_tools, self._date)
 
 
 class _FileTokenizer(_HuggingFace):

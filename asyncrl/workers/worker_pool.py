@@ -15,11 +15,13 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import psutil
 
+from asyncrl.config.episode import EpisodeConfig
+from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, DeadlineExceeded
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.observe.states import StateLedger
@@ -39,14 +41,6 @@ CLOSE_TIMEOUT_S = 10.0
 
 OnOutput = Callable[[str, str, int], None]
 """Receives output of workers: the uid of the task that printed it (empty if unknown), text, bytes dropped."""
-
-
-class Limits(Protocol):
-    """The keys that ``[reward]`` and ``[episode]`` have in common."""
-
-    workers: int
-    max_memory_bytes: int
-    max_output_bytes: int
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -104,7 +98,7 @@ class WorkerPool(Generic[P]):
 
     def __init__(
         self,
-        limits: Limits,
+        limits: RewardConfig | EpisodeConfig,
         *,
         code: str,
         setup: bytes,

@@ -134,6 +134,8 @@ HONOURED, HARMLESS, IGNORED = Field("honoured"), Field("harmless"), Field("ignor
 REFUSED = Field("refused", neutral=(False, 0, {}, []))
 STRICT = Field("relaxed", neutral=(False,))
 """A tool whose arguments are to keep to their schema."""
+PLAIN_TEXT = Field("relaxed", neutral=({"type": "text"},))
+"""A schema of the answer."""
 STATEFUL = Field("refused", problem="is not supported here: send the whole conversation with each request")
 
 SAMPLING = {
@@ -146,44 +148,29 @@ SAMPLING = {
     "presence_penalty": Field("ignored", neutral=(0,)),
     "repetition_penalty": Field("ignored", neutral=(1,)),
 }
-BOOKKEEPING = {
-    "metadata": HARMLESS,
-    "user": HARMLESS,
-    "store": HARMLESS,
-    "service_tier": HARMLESS,
-    "safety_identifier": HARMLESS,
-    "prompt_cache_key": HARMLESS,
-    "prompt_cache_retention": HARMLESS,
-    "prompt_cache_options": HARMLESS,
-}
+BOOKKEEPING = dict.fromkeys(
+    (
+        *("metadata", "user", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    ),
+    HARMLESS,
+)
 CONSTRAINTS = {
     "tools.strict": STRICT,
     "tool_choice": Field("relaxed", neutral=("auto", "none")),
     "parallel_tool_calls": Field("relaxed", neutral=(True,)),
 }
-OURS = {"model": HONOURED, "stream": HONOURED, "tools": HONOURED, "chat_template_kwargs": HONOURED}
-
+OURS = dict.fromkeys(("model", "stream", "tools", "chat_template_kwargs"), HONOURED)
 CHAT_COMPLETIONS = {
     **OURS,
     **SAMPLING,
     **BOOKKEEPING,
     **CONSTRAINTS,
-    "messages": HONOURED,
-    "max_tokens": HONOURED,
-    "max_completion_tokens": HONOURED,
-    "stop": HONOURED,
-    "n": HONOURED,
-    "stream_options": HONOURED,
-    "response_format": Field("relaxed", neutral=({"type": "text"},)),
-    "reasoning_effort": IGNORED,
-    "verbosity": IGNORED,
+    **dict.fromkeys(("messages", "max_tokens", "max_completion_tokens", "stop", "n", "stream_options"), HONOURED),
+    **dict.fromkeys(("reasoning_effort", "verbosity"), IGNORED),
+    "response_format": PLAIN_TEXT,
     "modalities": Field("refused", neutral=(["text"],), problem="can only be ['text']"),
-    "logit_bias": REFUSED,
-    "logprobs": REFUSED,
-    "top_logprobs": REFUSED,
-    "audio": REFUSED,
-    "prediction": REFUSED,
-    "moderation": REFUSED,
+    **dict.fromkeys(("logit_bias", "logprobs", "top_logprobs", "audio", "prediction", "moderation"), REFUSED),
     "web_search_options": REFUSED,
     "functions": Field("refused", neutral=([],), problem="is superseded: use tools"),
     "function_call": Field("refused", neutral=("none", "auto"), problem="is superseded: use tool_choice"),
@@ -193,50 +180,29 @@ RESPONSES = {
     **SAMPLING,
     **BOOKKEEPING,
     **CONSTRAINTS,
-    "input": HONOURED,
-    "instructions": HONOURED,
-    "max_output_tokens": HONOURED,
-    "stream_options": HARMLESS,
+    **dict.fromkeys(("input", "instructions", "max_output_tokens"), HONOURED),
+    **dict.fromkeys(("stream_options", "reasoning.summary", "reasoning.generate_summary"), HARMLESS),
+    **dict.fromkeys(("text.verbosity", "reasoning.effort", "max_tool_calls"), IGNORED),
+    "text.format": PLAIN_TEXT,
     # Reasoning that is sent back does nothing: the rollouter has the sampled tokens.
     "include": Field("refused", neutral=([], ["reasoning.encrypted_content"])),
-    "text.format": Field("relaxed", neutral=({"type": "text"},)),
-    "text.verbosity": IGNORED,
-    "reasoning.effort": IGNORED,
-    "reasoning.summary": HARMLESS,
-    "reasoning.generate_summary": HARMLESS,
-    "max_tool_calls": IGNORED,
     "truncation": Field("refused", neutral=("disabled",)),
-    "top_logprobs": REFUSED,
-    "background": REFUSED,
-    "context_management": REFUSED,
-    "moderation": REFUSED,
-    "prompt": REFUSED,
-    "previous_response_id": STATEFUL,
-    "conversation": STATEFUL,
+    **dict.fromkeys(("top_logprobs", "background", "context_management", "moderation", "prompt"), REFUSED),
+    **dict.fromkeys(("previous_response_id", "conversation"), STATEFUL),
 }
 MESSAGES = {
     **OURS,
     **SAMPLING,
-    "messages": HONOURED,
-    "system": HONOURED,
-    "max_tokens": HONOURED,
-    "stop_sequences": HONOURED,
-    "metadata": HARMLESS,
-    "service_tier": HARMLESS,
-    "cache_control": HARMLESS,
-    "inference_geo": HARMLESS,
+    **dict.fromkeys(("messages", "system", "max_tokens", "stop_sequences"), HONOURED),
+    **dict.fromkeys(("metadata", "service_tier", "cache_control", "inference_geo", "tool_choice.name"), HARMLESS),
     "tools.strict": STRICT,
     "messages.is_error": Field("ignored", neutral=(False,)),
     "tool_choice.type": Field("relaxed", neutral=("auto", "none")),
-    "tool_choice.name": HARMLESS,
     "tool_choice.disable_parallel_tool_use": Field("relaxed", neutral=(False,)),
     "thinking": Field("ignored", neutral=({"type": "disabled"},)),
     "output_config.effort": IGNORED,
-    "output_config.format": Field("relaxed", neutral=({"type": "text"},)),
-    "output_format": Field("relaxed", neutral=({"type": "text"},)),
-    "container": REFUSED,
-    "context_management": REFUSED,
-    "mcp_servers": REFUSED,
+    **dict.fromkeys(("output_config.format", "output_format"), PLAIN_TEXT),
+    **dict.fromkeys(("container", "context_management", "mcp_servers"), REFUSED),
 }
 
 

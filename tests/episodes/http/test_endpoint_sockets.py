@@ -218,8 +218,6 @@ async def test_only_what_is_served_is_served():
 async def test_what_is_no_json_object_is_refused():
     bodies = [b"{", b"", b"[]", b"\xff\xfe", b'{"messages": NaN}', b'{"messages": "\\ud800"}']
     bodies += [b'{"messages":' + b"[" * 100_000]
-    # Long ones are read in another way.
-    bodies += [b" " * (256 << 10) + body for body in (b"[]", b'{"messages": [{]}', b'{"messages": [' + b"[" * 100_000)]
     core = ScriptedCore()
     async with http_client(core) as (_, client):
         for sent in bodies:

@@ -17,7 +17,6 @@ from asyncrl.episodes.playing import episode_frames as frames
 from asyncrl.episodes.playing.episode_worker import STOPPED, EpisodePrinter, EpisodeWorker
 from asyncrl.messages.episodes import EpisodeDone
 from asyncrl.rpc.wire.keys import create_credentials
-from asyncrl.workers import worker_pool as pool_module
 from asyncrl.workers.confinement import why_not
 from asyncrl.workers.worker import FrameReader
 
@@ -213,14 +212,10 @@ async def test_the_end_of_an_episode_inside_a_task_group_is_no_failure(fails):
     assert ended.error.startswith("raised ExceptionGroup: ") if fails else ended == frames.Ended(SESSION)
 
 
-async def test_a_coroutine_that_a_plain_function_returns_is_played(tmp_path):
-    """As behind a decorator that is not asynchronous itself."""
-    async with hosting(play(function="plays:decorated"), tmp_path, Rollouter("ab")) as host:
-        assert await host.play("go") == EpisodeDone(reward=2.0)
-
-
-async def test_a_plain_function_may_run_a_loop_of_its_own(tmp_path):
-    async with hosting(play(function="plays:embedded"), tmp_path, Rollouter("ab")) as host:
+@pytest.mark.parametrize("function", ["decorated", "embedded"])
+async def test_a_plain_function_may_return_a_coroutine_or_run_a_loop_of_its_own(tmp_path, function):
+    """As one behind a decorator that is not asynchronous itself."""
+    async with hosting(play(function=f"plays:{function}"), tmp_path, Rollouter("ab")) as host:
         assert await host.play("go") == EpisodeDone(reward=2.0)
 
 
@@ -284,21 +279,6 @@ async def test_who_waits_for_a_lone_worker_that_does_not_come_up_is_not_blamed_f
         (tmp_path / "hang").unlink()
         assert (await host.play("reply", attempt=2)).reward == 3.0
         assert host.figure("played_alone") == 2
-
-
-async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_is_another(tmp_path, monkeypatch):
-    tried = []
-
-    def fails(*_, **more):
-        tried.append(more)
-        raise OSError("no process")
-
-    monkeypatch.setattr(pool_module, "FIRST_BACKOFF_S", 0.0)
-    async with hosting(play(workers=2), tmp_path) as host:
-        monkeypatch.setattr(pool_module, "WorkerProcess", fails)
-        assert (await host.play("exit")).blame == "host"
-        await until(lambda: len(tried) > 1100)
-        assert (await host.play("reply", uid="0-2")).reward == 3.0
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_what_it_started_goes_with_it(tmp_path):
