@@ -65,7 +65,6 @@ from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Registry
-from asyncrl.rpc.notices import sendable
 from asyncrl.rpc.parking import ParkingLot
 
 FEW_ACTORS = 64
@@ -343,13 +342,9 @@ class Controller(Actor):
         self._followers.wake()
         return Done()
 
-    def notify(
-        self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
-    ) -> None:
-        super().notify(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
-        # Other actors send their notices to the controller.
-        own = sendable(key, text, count, meanwhile, waits_for, of)
-        self._lines.add_notice(self.name, self.context.incarnation, own)
+    def pass_on(self, notice: Notice) -> None:
+        """Show a notice of the controller itself."""
+        self._lines.add_notice(self.name, self.context.incarnation, notice)
         self._followers.wake()
 
     @handler

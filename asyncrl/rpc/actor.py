@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, WireError
-from asyncrl.messages.actors import ActorRecord, Dead, ReportFailure, Resolve, RunState
+from asyncrl.messages.actors import ActorRecord, Dead, Notice, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
 from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, ResourceRecord, UnreachedRecord
 from asyncrl.observe.logging import get_logger, lost_lines
+from asyncrl.observe.machine import Vitals, VitalSigns
 from asyncrl.observe.states import Kind, StateLedger
 from asyncrl.observe.trace import STATES, Trace, spans_kept
 from asyncrl.rpc.awaits import Awaits
@@ -28,13 +29,11 @@ from asyncrl.rpc.calls.endpoint import Endpoint
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
-from asyncrl.rpc.controller_session import REPORT_S, ControllerSession
+from asyncrl.rpc.controller_session import REPORT_S, ControllerSession, sendable
 from asyncrl.rpc.heartbeat import EventQueue, HeartbeatDelta
 from asyncrl.rpc.lifecycle.roster import CONTROLLER, Roster
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS
-from asyncrl.rpc.notices import NoticeQueue
 from asyncrl.rpc.services import ActorServices, Clock
-from asyncrl.rpc.vitals import Vitals, VitalSigns
 from asyncrl.rpc.wire.codec import encodable
 from asyncrl.rpc.wire.keys import Credentials
 from asyncrl.rpc.wire.transport import Transport
@@ -116,9 +115,7 @@ class Actor:
         self._peers: dict[str, Peer] = {}
         self._server: CallServer | None = None
         self._progress = 0
-        self._notices = NoticeQueue()
-        self._noticed = asyncio.Event()
-        self._controller_session = ControllerSession(self, self._notices, self._noticed)
+        self._controller_session = ControllerSession(self)
         self._endpoint = Endpoint(
             name=context.name,
             incarnation=context.incarnation,
@@ -219,9 +216,14 @@ class Actor:
         summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key or the end of
         this incarnation. To be called in the thread of the event loop.
         """
-        if self._notices.add(key, text, count, meanwhile, waits_for, of):
+        notice = sendable(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
+        if self._controller_session.notices.add(notice):
             self.log.warning(text, notice=key)
-        self._noticed.set()
+        self.pass_on(notice)
+
+    def pass_on(self, notice: Notice) -> None:
+        """Send a notice to the controller, when there is time."""
+        self._controller_session.noticed.set()
 
     async def publish_facts(self) -> None:
         """Publish ``facts`` before this actor can be called; for setup."""

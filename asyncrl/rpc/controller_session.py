@@ -3,6 +3,10 @@
 Invariant: an actor registers with a new controller before it acts on the state from it. It ends when its role is
 drained or when it leaves, and handles a preemption once. The actor keeps working while the controller is away: a
 successor comes up at the same address, or the node agent ends the actor.
+
+A notice that changes before it is sent is sent once, in its newest form. There are at most MOST_KEYS notices; further
+keys are counted in the last one. A notice belongs to an incarnation of its actor, and the wait that it reports ends
+with that incarnation (controller/observation/open_waits.py).
 """
 
 from __future__ import annotations
@@ -11,31 +15,100 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from asyncrl.core.errors import DeadlineExceeded, RemoteError, WireError
-from asyncrl.messages.actors import Register, RunState, WatchRun
+from asyncrl.messages.actors import LONGEST_KEY, LONGEST_NOTICE, Notice, Register, RunState, WatchRun
 from asyncrl.messages.hosts import WatchMembers
 from asyncrl.messages.monitor import TracePart
 from asyncrl.rpc.calls.retry import is_refusal, wait_out
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
-from asyncrl.rpc.notices import NoticeQueue
+from asyncrl.rpc.wire.codec import encodable
 
 if TYPE_CHECKING:
     from asyncrl.rpc.actor import Actor
 
 REPORT_S = 5.0
 """Longest time that an actor spends at its end on the report of a failure, or on its notices."""
+MOST_KEYS = 64
+MORE = "more"
+MOST_OVERFLOWING = 1024
+"""Further keys that are counted."""
 NOTICE_PACE_S = 1.0
 """Pause between two reports of notices."""
 TRACE_S = 3.0
 """Longest time that an actor spends on sending its spans."""
 
 
+class NoticeQueue:
+    """The notices of one actor, and which of them are still to be sent. Pure."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Notice] = {}
+        self._unsent: dict[str, None] = {}
+        """Keys of notices to send, the oldest first."""
+        self._more: set[str] = set()
+
+    def add(self, notice: Notice) -> bool:
+        """Take in a notice; whether its text is new."""
+        key, text = notice.key, notice.text
+        # One place is that of MORE.
+        if key not in self._known and len(self._known) >= MOST_KEYS - 1:
+            is_new = key not in self._more
+            if is_new and len(self._more) < MOST_OVERFLOWING:
+                self._more.add(key)
+            self._put(
+                Notice(key=MORE, text="more kinds of notices than are shown; the log has them", count=len(self._more))
+            )
+            return is_new
+        before = self._known.get(key)
+        self._put(notice)
+        return before is None or before.text != text
+
+    def _put(self, notice: Notice) -> None:
+        if notice != self._known.get(notice.key):
+            self._known[notice.key] = notice
+            self._unsent.setdefault(notice.key)
+
+    def take(self) -> list[Notice]:
+        """The notices to send, which count as sent."""
+        taken = [self._known[key] for key in self._unsent]
+        self._unsent.clear()
+        return taken
+
+    def repeat_waits(self) -> None:
+        """Send the notices that report a wait once more: another controller knows none of them."""
+        for notice in self._known.values():
+            if notice.waits_for:
+                self._unsent.setdefault(notice.key)
+
+    def put_back(self, notices: list[Notice]) -> None:
+        """Take back notices that could not be sent."""
+        for notice in notices:
+            self._unsent.setdefault(notice.key)
+
+
+def sendable(key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = "") -> Notice:
+    """The notice as the wire takes it: a path may hold bytes that are no text."""
+    return Notice(
+        key=_cut(key, LONGEST_KEY),
+        text=_cut(text, LONGEST_NOTICE),
+        count=count,
+        meanwhile=_cut(meanwhile, LONGEST_NOTICE),
+        waits_for=_cut(waits_for, LONGEST_KEY),
+        of=_cut(of, LONGEST_KEY),
+    )
+
+
+def _cut(text: str, longest: int) -> str:
+    return encodable(text)[:longest]
+
+
 class ControllerSession:
     """The session of one actor; see the module."""
 
-    def __init__(self, actor: Actor, notices: NoticeQueue, noticed: asyncio.Event) -> None:
-        """``noticed`` is set when there are notices to send."""
+    def __init__(self, actor: Actor) -> None:
         self._actor = actor
-        self._notices, self._noticed = notices, noticed
+        self.notices = NoticeQueue()
+        self.noticed = asyncio.Event()
+        """Set when there are notices to send."""
         self._known_to = 0
         """Incarnation of the controller where the actor is registered."""
         self._is_preempted = False
@@ -85,8 +158,8 @@ class ControllerSession:
                         raise
                     await wait_out(actor.log, "controller", error)
                     continue
-                self._notices.repeat_waits()
-                self._noticed.set()
+                self.notices.repeat_waits()
+                self.noticed.set()
             actor.run_state = state
             actor.fence(state.dead)
             if state.trace and state.trace != self._traced:
@@ -135,15 +208,15 @@ class ControllerSession:
     async def send_notices(self) -> None:
         """Send notices to the controller as they come, for the whole life of the actor."""
         while True:
-            await self._noticed.wait()
-            self._noticed.clear()
+            await self.noticed.wait()
+            self.noticed.clear()
             await self._send_waiting_notices()
             await asyncio.sleep(NOTICE_PACE_S)
 
     async def _send_waiting_notices(self) -> None:
         """Send the waiting notices, or keep them while the controller is away."""
         actor = self._actor
-        left = self._notices.take()
+        left = self.notices.take()
         try:
             while left:
                 await actor.peer(CONTROLLER).call(left[0])
@@ -151,9 +224,9 @@ class ControllerSession:
         # A WireError is an OSError.
         except OSError as error:
             actor.log.info("controller is away", error=str(error))
-            self._noticed.set()
+            self.noticed.set()
         finally:
-            self._notices.put_back(left)
+            self.notices.put_back(left)
 
     async def send_last_notices(self) -> None:
         """Send the rest of the notices at the end of the actor, within REPORT_S."""

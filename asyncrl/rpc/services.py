@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from asyncrl.observe.logging import Logger
 from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.notices import Notify
 
 
 class Clock:
@@ -23,6 +23,14 @@ class Clock:
     def wall(self) -> float:
         """Unix seconds, for what people and other hosts read."""
         return time.time()
+
+
+class Notify(Protocol):
+    """Notifies the user, as Actor.notify does."""
+
+    def __call__(
+        self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

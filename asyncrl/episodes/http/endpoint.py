@@ -29,7 +29,7 @@ from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
 from asyncrl.episodes.http.responses import Responses
 from asyncrl.messages.reward import BadOutcome, read_number
 from asyncrl.observe.logging import Logger
-from asyncrl.rpc.notices import Notify
+from asyncrl.rpc.services import Notify
 
 LOOPBACK = "127.0.0.1"
 SHUTDOWN_S = 0.2

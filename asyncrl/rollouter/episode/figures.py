@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.messages import FinishReason
 from asyncrl.observe.metrics import Counters, Histograms
 from asyncrl.rollouter.episode.conversation import ConversationFigures
-from asyncrl.rpc.notices import Notify
+from asyncrl.rpc.services import Notify
 
 MOST_TOOLS = 12
 """Names of tools that are counted apart."""

@@ -12,9 +12,8 @@ import pytest
 
 from asyncrl.observe import machine
 from asyncrl.observe.catalogue import edges_of
-from asyncrl.observe.machine import LOOK_S, GpuWatch, ProcessTimes, family
+from asyncrl.observe.machine import LAG, LOOK_S, PROBE_S, GpuWatch, ProcessTimes, VitalSigns, family
 from asyncrl.observe.metrics import Histograms
-from asyncrl.rpc.vitals import LAG, PROBE_S, VitalSigns
 
 
 async def test_the_lag_shows_that_a_loop_was_blocked():
