@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import Parser, seconds, split_flags, split_ssh_args
-from asyncrl.cli.output import complain, flushed
+from asyncrl.cli.command_line import Parser, complain, flushed, seconds, split_flags, split_ssh_args
 from asyncrl.core.printable import json_in_ascii, say
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import Parser
-from asyncrl.cli.output import complain, flushed
+from asyncrl.cli.command_line import Parser, complain, flushed
 from asyncrl.cli.which_run import run_folder
 from asyncrl.core.printable import say
 

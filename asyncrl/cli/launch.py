@@ -17,8 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl.cli import live_run_commands
-from asyncrl.cli.flags import Parser, split_flags, split_ssh_args
-from asyncrl.cli.output import complain, flushed
+from asyncrl.cli.command_line import Parser, complain, flushed, split_flags, split_ssh_args
 from asyncrl.core.printable import say
 from asyncrl.launcher.common.signals import heeded
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from asyncrl.cli.flags import seconds, split_ssh_args
+from asyncrl.cli.command_line import seconds, split_ssh_args
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

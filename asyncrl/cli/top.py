@@ -16,8 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.cli.flags import Parser
-from asyncrl.cli.output import complain, flushed
+from asyncrl.cli.command_line import Parser, complain, flushed
 from asyncrl.cli.which_run import PROGRAM, live_run_place, must_be_reachable, run_folder
 from asyncrl.core.printable import json_in_ascii, say
 

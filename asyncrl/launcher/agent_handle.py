@@ -36,7 +36,7 @@ from asyncrl.launcher.common.agent_messages import (
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.node.agent_heartbeat import Silence
 from asyncrl.launcher.terminal.interrupts import Interrupts
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.rpc.linux import children_of
@@ -116,7 +116,7 @@ class AgentHandle:
         if not self.over and not self.process.stdin.is_closing():
             self.process.stdin.write(command)
 
-    async def hear(self, logs: Path, progress: Progress, take: Callable[[Any], None]) -> None:
+    async def hear(self, logs: Path, progress: TerminalProgress, take: Callable[[Any], None]) -> None:
         """Read until nothing more comes, every event that is no log given to ``take``; then it is known how it ended.
 
         Its log lines are appended to the files in ``logs``.
@@ -144,23 +144,28 @@ class AgentHandle:
         self.lost = self.contact is not None and self.contact.is_lost(code) and self.ended is None
         self.exit_code = code
 
-    def look(self, limits: SilenceLimits, progress: Progress) -> None:
+    def look(self, config: Config, progress: TerminalProgress) -> None:
         """Look, every LOOK_S, whether anything has come; report a silence, and cut a connection that stays silent."""
         if self.over:
             return
+        supervision = config.supervision
+        limit_s = supervision.agent_silence_s
         silent_s, reported = self.silence.look(heard=self._heard), self._reported
         if self._heard and reported:
             progress.say(f"{self.name} is heard again")
         self._spoken |= self._heard
-        report_s = limits.report_s if self._spoken else max(limits.report_s, FIRST_WORD_S)
+        report_s = REPORT_SHARE * limit_s if self._spoken else max(REPORT_SHARE * limit_s, FIRST_WORD_S)
         self._heard, self._reported = False, silent_s >= report_s
         if self._reported and not reported and self.ended is None:
-            progress.warn([f"{self.name}: no sign of life for {silent_s:.0f} s; {limits.consequence}"])
-        cut_s = PARTING_S if self.ended is not None else limits.cut_s
-        if silent_s >= cut_s + self._cuts * PARTING_S:
-            what = (
-                "its guard has not ended" if self.ended is not None else "neither it nor its guard shows a sign of life"
+            consequence = (
+                "it restarts no actor and obeys no command. An agent that is frozen is killed by its guard after "
+                f"{limit_s:g} s (supervision.silence_s), with its host's part of the run"
             )
+            progress.warn([f"{self.name}: no sign of life for {silent_s:.0f} s; {consequence}"])
+        # An agent whose loop hangs, and beats to its guard, has ``watchdog.stall_s`` more.
+        cut_s = config.watchdog.stall_s + limit_s + supervision.host_lost_s if self.ended is None else PARTING_S
+        if silent_s >= cut_s + self._cuts * PARTING_S:
+            what = "neither it nor its guard shows a sign of life" if self.ended is None else "its guard has not ended"
             progress.warn([f"{self.name}: {what} for {silent_s:.0f} s; its connection is cut"])
             self.cut()
 
@@ -177,36 +182,12 @@ class AgentHandle:
             self.process.send_signal(signal.SIGCONT if self._cuts == 1 else signal.SIGKILL)
 
 
-@dataclass(frozen=True, slots=True)
-class SilenceLimits:
-    """Silences of an agent (s) after which it is reported, and after which its connection is cut."""
-
-    report_s: float
-    cut_s: float
-    consequence: str
-    """The end of the report: the consequence of the silence."""
-
-    @classmethod
-    def of(cls, config: Config) -> SilenceLimits:
-        """The limits of a run. An agent whose loop hangs, and beats to its guard, has ``watchdog.stall_s`` more."""
-        supervision = config.supervision
-        silence_s = supervision.agent_silence_s
-        return cls(
-            report_s=REPORT_SHARE * silence_s,
-            cut_s=config.watchdog.stall_s + silence_s + supervision.host_lost_s,
-            consequence=(
-                "it restarts no actor and obeys no command. An agent that is frozen is killed by its guard after "
-                f"{silence_s:g} s (supervision.silence_s), with its host's part of the run"
-            ),
-        )
-
-
-async def watch_silence(members: Sequence[AgentHandle], limits: SilenceLimits, progress: Progress) -> None:
+async def watch_silence(members: Sequence[AgentHandle], config: Config, progress: TerminalProgress) -> None:
     """Look at the agents until cancelled."""
     while True:
         await asyncio.sleep(LOOK_S)
         for member in members:
-            member.look(limits, progress)
+            member.look(config, progress)
 
 
 async def end_in_steps(members: Sequence[AgentHandle], drain_s: float) -> None:

@@ -27,7 +27,6 @@ from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE, HostFail
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,
-    SilenceLimits,
     end_in_steps,
     kill_members,
     watch_silence,
@@ -49,7 +48,7 @@ from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.run_folder.ended import find_left, read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.interrupts import Interrupts
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 
 CONFIRM_S = 30.0
 """Longest time in which a host is reached again."""
@@ -60,8 +59,8 @@ ENDED_BY_CODE = {
     ),
 }
 """Ends that an agent's exit code alone describes."""
-LOOK_AGAIN_S = 2.0
-"""Pause between two looks at a head whose connection is lost."""
+LOOK_AGAIN_S = 5.0
+"""Time of one look at a head whose connection is lost, and pause after one that failed."""
 
 
 @dataclass
@@ -71,7 +70,7 @@ class Follower:
     config: Config
     folder: RunFolder
     members: Sequence[AgentHandle]
-    progress: Progress
+    progress: TerminalProgress
     interrupts: Interrupts = field(default_factory=Interrupts)
     on_running: Callable[[], None] = lambda: None
     """Called when the run runs."""
@@ -94,7 +93,7 @@ class Follower:
         ending = asyncio.create_task(self._end())
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = watch_silence(self.members, SilenceLimits.of(self.config), self.progress)
+                watch = watch_silence(self.members, self.config, self.progress)
                 watching = tasks.create_task(watch)
                 following = [tasks.create_task(self._follow(member)) for member in self.members]
                 await self._until(lambda: self._head.over and not self._head.lost)
@@ -262,28 +261,19 @@ class Follower:
     async def _wait_for_lost_head(self) -> None:
         """Wait until the run, now unheard, has ended, is to end at once, or the head stays out of reach."""
         head, supervision = self._head, self.config.supervision
-        assert head.contact is not None
-        order = self._order(head, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
         while not self._killing and loop.time() < until:
-            again = Contact(head.host, head.contact.start)
             try:
-                async with asyncio.timeout(CONFIRM_S):
-                    await again.reach()
-                while not self._killing:
-                    async with asyncio.timeout(CONFIRM_S):
-                        found = await again.ask(order, HostEnded)
-                    if not found.living:
-                        head.ended = found.ended
-                        return
-                    # It was reached, and from now on may be out of reach for as long again.
-                    until = loop.time() + supervision.host_grace_s + supervision.drain_s
+                found = await self._ask_anew(head, CONFIRM_S, patience_s=LOOK_AGAIN_S, kill=False)
             except (HostFailed, TimeoutError):
-                again.kill()
                 await asyncio.sleep(LOOK_AGAIN_S)
-            finally:
-                await again.close()
+                continue
+            if not found.living:
+                head.ended = found.ended
+                return
+            # It was reached, and from now on may be out of reach for as long again.
+            until = loop.time() + supervision.host_grace_s + supervision.drain_s
 
     def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has ended, and with it everything on that host."""
@@ -325,15 +315,13 @@ class Follower:
         try:
             async with asyncio.timeout(within_s):
                 await again.reach()
-                return await again.ask(self._order(member, **order), HostEnded)
+                logs, run_dir = str(self.folder.logs), str(self.folder.path)
+                return await again.ask(EndOrder(run_dir=run_dir, index=member.index, log_dir=logs, **order), HostEnded)
         except (HostFailed, TimeoutError):
             again.kill()
             raise
         finally:
             await again.close()
-
-    def _order(self, member: AgentHandle, **order: Any) -> EndOrder:
-        return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
 
     def _result(self) -> EndedEvent:
         head = self._head.ended

@@ -19,7 +19,7 @@ from asyncrl.config import Config
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.load import config_to_json
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.common.agent_messages import ActorSpec, AgentSpec, HostOffer, HostSpec
+from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
 from asyncrl.launcher.hosts.contact import Contact
@@ -76,7 +76,6 @@ def passed_on() -> dict[str, str]:
 
 
 def agent_spec(
-    config: Config,
     folder: RunFolder,
     placed: Sequence[Placed],
     actor_argv: Sequence[str] = ACTOR_ARGV,
@@ -92,12 +91,11 @@ def agent_spec(
     interfaces that the user has chosen by environment variables come before those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
-    env = {actor.name: {key: value for key, value in actor.env.items() if key not in chosen} for actor in placed}
     return AgentSpec(
         run_dir=str(folder.path),
         log_dir=str(folder.logs),
-        attempts=config.supervision.max_restarts + 1,
-        actors=[ActorSpec(name=actor.name, argv=list(actor_argv), env=env[actor.name]) for actor in placed],
+        argv=list(actor_argv),
+        actors={actor.name: {key: value for key, value in actor.env.items() if key not in chosen} for actor in placed},
         index=index,
         host=host,
         name=name,

@@ -78,7 +78,7 @@ from asyncrl.launcher.run_folder.private import RUN_ID, in_use, is_live, remove_
 from asyncrl.launcher.run_folder.resume import Resumption, find_resumption
 from asyncrl.launcher.terminal.detach import Detached
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.launcher.terminal.summary import show_end
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER, Keyring
@@ -140,13 +140,13 @@ class Launch:
     placed: list[Placed] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     """Findings of the checks before the start."""
-    progress: Progress = field(init=False)
+    progress: TerminalProgress = field(init=False)
     reached: ReachedHosts = field(init=False)
     """The hosts but this one."""
 
     def __post_init__(self) -> None:
         # A plan alone goes to standard output, and fails if it cannot be written.
-        self.progress = Progress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
+        self.progress = TerminalProgress(sys.stderr if self.dry_run else sys.stdout, self.config.learner.steps)
         limit_s = self.config.supervision.start_timeout_s
         self.reached = ReachedHosts(self.start or LocalStart(), limit_s, self.progress, count=len(self.lines))
 
@@ -324,7 +324,6 @@ class Launch:
             actors = [actor for actor in self.placed if actor.host == host.name]
             called = host.name if self.start is not None else ""
             spec = agent_spec(
-                self.config,
                 folder,
                 actors,
                 self.actor_argv,
@@ -397,7 +396,7 @@ def _for_hosts(config: Config, count: int) -> Config:
 
 
 def begin(
-    folder: RunFolder, resumption: Resumption | None, config: Config, progress: Progress, command: str = ""
+    folder: RunFolder, resumption: Resumption | None, config: Config, progress: TerminalProgress, command: str = ""
 ) -> int:
     """Say which run begins, or make it the next attempt of the one that is resumed. Raises CheckpointError, OSError.
 
@@ -414,7 +413,7 @@ def begin(
     return attempt_begins_above(folder.attempt, CheckpointFolder(checkpoint_dir(config, folder.path)).newest_writer())
 
 
-def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: Progress) -> None:
+def _resume(folder: RunFolder, resumption: Resumption, config: Config, progress: TerminalProgress) -> None:
     for path in resumption.begin(config):
         progress.say(f"set aside as {path}")
     said = [resumption.describe(), *resumption.describe_changes(config)]

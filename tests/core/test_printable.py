@@ -14,7 +14,7 @@ from top.pictures import Run
 from asyncrl.cli import top as command
 from asyncrl.core.printable import json_in_ascii, printable, say
 from asyncrl.launcher.common.agent_messages import StacksEvent, StateEvent
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.snapshot import Event
 from asyncrl.observe.snapshots.recording import Recorder
 from asyncrl.top.detail import detail
@@ -129,7 +129,7 @@ def test_nothing_that_a_launcher_shows_is_obeyed(live):
             return live
 
     out, err = Terminal(), io.StringIO()
-    progress = Progress(out, 4, err)
+    progress = TerminalProgress(out, 4, err)
     progress.show(StateEvent(phase="starting", waiting_for=[EVIL], controller=1, lost_hosts={EVIL: [EVIL]}, leaving=[]))
     progress.show(StacksEvent(name="reward/0", lines=[EVIL], more=0, log=EVIL))
     progress.say(EVIL)

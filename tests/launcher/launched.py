@@ -205,7 +205,7 @@ def _take_terminal() -> None:
 
 
 def main() -> int:
-    from asyncrl.cli.output import flushed
+    from asyncrl.cli.command_line import flushed
     from asyncrl.config.load import validate_config
     from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts, with_gpus
     from asyncrl.launcher.host_part import ACTOR_ARGV

@@ -12,14 +12,12 @@ from typing import Any
 
 from run_settings import simulated_run
 
-from asyncrl.launcher.agent_handle import LOOK_S, PARTING_S, AgentHandle, SilenceLimits
+from asyncrl.launcher.agent_handle import LOOK_S, PARTING_S, AgentHandle
 from asyncrl.launcher.common.agent_messages import EndedEvent
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.rpc.linux import children_of
 
-LIMITS = SilenceLimits.of(
-    simulated_run(supervision={"silence_s": 60.0, "host_lost_s": 30.0}, watchdog={"stall_s": 300.0})
-)
+CONFIG = simulated_run(supervision={"silence_s": 60.0, "host_lost_s": 30.0}, watchdog={"stall_s": 300.0})
 REPORTED = (
     "agent/1 on b: no sign of life for 30 s; it restarts no actor and obeys no command. An agent that is frozen is "
     "killed by its guard after 60 s (supervision.silence_s), with its host's part of the run"
@@ -32,13 +30,13 @@ class Watched:
 
     def __init__(self, process: Any, contact: Any = None) -> None:
         self.shown = io.StringIO()
-        self.progress = Progress(self.shown, 1, self.shown)
+        self.progress = TerminalProgress(self.shown, 1, self.shown)
         self.handle = AgentHandle(1, "b", process, contact)
 
     def passes(self, seconds: float) -> list[str]:
         """Let time pass without a word; the lines shown so far."""
         for _ in range(round(seconds / LOOK_S)):
-            self.handle.look(LIMITS, self.progress)
+            self.handle.look(CONFIG, self.progress)
         return self.shown.getvalue().splitlines()
 
     async def hears(self) -> None:

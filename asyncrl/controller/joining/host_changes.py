@@ -47,8 +47,6 @@ class HostChanges:
         """Members that every actor may know: those that were sent."""
         self._kept = 0
         """Number of the members on disk, as a successor would know them."""
-        self._left_while_lost: list[str] = []
-        """Hosts that the run counts as lost until it knows that they leave."""
         self._given_up: dict[str, ActorEnded] = {}
         """Ends of actors that are not started again, on hosts that do not serve yet."""
         self._taken_in: dict[str, tuple[int, int]] = {}
@@ -91,7 +89,6 @@ class HostChanges:
     async def _keep_and_send(self) -> None:
         # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
         members, leaving = self._membership.members, self._membership.leaving
-        lost, self._left_while_lost = self._left_while_lost, []
         text = json.dumps(self._membership.describe())
         while True:
             try:
@@ -107,7 +104,7 @@ class HostChanges:
         self._actor.take_in(members)
         self.members = members
         # In one step, so that a lost host that leaves is not reported as back.
-        for host in lost:
+        for host in self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values())):
             self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
         self._watchers.wake()
@@ -244,8 +241,7 @@ class HostChanges:
         if member.agent not in self._hosts.known:
             # Its agent has never registered, so it will not report that it has left.
             self._membership.left(member.agent, {})
-        elif (host := self._hosts.lost.get(member.agent)) is not None:
-            self._left_while_lost.append(str(host))
+        elif member.agent in self._hosts.lost:
             self._forget_lost(member)
         self._changed.set()
 

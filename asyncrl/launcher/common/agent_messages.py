@@ -171,24 +171,15 @@ CONTROLLER_AT = b"controller "
 """Word that comes before the controller's address."""
 
 
-class ActorSpec(Struct, frozen=True, kw_only=True):
-    """One actor to be spawned."""
-
-    name: str
-    argv: list[str]
-    """Executable and first arguments; NAME and the options of asyncrl.cli.actor are appended."""
-    env: dict[str, str] = {}
-    """Variables laid over the agent's own environment."""
-
-
 class AgentSpec(Struct, frozen=True, kw_only=True):
     """One host's part of a run. On the head the controller is the first of its actors."""
 
     run_dir: str
     log_dir: str
-    attempts: int
-    """Key pairs made for each actor; later starts use the last, and the controller always its first."""
-    actors: list[ActorSpec]
+    argv: list[str] = []
+    """Executable and first arguments of each actor; NAME and the options of asyncrl.cli.actor are appended."""
+    actors: dict[str, dict[str, str]]
+    """By name, the variables laid over the agent's own environment."""
     index: int = 0
     """Index of the agent among those of the run; 0 is on the head."""
     host: str = ""

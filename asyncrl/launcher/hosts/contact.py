@@ -24,7 +24,7 @@ import msgspec
 from asyncrl.core.errors import AsyncRLError, HostFailed
 from asyncrl.launcher.common.agent_messages import HostOffer, Refusal
 from asyncrl.launcher.hosts.start import StartCommand, last_line
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 
 LONGEST_LINE_BYTES = 64 << 20
 GREETING_LINES = 1000
@@ -196,7 +196,7 @@ class ReachedHosts:
 
     start: StartCommand
     limit_s: float
-    progress: Progress
+    progress: TerminalProgress
     count: int
     contacts: dict[str, Contact] = field(default_factory=dict)
 

@@ -17,7 +17,7 @@ from asyncrl.launcher.hosts.remote import AGENT, pids_with
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.node.guard import END_S
 from asyncrl.launcher.run_folder.ended import describe_end, find_left, read_ended
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.actors import BringBack, StopRun
 from asyncrl.messages.hosts import Leave, MemberHost
 from asyncrl.rpc.actor import CONTROLLER
@@ -35,13 +35,13 @@ async def bring_back(run: LiveRun, name: str) -> int:
     """Start a replica again that was set aside; the exit code."""
     with LiveController(run) as controller:
         await controller.ask(BringBack(name=name))
-    Progress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
+    TerminalProgress(sys.stdout, run.config.learner.steps).say(f"{name} is started again")
     return 0
 
 
 async def leave_run(run: LiveRun, host: str, within_s: float | None = None) -> int:
     """Drain a host and wait until it has left; the exit code. ``within_s`` is drain_s by default."""
-    progress, supervision = Progress(sys.stdout, run.config.learner.steps), run.config.supervision
+    progress, supervision = TerminalProgress(sys.stdout, run.config.learner.steps), run.config.supervision
     within_s = supervision.drain_s if within_s is None else within_s
     with LiveController(run) as controller:
         leave = Leave(host=host, within_s=within_s, reason="asyncrl-launch --leave")
@@ -85,7 +85,7 @@ async def stop_run(run: LiveRun) -> int:
     writes the record of how the run ended. The command waits for the answer and for the end, at most preempt.grace_s
     and supervision.drain_s each; an error names who did not answer. It may be called again.
     """
-    progress = Progress(sys.stdout, run.config.learner.steps)
+    progress = TerminalProgress(sys.stdout, run.config.learner.steps)
     path, grace_s, drain_s = run.folder.path, run.config.preempt.grace_s, run.config.supervision.drain_s
     progress.say(f"{path} is preempted: it writes a checkpoint (at most {grace_s:g} s), then its processes end")
     # The guard waits for the processes that its agent has killed.
@@ -117,7 +117,7 @@ async def _until(enough: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _complain(run: LiveRun, progress: Progress, what: str) -> int:
+def _complain(run: LiveRun, progress: TerminalProgress, what: str) -> int:
     """Report the failure, and the process that can be killed instead."""
     found = pids_with(AGENT, str(run.folder.private))
     how = f"; kill -9 {found[0]} ends it at once, with its last checkpoint" if found else ""
@@ -125,7 +125,7 @@ def _complain(run: LiveRun, progress: Progress, what: str) -> int:
     return 1
 
 
-def _conclude(run: LiveRun, progress: Progress) -> int:
+def _conclude(run: LiveRun, progress: TerminalProgress) -> int:
     """Show how the run ended; the exit code for it."""
     ended, left = read_ended(run.folder), find_left(run.config, run.folder)
     if ended is None:

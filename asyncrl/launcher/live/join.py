@@ -33,7 +33,7 @@ from asyncrl.launcher.live.joined_hosts import JoinedHosts
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import undone_by_signals
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, NewHost
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 from asyncrl.rpc.wire.keys import files_of_pairs, make_pairs
@@ -45,7 +45,7 @@ WITHDRAW_S = 5.0
 
 def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Add these hosts to the run, and follow them to their end; the exit code."""
-    progress = Progress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
+    progress = TerminalProgress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
     return asyncio.run(_Joining(run, lines, start, dry_run, progress).main())
 
 
@@ -59,7 +59,7 @@ class _Joining:
     lines: Sequence[HostLine]
     start: StartCommand
     dry_run: bool
-    progress: Progress
+    progress: TerminalProgress
     hosts: dict[str, PlacementHost] = field(default_factory=dict)
     replicas: dict[str, int] = field(default_factory=dict)
     reached: ReachedHosts = field(init=False)
@@ -194,7 +194,6 @@ class _Joining:
     def _start_agent(self, joined: MemberHost) -> AgentHandle:
         host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
         spec = agent_spec(
-            self.run.config,
             folder,
             place_replicas(self.run.config, host, joined.actors),
             # These names are new in this attempt, so no incarnation of them exists.

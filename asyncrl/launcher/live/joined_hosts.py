@@ -18,7 +18,6 @@ from asyncrl.core.errors import ActorFailed, AsyncRLError, UsageError
 from asyncrl.launcher.agent_handle import (
     SLACK_S,
     AgentHandle,
-    SilenceLimits,
     end_in_steps,
     kill_members,
     watch_silence,
@@ -26,7 +25,7 @@ from asyncrl.launcher.agent_handle import (
 from asyncrl.launcher.common.agent_messages import EndedEvent, StateEvent, agent_name
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.terminal.interrupts import Interrupts
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import Leave
 
 ASK_S = 20.0
@@ -39,7 +38,7 @@ class JoinedHosts:
     run: LiveRun
     members: Sequence[AgentHandle]
     controller: LiveController
-    progress: Progress
+    progress: TerminalProgress
     interrupts: Interrupts = field(default_factory=Interrupts)
     _seen: set[str] = field(default_factory=set)
     """Agents and actors that have served, and agents that leave: each is shown once."""
@@ -52,11 +51,10 @@ class JoinedHosts:
         self.interrupts.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
-                limits = SilenceLimits.of(self.run.config)
                 beside = [
                     tasks.create_task(self._end_when_asked()),
                     tasks.create_task(self._watch_members()),
-                    tasks.create_task(watch_silence(self.members, limits, self.progress)),
+                    tasks.create_task(watch_silence(self.members, self.run.config, self.progress)),
                 ]
                 await asyncio.gather(*(self._follow(member) for member in self.members))
                 for task in beside:

@@ -26,7 +26,6 @@ from asyncrl.launcher.common.agent_messages import (
     KILL,
     PREEMPT,
     STOP,
-    ActorSpec,
     AgentSpec,
     ControllerEvent,
     MetricsEvent,
@@ -68,8 +67,7 @@ class HostAgent:
         self._run_dir = Path(spec.run_dir)
         self._launcher = LauncherLink(output, Path(spec.log_dir))
         self._guard = os.getppid()
-        self._actors = {actor.name: actor for actor in spec.actors}
-        logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in self._actors}
+        logs = {name: f"{spec.log_dir}/{name.replace('/', '-')}.log" for name in spec.actors}
         self._host = AgentState(logs, config.supervision, config.preempt.grace_s)
         self._incarnations = Incarnations(spec.above, gang_of)
         self._children: dict[str, Child] = {}
@@ -154,7 +152,7 @@ class HostAgent:
             match instruction:
                 case Spawn(name):
                     try:
-                        self._spawn(self._actors[name])
+                        self._spawn(name)
                     except OSError as error:
                         unstarted.append((name, error))
                 case RestartEvent():
@@ -226,7 +224,7 @@ class HostAgent:
             incarnation=self._incarnations.next(agent_name(self._spec.index)),
             host=self._spec.host,
             called=self._spec.name,
-            actors=self._actors,
+            actors=self._spec.actors,
             on_state=self._on_state,
             on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
             on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),
@@ -286,13 +284,12 @@ class HostAgent:
 
     # --- instructions ---
 
-    def _spawn(self, actor: ActorSpec) -> None:
+    def _spawn(self, name: str) -> None:
         """Start the process of an actor. Raises OSError."""
-        name = actor.name
         incarnation = self._incarnations.next(name)
         # Even if it cannot be started, its end is reported under this incarnation.
         started = self._host.spawned(name, incarnation)
-        argv = [*actor.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
+        argv = [*self._spec.argv, name, "--run", self._spec.run_dir, "--incarnation", str(incarnation)]
         if self._spec.host:
             argv += ["--host", self._spec.host, "--private", private_name(self._spec.index)]
         if ROLES[role_of(name)].fixed:
@@ -304,9 +301,11 @@ class HostAgent:
         else:
             attempt = self._starts.get(name, 0)
             self._starts[name] = attempt + 1
-            argv += ["--attempt", str(min(attempt, self._spec.attempts - 1)), "--controller", self._address]
+            # Later starts use the last key pair.
+            pair = min(attempt, self._config.supervision.max_restarts)
+            argv += ["--attempt", str(pair), "--controller", self._address]
         log = Path(self._host.logs[name])
-        child = Child.spawn(name, incarnation, argv, environment_of(os.environ, actor.env), log)
+        child = Child.spawn(name, incarnation, argv, environment_of(os.environ, self._spec.actors[name]), log)
         self._children[name] = child
         self._carry_out(started)
         self._log.info("spawned", actor=name, pid=child.pid, incarnation=incarnation)

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Awaitable
 
 from asyncrl.launcher.common.signals import cause_of, heeded
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 
 
 class Interrupts:
@@ -59,7 +59,7 @@ class Interrupts:
                 await self._came.wait()
 
 
-async def undone_by_signals(work: Awaitable[int], progress: Progress) -> int:
+async def undone_by_signals(work: Awaitable[int], progress: TerminalProgress) -> int:
     """Result of ``work``. A signal cancels it, and is said and returned, unless it has taken signals over itself."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None

@@ -53,7 +53,7 @@ _NEWLINE = "\n"
 """The only control character that is printed; all others are shown as escapes."""
 
 
-class Progress:
+class TerminalProgress:
     """Shows the run's progress on ``out`` and problems on ``err``; ``steps`` is the run's last step."""
 
     def __init__(

@@ -13,7 +13,7 @@ from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.ended import describe_end, exported_model, find_left
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.terminal.metrics_words import mean_in_words
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.observe.metrics_line import Line, is_eval_mean, number_in, read_metrics
 from asyncrl.observe.snapshots.recording import last_recorded
 
@@ -28,7 +28,7 @@ OF_A_LEARNER = {"rollout/dropped_trajectories": "trajectories dropped", "rollout
 """Counts of what was not trained, since the start of the run or of its learner."""
 
 
-def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: Progress) -> int:
+def show_end(config: Config, folder: RunFolder, ended: EndedEvent, progress: TerminalProgress) -> int:
     """Show what came of a run; its exit code."""
     progress.end()
     left = find_left(config, folder, heard=progress.step)

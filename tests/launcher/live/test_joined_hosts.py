@@ -13,7 +13,7 @@ from asyncrl.core.errors import DeadlineExceeded, UsageError
 from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import KILL, STOP, EndedEvent
 from asyncrl.launcher.live.joined_hosts import JoinedHosts
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import MemberHost, Members
 
 RUN = SimpleNamespace(config=simulated_run(supervision={"drain_s": 5.0}), folder=SimpleNamespace(logs=None))
@@ -39,7 +39,7 @@ class Member:
 
 
 def joined(members, controller):
-    return JoinedHosts(RUN, members, controller, Progress(io.StringIO(), 1, io.StringIO()))
+    return JoinedHosts(RUN, members, controller, TerminalProgress(io.StringIO(), 1, io.StringIO()))
 
 
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
@@ -105,7 +105,7 @@ def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
     left.ended, left.lost = EndedEvent(result="left", reason=reason), False
     left.gone.set()
     followed = joined([left], Controller())
-    followed.progress = Progress(io.StringIO(), 1, told := io.StringIO())
+    followed.progress = TerminalProgress(io.StringIO(), 1, told := io.StringIO())
     assert run_virtual(followed.main()) == 1
     assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
 
@@ -124,7 +124,7 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
             await asyncio.Event().wait()
 
     followed = joined([left], Controller())
-    followed.progress = Progress(told := io.StringIO(), 1, io.StringIO())
+    followed.progress = TerminalProgress(told := io.StringIO(), 1, io.StringIO())
     assert run_virtual(followed.main()) == 0
     assert told.getvalue().splitlines() == [
         "c: rollouter/2 serve from now on",

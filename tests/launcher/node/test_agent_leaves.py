@@ -11,7 +11,7 @@ from launcher.launched import end_marked, marked
 from run_settings import simulated_run
 
 from asyncrl.core.errors import Refused
-from asyncrl.launcher.common.agent_messages import ARRIVED, CONTROLLER_AT, ActorSpec, AgentSpec
+from asyncrl.launcher.common.agent_messages import ARRIVED, CONTROLLER_AT, AgentSpec
 from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.child import environment_of
 from asyncrl.launcher.node.host_agent import FAREWELL_S, HostAgent
@@ -30,7 +30,7 @@ def test_the_part_of_a_host_that_has_joined_again_meanwhile_stays(tmp_path, othe
         (run_dir / name).mkdir(parents=True)
     for name in (PART, "config.json", "digests.json"):
         (run_dir / name).write_text("")
-    spec = AgentSpec(run_dir=str(run_dir), log_dir=str(run_dir / "logs"), attempts=1, actors=[], index=2)
+    spec = AgentSpec(run_dir=str(run_dir), log_dir=str(run_dir / "logs"), actors={}, index=2)
 
     async def main():
         commands = asyncio.StreamReader()
@@ -78,7 +78,7 @@ class Link:
 @pytest.mark.parametrize("ends", ["the controller has heard it", "the run ends", "it has failed"])
 def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_path, ends, monkeypatch):
     """I5: unless the run ends meanwhile; a host that has failed, with the run perhaps, waits but for a moment."""
-    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), attempts=1, actors=[], index=2)
+    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), actors={}, index=2)
 
     async def main():
         commands, nobody = asyncio.StreamReader(), SimpleNamespace(is_closing=lambda: True)
@@ -103,8 +103,8 @@ def test_a_host_that_leaves_is_not_gone_before_the_controller_has_heard_it(tmp_p
 
 
 def test_a_host_that_never_reached_the_controller_says_no_farewell_to_it(tmp_path, monkeypatch):
-    actors = [ActorSpec(name="rollouter/1", argv=[])]
-    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), attempts=1, actors=actors, index=2)
+    actors = {"rollouter/1": {}}
+    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path), actors=actors, index=2)
 
     async def main():
         commands, nobody = asyncio.StreamReader(), SimpleNamespace(is_closing=lambda: True)

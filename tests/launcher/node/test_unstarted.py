@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from run_settings import simulated_run
 
-from asyncrl.launcher.common.agent_messages import ActorSpec, AgentSpec
+from asyncrl.launcher.common.agent_messages import AgentSpec
 from asyncrl.launcher.node import host_agent
 from asyncrl.launcher.node.agent_state import AgentState, Kill, Spawn
 from asyncrl.launcher.node.child import Child
@@ -25,8 +25,8 @@ def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
     output = SimpleNamespace(
         is_closing=lambda: False, write=tell, transport=SimpleNamespace(get_write_buffer_size=lambda: 0)
     )
-    actors = [ActorSpec(name=name, argv=list(argv), env={}) for name in names]
-    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path / "logs"), attempts=2, actors=actors)
+    actors = {name: {} for name in names}
+    spec = AgentSpec(run_dir=str(tmp_path), log_dir=str(tmp_path / "logs"), argv=list(argv), actors=actors)
     config = simulated_run(supervision={"max_restarts": max_restarts, "backoff_s": 0.05})
     return HostAgent(spec, config, output)
 

@@ -25,7 +25,7 @@ from asyncrl.launcher.launch import Launch, begin, plan_rows
 from asyncrl.launcher.run_folder import resume
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
 from asyncrl.launcher.run_folder.resume import find_resumption
-from asyncrl.launcher.terminal.progress import Progress
+from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.ledger import LedgerState
 
 FILES = ["state.json", "groups.msgpack", "trainer/contents.json"]
@@ -141,7 +141,7 @@ def test_incarnations_go_on_above_the_newest_writer(tmp_path, left, written):
     CheckpointFolder(left / "checkpoints").claim(written)
     settings, resumption = find_resumption(config(tmp_path, learner={"steps": 20}), "auto")
     with private_folder(resumption.folder, settings):
-        above = begin(resumption.folder, resumption, settings, Progress(io.StringIO(), 20))
+        above = begin(resumption.folder, resumption, settings, TerminalProgress(io.StringIO(), 20))
     assert written < above < 1 << 62
     CheckpointFolder(left / "checkpoints").claim(above + 1)
 
@@ -314,7 +314,7 @@ def test_each_changed_key_is_printed_with_both_values_what_it_applies_to_and_the
     assert plan_rows(settings, placed, [], resumption)[-4:] == expected
     out = io.StringIO()
     with private_folder(resumption.folder, settings):
-        begin(resumption.folder, resumption, settings, Progress(out, 10))
+        begin(resumption.folder, resumption, settings, TerminalProgress(out, 10))
     said = out.getvalue().splitlines()
     assert said[1:5] == expected
     assert (resumption.folder.logs / "resumed_from.txt").read_text().splitlines()[1:5] == expected
@@ -331,14 +331,14 @@ def test_each_attempt_records_the_files_that_it_begins_with(tmp_path, monkeypatc
     code.write_text("def score(): return 1.0")
     was = config(tmp_path, reward={"function": "mine:score"})
     folder = create_run_folder(was)
-    begin(folder, None, was, Progress(io.StringIO(), 10))
+    begin(folder, None, was, TerminalProgress(io.StringIO(), 10))
     first = Origin.recorded(was, folder.path)
     code.write_text("def score(): return 2.0")
     assert Origin.recorded(was, folder.path) == first != Origin.of(was)
     write_checkpoint(was, folder.path, 2, origin=first)
     settings, resumption = find_resumption(was, "auto")
     with private_folder(resumption.folder, settings):
-        begin(resumption.folder, resumption, settings, Progress(io.StringIO(), 10))
+        begin(resumption.folder, resumption, settings, TerminalProgress(io.StringIO(), 10))
     assert Origin.recorded(settings, folder.path) == Origin.of(settings)
     # A host that does not see the run folder gets the same digests.
     spec = host_spec(settings, resumption.folder, 1, {})

@@ -23,9 +23,9 @@ from asyncrl.launcher.terminal.progress import (
     CLEAR_LINE,
     NOTICE_S,
     PACE_STEPS,
-    Progress,
     RunPace,
     ShownNotices,
+    TerminalProgress,
     clock_words,
 )
 from asyncrl.launcher.terminal.summary import summarise
@@ -53,7 +53,7 @@ TRAIN = {"kind": "train"}
 def show():
     """Shows events at its ``now``, and has what was shown as ``out`` and ``err``."""
     made = SimpleNamespace(now=0.0, text=io.StringIO(), errors=io.StringIO())
-    made.progress = Progress(made.text, 10, made.errors, now=lambda: made.now)
+    made.progress = TerminalProgress(made.text, 10, made.errors, now=lambda: made.now)
     made.show, made.step = made.progress.show, lambda **line: made.show(MetricsEvent(line=TRAIN | line))
     made.dies = lambda name: made.show(RestartEvent(name=name, reason="killed by SIGKILL", after_s=0.5))
     made.out = lambda having="": [line for line in made.text.getvalue().splitlines() if having in line]
@@ -204,7 +204,7 @@ LEFT_B = "host b (agent/2) leaves the run, which continues without: rollouter/1,
 )
 def test_a_host_that_is_lost_or_back_is_told_once(states, told):
     both = io.StringIO()
-    progress = Progress(both, 10, both)
+    progress = TerminalProgress(both, 10, both)
     for controller, lost, *leaving in states:
         progress.show(StateEvent(phase="running", lost_hosts=lost, controller=controller, leaving=leaving))
     assert [line for line in both.getvalue().splitlines() if line != "running"] == told
@@ -230,7 +230,7 @@ def test_a_stuck_actor_is_reported_on_the_error_output(show):
 
 def test_a_terminal_has_one_live_line_below_the_lines_that_stay():
     both = Terminal()
-    progress = Progress(both, 10, both, now=lambda: 0.0)
+    progress = TerminalProgress(both, 10, both, now=lambda: 0.0)
     progress.show(StateEvent(phase="running"))
     progress.show(MetricsEvent(line=LINE))
     progress.say("something that stays")
@@ -246,7 +246,7 @@ def test_a_terminal_has_one_live_line_below_the_lines_that_stay():
 @pytest.mark.parametrize("by", ["a later state", "the end of the run"])
 def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
     out, err = Terminal(), io.StringIO()
-    progress = Progress(out, 10, err, now=lambda: 0.0)
+    progress = TerminalProgress(out, 10, err, now=lambda: 0.0)
     progress.show(MetricsEvent(line=TRAIN | {"step": 3}))
     said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
     progress.show(StateEvent(phase="running", waits=["room on /disk"]))
@@ -263,7 +263,7 @@ def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
 def test_a_late_notice_of_a_dead_actor_leaves_nothing_on_the_line():
     """The agent reports the restart at once; the notice takes the longer way, through the controller."""
     out = Terminal()
-    progress = Progress(out, 10, io.StringIO(), now=lambda: 0.0)
+    progress = TerminalProgress(out, 10, io.StringIO(), now=lambda: 0.0)
     progress.show(RestartEvent(name="learner/0", reason="exit code 1", incarnation=3))
     said = {"actor": "learner/0", "key": "publish", "text": "the disk is full", "waits_for": "room on /disk"}
     progress.show(NoticeEvent(**said, incarnation=3))
@@ -408,7 +408,7 @@ def test_the_summary_tells_what_was_not_trained_where_that_stands_and_who_was_st
     assert rows["quarantine"].startswith(f"{tmp_path / 'quarantine.jsonl'}; asyncrl-top {tmp_path} --explain UID")
     # Without a step, the learner's figures count.
     names = ("ledger/filtered", "ledger/quarantined", "rollout/failed_attempts", "learner/step")
-    progress = Progress(io.StringIO(), steps=4)
+    progress = TerminalProgress(io.StringIO(), steps=4)
     for name in ("rollouter/1", "learner/0", "rollouter/1"):
         progress.show(RestartEvent(name=name, reason="killed by SIGKILL"))
     assert progress.step == 0
