@@ -23,8 +23,8 @@ from asyncrl.core.printable import json_in_ascii, say
 if TYPE_CHECKING:
     from asyncrl.messages.snapshot import Snapshot
     from asyncrl.top.client import Away, Waiting
-    from asyncrl.top.history import History
     from asyncrl.top.replay import Replay, Source
+    from asyncrl.top.view import History
 
 TRACE_S = 30.0
 """Longest wait for a trace; the controller waits less than half of it for the last parts."""
@@ -175,8 +175,8 @@ def _watch(given: argparse.Namespace) -> int:
 
     from asyncrl.launcher.run_folder.private import is_live
     from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target, follow, follow_folder
-    from asyncrl.top.history import History
     from asyncrl.top.replay import Source, recent_history
+    from asyncrl.top.view import History
 
     run, keys = live_run_place(given.run), Path(given.keys) if given.keys else None
     run_dir = Path(run) if Path(run).is_dir() else None

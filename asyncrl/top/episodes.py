@@ -28,8 +28,7 @@ from asyncrl.top.draw import (
     table_of,
     warned,
 )
-from asyncrl.top.history import stages_of
-from asyncrl.top.view import UNHEARD, View, family, is_gone, now
+from asyncrl.top.view import AT, UNHEARD, View, family, is_gone, now
 
 STAGE_WIDTH = 32
 SHARE_BAR = 24
@@ -110,7 +109,7 @@ def episodes(view: View, choice: Choice, width: int) -> Pane:
     if not hosts:
         return Pane([[("each prompt has a single response: there are no episodes", "dim")]])
     chosen = [(view, each) for each in hosts if choice.matches(each.name, each.host, view.condition(each))]
-    at, shares = stages_of(view.living("rollouter")), _shares(view)
+    at, shares = family(view.living("rollouter"), AT), _shares(view)
     names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
     names = [name for name in names if at.get(name) or shares.get(name)]
     head = [*_summary(view, width, {name: at[name] for name in names if at.get(name)}), *_stages(names, at, shares)]

@@ -17,7 +17,7 @@ from asyncrl.core.errors import UsageError
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.snapshots.recording import FOLDER, decode, read_latest, segments
 from asyncrl.top.client import Away, Waiting, ended
-from asyncrl.top.history import LONGEST_S, RATES_S, History
+from asyncrl.top.view import LONGEST_S, RATES_S, History
 
 LEAST_S = 0.001
 """Smallest time between two snapshots of a recording, for example where the clock was set back."""

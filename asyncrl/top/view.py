@@ -1,28 +1,209 @@
-"""A snapshot with those before it: rates, shares of time, and the verdict on the bottleneck. Pure.
+"""Snapshots of a run in order of time, and the newest with its past: rates, shares of time, the bottleneck. Pure.
 
-Panes draw from a View. Invariant: an unknown value is None, never 0. The activity of an actor that is
-gone or silent is unknown, but its counters stay.
+Panes draw from a View of a History. Invariant: an unknown value is None, never 0. The activity of an actor that is gone
+or silent is unknown, but its counters stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
-from asyncrl.messages.snapshot import ENDING, OVER, ActorView, Event, Resource, RunView
+from asyncrl.messages.snapshot import ENDING, OVER, ActorView, Resource, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
 from asyncrl.observe.metrics_line import Line, number_in, without_first
-from asyncrl.observe.snapshots.rates import Interval, Shares, mean, time_mean, total
+from asyncrl.observe.snapshots.rates import Interval, Shares, mean, median, time_mean, total
 from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
-from asyncrl.top.history import GONE, History, Levels, level_of, living_in, served_version, versions_behind
 
 CONTROLLER = "controller/0"
+AT = "rollout/episodes_at/"
+"""Beginning of the metrics by stage."""
+GONE = frozenset({"absent", "dead", "lost", "aside"})
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
 STEPS_FOR_MEANS = 8
 OPEN = 0.5
 """Share of what the gate admits below which nothing waits for the gate."""
+RATES_S = 10.0
+STEPS = 4
+SHORTEST_S = 20.0
+LONGEST_S = 600.0
+KEPT = 120
+
+# --- actors ---
+
+
+def is_gone(actor: ActorView) -> bool:
+    """Whether an actor is not there."""
+    return actor.condition in GONE
+
+
+def now(actor: ActorView, name: str) -> float | None:
+    """A gauge of an actor; None if the actor is gone."""
+    return None if is_gone(actor) else actor.metrics.get(name)
+
+
+def version_of(actor: ActorView) -> int | None:
+    """Version that a rollouter's engine serves; None before the first, and if the actor is gone."""
+    version = int(actor.metrics.get("rollout/served_version", actor.version))
+    return version if version >= 0 and not is_gone(actor) else None
+
+
+def living_in(snapshot: Snapshot, role: str) -> list[ActorView]:
+    """The actors of a role that are not gone."""
+    return [each for each in snapshot.actors if each.name.partition("/")[0] == role and not is_gone(each)]
+
+
+def level_of(actors: Iterable[ActorView], name: str) -> float | None:
+    """A gauge, added up over the actors."""
+    return total(actor.metrics.get(name) for actor in actors)
+
+
+def versions_behind(run: RunView, actor: ActorView) -> int | None:
+    """Versions by which a rollouter's engine is behind the newest."""
+    version = version_of(actor)
+    return None if version is None else max(0, run.version - version)
+
+
+def family(actors: Iterable[ActorView], prefix: str) -> dict[str, float]:
+    """Metrics whose names begin with ``prefix``, added up, the largest first."""
+    found: dict[str, float] = {}
+    for actor in actors:
+        for name, value in actor.metrics.items():
+            if name.startswith(prefix) and value:
+                name = name.removeprefix(prefix)
+                found[name] = found.get(name, 0.0) + value
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def numbers(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """Numbers of a line of metrics whose keys begin with ``prefix``, by the rest of the key."""
+    found = {key.removeprefix(prefix): number_in(line, key) for key in line if key.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# --- history ---
+
+
+def levels_of(snapshot: Snapshot) -> dict[str, float | None]:
+    """Levels at the moment of a snapshot that the verdict needs the means of, by the fields of Flow.
+
+    ``gate`` is the share of what the gate admits that is outstanding. Open episodes are by stage, as their metrics.
+    """
+    rollouters, dataloaders = living_in(snapshot, "rollouter"), living_in(snapshot, "dataloader")
+    outstanding, gate = (level_of(dataloaders, f"tickets/{name}") for name in ("outstanding", "gate"))
+    stages = {name for actor in rollouters for name in actor.metrics if name.startswith(AT)}
+    return {
+        "dataloader_busy": total(actor.loop_busy for actor in dataloaders),
+        "generating": level_of(rollouters, "rollout/in_flight"),
+        "at_reward": level_of(rollouters, "rollout/scoring"),
+        "lag": mean(versions_behind(snapshot.run, actor) for actor in rollouters),
+        "gate": None if outstanding is None or not gate else outstanding / gate,
+        **{stage: level_of(rollouters, stage) for stage in stages},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A snapshot with its levels."""
+
+    snapshot: Snapshot
+    levels: Mapping[str, float | None]
+
+    @property
+    def age_s(self) -> float:
+        """Age of the run, by a monotonic clock."""
+        return self.snapshot.run.age_s
+
+    @property
+    def learner(self) -> object:
+        """Start of the learner that trained the newest step; None before the first step."""
+        return self.snapshot.train[-1].get("start", 0) if self.snapshot.train else None
+
+
+class History:
+    """The newest snapshots of one run, oldest first: all of the last RATES_S, and fewer of the time before."""
+
+    def __init__(self) -> None:
+        self._earlier: deque[Moment] = deque()
+        self._latest: deque[Moment] = deque()
+        """Moments of the last RATES_S, and the one before them."""
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Add a snapshot. One of the same age replaces the newest; a younger one, or one of another run or attempt,
+        starts a new history."""
+        if self._latest:
+            last = self._latest[-1].snapshot
+            same = (last.run.run_id, last.run.attempt) == (snapshot.run.run_id, snapshot.run.attempt)
+            if not same or snapshot.run.age_s < last.run.age_s:
+                self._earlier.clear()
+                self._latest.clear()
+            elif snapshot.run.age_s == last.run.age_s:
+                self._latest.pop()
+        window = self.window_s(snapshot)
+        self._latest.append(Moment(snapshot, levels_of(snapshot)))
+        while len(self._latest) > 1 and self._latest[1].age_s <= snapshot.run.age_s - RATES_S:
+            moment = self._latest.popleft()
+            if len(self._earlier) > 1 and moment.age_s - self._earlier[-2].age_s < 2 * window / KEPT:
+                self._earlier.pop()
+            self._earlier.append(moment)
+        # One before the window stays, so that the window is complete.
+        while len(self._earlier) > 1 and self._earlier[1].age_s <= snapshot.run.age_s - window:
+            self._earlier.popleft()
+
+    @staticmethod
+    def window_s(snapshot: Snapshot) -> float:
+        """Seconds that shares cover: a few whole steps."""
+        step_s = median(number_in(line, "time/step_s") for line in snapshot.train[-STEPS:])
+        if step_s is None or step_s <= 0.0:
+            return SHORTEST_S
+        return min(LONGEST_S, step_s * max(STEPS, math.ceil(SHORTEST_S / step_s)))
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest snapshot; None before the first."""
+        return self._latest[-1].snapshot if self._latest else None
+
+    def recent(self) -> Interval:
+        """Interval for rates."""
+        return Interval(self._back(RATES_S)[0].snapshot, self._latest[-1].snapshot)
+
+    def steps(self) -> Interval | None:
+        """Interval for shares; None when there is one snapshot alone."""
+        window = self.window()
+        return Interval(window[0].snapshot, window[-1].snapshot) if len(window) > 1 else None
+
+    def window(self) -> list[Moment]:
+        """The moments from one end of ``steps`` to the other, oldest first; there must be one."""
+        found = self._back(self.window_s(self._latest[-1].snapshot))
+        stepping = self._stepping(found)
+        return stepping if len(stepping) > 1 else found
+
+    def stepping_s(self) -> float:
+        """Seconds of ``window`` in which the present learner has trained steps; all of it before the first."""
+        stepping = self._stepping(self.window())
+        return stepping[-1].age_s - stepping[0].age_s
+
+    @staticmethod
+    def _stepping(moments: list[Moment]) -> list[Moment]:
+        return [each for each in moments if each.learner == moments[-1].learner]
+
+    def _back(self, seconds: float) -> list[Moment]:
+        """The newest moment, and those before it up to the first that is older by so much."""
+        found: list[Moment] = []
+        for each in chain(reversed(self._latest), reversed(self._earlier)):
+            found.append(each)
+            if each.age_s <= self._latest[-1].age_s - seconds:
+                break
+        return found[::-1]
+
+
+# --- the newest snapshot ---
 
 
 class View:
@@ -34,8 +215,7 @@ class View:
         self.snapshot = history.newest
         self.run: RunView = self.snapshot.run
         self.wall: float = self.snapshot.wall
-        self.events: list[Event] = self.snapshot.events
-        self.actors = self.snapshot.actors
+        self.events, self.actors = self.snapshot.events, self.snapshot.actors
         self.recent = history.recent()
         """Interval for rates."""
         self.steps = steps or Interval(None, self.snapshot)
@@ -43,7 +223,7 @@ class View:
         self.window_s = 0.0 if steps is None else steps.seconds
         """Seconds of ``steps``; 0 if shares are of whole lives."""
         self._stepping_s = history.stepping_s()
-        self._levels = [moment.levels for moment in history.window()]
+        self._window = history.window()
         self._by_role: dict[str, list[ActorView]] = {}
         for actor in self.actors:
             self._by_role.setdefault(actor.name.partition("/")[0], []).append(actor)
@@ -168,12 +348,14 @@ class View:
 
     def lag(self, actor: ActorView) -> int | None:
         """Versions that a rollouter is behind."""
-        return None if is_gone(actor) else versions_behind(self.run, actor)
+        return versions_behind(self.run, actor)
 
     @cached_property
     def bottleneck(self) -> Verdict:
         """The verdict on the bottleneck. It uses means over the window, because levels swing with each step."""
         run, outstanding = self.run, self.level("dataloader", "tickets/outstanding") or 0.0
+        gate = [moment.levels["gate"] for moment in self._window]
+        stages = {name for moment in self._window for name in moment.levels if name.startswith(AT)}
         return find_bottleneck(
             Flow(
                 running=run.phase == "running" and not run.stalled,
@@ -181,61 +363,17 @@ class View:
                 rollouters=self.shares(self.of("rollouter")),
                 reward=self.shares(self.of("reward")),
                 learner=self.learner_shares,
-                dataloader_busy=self._mean_level(lambda each: each.dataloader_busy),
-                generating=self._mean_level(lambda each: each.generating),
-                at_reward=self._mean_level(lambda each: each.at_reward),
-                lag=self._mean_level(lambda each: each.lag),
-                gate_open=self._gate_open(),
-                episodes=self._episodes(),
+                dataloader_busy=self._mean_level("dataloader_busy"),
+                generating=self._mean_level("generating"),
+                at_reward=self._mean_level("at_reward"),
+                lag=self._mean_level("lag"),
+                # Whether the gate had much room all the time.
+                gate_open=None if None in gate else max(share for share in gate if share is not None) < OPEN,
+                episodes={stage.removeprefix(AT): level for stage in stages if (level := self._mean_level(stage))},
                 # All prompts that are left to train are leased.
                 exhausted=run.steps > 0 and outstanding >= (run.steps - run.step) * run.groups_per_step,
             )
         )
 
-    def _mean_level(self, level: Callable[[Levels], float | None]) -> float | None:
-        return time_mean([(each.age_s, level(each)) for each in self._levels])
-
-    def _episodes(self) -> dict[str, float]:
-        """Open episodes by stage, as means."""
-        means: dict[str, float | None] = {}
-        for stage in {stage for each in self._levels for stage in each.episodes}:
-            means[stage] = time_mean([(each.age_s, each.episodes.get(stage)) for each in self._levels])
-        return {stage: level for stage, level in means.items() if level}
-
-    def _gate_open(self) -> bool | None:
-        """Whether the gate had much room all the time; None if that is unknown."""
-        filled = [each.gate_filled for each in self._levels]
-        known = [share for share in filled if share is not None]
-        return max(known) < OPEN if len(known) == len(filled) else None
-
-
-def is_gone(actor: ActorView) -> bool:
-    """Whether an actor is not there."""
-    return actor.condition in GONE
-
-
-def now(actor: ActorView, name: str) -> float | None:
-    """A gauge of an actor; None if the actor is gone."""
-    return None if is_gone(actor) else actor.metrics.get(name)
-
-
-def version_of(actor: ActorView) -> int | None:
-    """Version that a rollouter's engine serves."""
-    return None if is_gone(actor) else served_version(actor)
-
-
-def family(actors: Iterable[ActorView], prefix: str) -> dict[str, float]:
-    """Counters whose names begin with ``prefix``, added up, the largest first."""
-    found: dict[str, float] = {}
-    for actor in actors:
-        for name, value in actor.metrics.items():
-            if name.startswith(prefix) and value:
-                name = name.removeprefix(prefix)
-                found[name] = found.get(name, 0.0) + value
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def numbers(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Numbers of a line of metrics whose keys begin with ``prefix``, by the rest of the key."""
-    found = {key.removeprefix(prefix): number_in(line, key) for key in line if key.startswith(prefix)}
-    return {name: value for name, value in found.items() if value is not None}
+    def _mean_level(self, name: str) -> float | None:
+        return time_mean([(moment.age_s, moment.levels.get(name)) for moment in self._window])

@@ -7,7 +7,7 @@ import msgspec
 import zstandard
 
 from asyncrl.top.app import Top
-from asyncrl.top.history import History
+from asyncrl.top.view import History
 
 SIZES = {"80x24": (80, 24), "200x50": (200, 50)}
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 from every_message import EVERY_MESSAGE
 from harness import until
-from wire.knocking import Guise, Knocker
+from rpc.wire.knocking import Guise, Knocker
 
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller

@@ -16,9 +16,8 @@ from asyncrl.messages.snapshot import Event
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources
 from asyncrl.top.client import Away, NotStarted, WatchedRun, ending, start_of
-from asyncrl.top.history import SHORTEST_S
 from asyncrl.top.replay import Replay, Source, open_replay, recent_history
-from asyncrl.top.view import View
+from asyncrl.top.view import SHORTEST_S, View
 from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")

@@ -15,10 +15,9 @@ from asyncrl.messages.snapshot import ActorView, Event, Resource
 from asyncrl.observe import catalogue
 from asyncrl.top.detail import detail, help_page
 from asyncrl.top.draw import STYLES, Choice, columns, in_ascii, length, rich_text, sparkline, state_bar
-from asyncrl.top.history import KEPT, History
 from asyncrl.top.panes import PANES, SORTS, page, pane, sorted_next
 from asyncrl.top.pipeline import header, pipeline, stages
-from asyncrl.top.view import View
+from asyncrl.top.view import KEPT, History, View
 
 ROOT = Path(__file__).parents[2]
 FED = {"training": 0.3, "waiting": 0.7}

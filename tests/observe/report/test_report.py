@@ -17,10 +17,9 @@ from asyncrl.observe.report import charts, report
 from asyncrl.observe.report.report import write_report
 from asyncrl.observe.report.utilisation import evenly, spans
 from asyncrl.observe.states import STATES
-from asyncrl.top.history import History
 from asyncrl.top.panes import page
 from asyncrl.top.replay import open_replay
-from asyncrl.top.view import View
+from asyncrl.top.view import History, View
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(2)>"
 
