@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from asyncrl.core.errors import UsageError
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.app import Top
-from asyncrl.top.view import History
 from asyncrl.top.replay import Source, open_replay
+from asyncrl.top.view import History
 
 PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "top.svg"
 SIZE = (150, 40)

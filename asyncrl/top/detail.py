@@ -1,11 +1,20 @@
-"""The screens of one actor and of the keys, as lines. Pure."""
+"""The screens of one actor, with the end of its log, and of the keys."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO, ClassVar
 
 from rich.text import Text
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.events import Resize
+from textual.screen import ModalScreen
 
 from asyncrl.core.json_text import from_json
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
@@ -27,10 +36,17 @@ from asyncrl.top.draw import (
 )
 from asyncrl.top.panes import LEVEL_STYLES
 from asyncrl.top.view import CONTROLLER, View, is_gone
+from asyncrl.top.widgets import SIDES, Lines, PageScreen
 
+LOG_S = 2.0
+"""Time between two reads of the end of a log (s)."""
+LOG_LINES = 20
+LOG_BYTES = 16_384
+PROBE = 1 << 18
+"""Bytes, at most, that are looked through for a line with a timestamp."""
 EVENTS_SHOWN = 20
 RESOURCES_SHOWN = 16
-LOG_LINES = 3
+ENTRY_LINES = 3
 """Lines of the screen for a warning or an error in a log; one for anything else."""
 EVENT_LINES = 40
 """Lines of the screen for an event."""
@@ -158,7 +174,7 @@ def _log_lines(text: str, width: int) -> list[Text]:
     level, at, event = (str(entry.pop(key, "")) for key in ("level", "timestamp", "event"))
     entry.pop("actor", None)
     rest = " ".join(f"{key}={value}" for key, value in entry.items())
-    most = LOG_LINES if LEVEL_STYLES.get(level) in ("warn", "bad") else 1
+    most = ENTRY_LINES if LEVEL_STYLES.get(level) in ("warn", "bad") else 1
     return _entry(f"{at[11:19]}  {level}", f"{event}  {rest}", level, width, most)
 
 
@@ -167,6 +183,120 @@ def _entry(lead: str, text: str, level: str, width: int, most: int) -> list[Text
     said = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most)
     leads = [lead, *[""] * (len(said) - 1)]
     return [Text("", end="").join([fit([(each, "dim")], LEAD), part]) for each, part in zip(leads, said, strict=True)]
+
+
+class DetailScreen(PageScreen):
+    """One actor in detail."""
+
+    keys = "esc back   n p another actor   ↑ ↓ scroll"
+
+    def __init__(self, actor: str, view: Callable[[], View | None], run_dir: Path | None, *, past: bool) -> None:
+        """``past``: the view shows an earlier moment, as in a replay; so does the log then."""
+        super().__init__()
+        self._actor, self._view, self._run_dir = actor, view, run_dir
+        self._past = past
+        self._log: Sequence[str] | None = None
+        self._log_until: float | None = None
+
+    def on_mount(self) -> None:
+        """Read the log from time to time."""
+        self._read_log()
+        self.set_interval(LOG_S, self._read_log)
+
+    @work(thread=True, exclusive=True)
+    def _read_log(self) -> None:
+        view, actor = self._view(), self._actor
+        if view is not None and self._run_dir is not None:
+            self._log_until = view.wall if self._past else None
+            log = last_lines(self._run_dir, view.run.attempt, actor, self._log_until)
+            self.app.call_from_thread(self._take_log, actor, log)
+
+    def _take_log(self, actor: str, log: list[str] | None) -> None:
+        # The thread may have read the log of the actor that was shown before.
+        if actor == self._actor:
+            self._log = log
+            self.draw()
+
+    def draw(self) -> None:
+        self.show_title(self._actor)
+        view = self._view()
+        if view is not None and self._past and view.wall != self._log_until:
+            self._log_until = view.wall
+            self._read_log()
+        if view is not None:
+            self.show_page(detail(view, self._actor, self._log, self.room))
+
+    def action_other(self, by: int) -> None:
+        view = self._view()
+        names = [actor.name for actor in view.actors] if view is not None else []
+        if self._actor in names:
+            self._actor, self._log = names[(names.index(self._actor) + by) % len(names)], None
+            self._page.scroll_home(animate=False)
+            self.draw()
+            self._read_log()
+
+
+# --- the end of a log ---
+# Lines come in order of time, each with a timestamp in ISO 8601; what was printed without one belongs to the line
+# before. A log of any length is read in a few small parts.
+
+
+def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = None) -> list[str] | None:
+    """The last lines up to ``until`` (Unix time, s), oldest first; None if the file is missing or unreadable, for
+    example on another host. A last line longer than ``LOG_BYTES`` loses its beginning."""
+    path = run_dir / "logs" / f"attempt_{attempt}" / f"{actor.replace('/', '-')}.log"
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            if until is not None:
+                end = _end_of(file, end, until)
+            begin = max(0, end - LOG_BYTES)
+            file.seek(begin)
+            lines = file.read(end - begin).decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    # The first line of a part may be torn: it is shown only without others.
+    return ((lines[1:] if begin else []) or lines)[-LOG_LINES:]
+
+
+def _end_of(file: BinaryIO, size: int, until: float) -> int:
+    """Offset of the first later line; ``size`` without one."""
+    # The first line with a timestamp that begins at ``late`` or after it is later, and that of ``early`` is not.
+    early, late = 0, size
+    while late - early > LOG_BYTES:
+        middle = (early + late) // 2
+        found = _first_stamp(file, middle, PROBE)
+        if found is None or found[1] > until:
+            late = middle
+        else:
+            early = middle
+    at = early
+    while (found := _first_stamp(file, at, size - at)) is not None:
+        begin, stamp, end = found
+        if stamp > until:
+            return begin
+        at = end
+    return size
+
+
+def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, int] | None:
+    """Begin (offset), time and end (offset) of the first line with a timestamp that begins at ``offset`` or within
+    ``most`` bytes after it."""
+    file.seek(max(0, offset - 1))
+    if offset:
+        # The rest of the line before, which is nothing but its end where a line begins at ``offset``.
+        file.readline(PROBE)
+    while (begin := file.tell()) <= offset + most and (line := file.readline(PROBE)):
+        if (stamp := _stamp(line)) is not None:
+            return begin, stamp, file.tell()
+    return None
+
+
+def _stamp(line: bytes) -> float | None:
+    try:
+        return datetime.fromisoformat(json.loads(line)["timestamp"]).timestamp()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 # --- keys ---
@@ -220,3 +350,27 @@ def help_page(width: int) -> list[Text]:
         *part("in a replay", REPLAY_KEYS),
         *part("a rollouter", WORDS),
     ]
+
+
+class HelpScreen(ModalScreen[None]):
+    """Screen of the keys."""
+
+    CSS = """
+    HelpScreen { align: center middle; }
+    #help { width: 76; max-width: 100%; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37;
+        padding: 0 0 0 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = Lines(id="help", classes="lines")
+
+    def compose(self) -> ComposeResult:
+        yield self._lines
+
+    def on_resize(self, event: Resize) -> None:
+        room = min(76, event.size.width) - 2 - SIDES
+        self.call_after_refresh(self._lines.show, help_page(room))

@@ -13,15 +13,12 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual import work
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.events import Resize
-from textual.screen import Screen
 
 from asyncrl.observe.sample_text import SampleStyle, sample_lines
 from asyncrl.observe.samples import FOLDER, SampleChoice, SampleGroup, newest_samples
-from asyncrl.top.draw import Style, fit, wrapped
-from asyncrl.top.widgets import SIDES, Block, Lines
+from asyncrl.top.draw import Style, wrapped
+from asyncrl.top.widgets import PageScreen
 
 LOOK_S = 2.0
 MOST_HELD = 200
@@ -29,20 +26,14 @@ READ_AT_ONCE = 8
 """Groups that are read at first, and that are read more when the last of them is reached."""
 STYLES: dict[SampleStyle, Style] = {"group": "bold", "heading": "level", "role": "good", "text": "", "note": "dim"}
 ELSEWHERE = "samples lie in the run's folder on its head: on that host, asyncrl-top RUN shows them"
-KEYS = "   esc back   n older   p newer   f kind   ↑ ↓ scroll"
 
 
-class SamplesScreen(Screen[None]):
+class SamplesScreen(PageScreen):
     """The groups of a run, from the newest on."""
 
-    CSS = """
-    #name { height: 1; background: #252b37; padding: 0 1; }
-    #samples { height: 1fr; padding: 0 0 0 1; }
-    """
+    keys = "esc back   n older   p newer   f kind   ↑ ↓ scroll"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,backspace,c", "app.pop_screen", show=False),
-        Binding("n", "other(1)", show=False),
-        Binding("p", "other(-1)", show=False),
+        Binding("c", "app.pop_screen", show=False),
         Binding("f", "kind", show=False),
     ]
 
@@ -53,18 +44,10 @@ class SamplesScreen(Screen[None]):
         self._choice, self._count = SampleChoice(), READ_AT_ONCE
         self._groups: list[SampleGroup] = []
         self._at = 0
-        self._title, self._lines = Block(id="name"), Lines(id="samples", classes="lines")
-
-    def compose(self) -> ComposeResult:
-        yield self._title
-        yield self._lines
 
     def on_mount(self) -> None:
         self._read()
         self.set_interval(LOOK_S, self._read)
-
-    def on_resize(self, event: Resize) -> None:
-        self.call_after_refresh(self._draw)
 
     # --- reading ---
 
@@ -93,31 +76,24 @@ class SamplesScreen(Screen[None]):
         if not found:
             folder = self._run_dir / FOLDER if self._run_dir is not None else ""
             kind = f"{choice.kind} " if choice.kind else ""
-            self._show_title(kind.strip() or "all kinds")
+            self.show_title(f"samples {kind.strip() or 'all kinds'}")
             text = problem or f"no {kind}group in {folder} so far"
-            self._show(wrapped([(text, "dim")], self._room, len(text)))
+            self.show_page(wrapped([(text, "dim")], self.room, len(text)))
         elif shown is None or not _same(found[self._at], shown):
-            self._draw()
+            self.draw()
         else:
             self._draw_title()
 
     # --- drawing ---
 
-    @property
-    def _room(self) -> int:
-        return max(1, self.size.width - SIDES)
-
-    def _draw(self) -> None:
+    def draw(self) -> None:
         if self._groups:
             self._draw_title()
-            self._lay_out(self._groups[self._at], self._room)
+            self._lay_out(self._groups[self._at], self.room)
 
     def _draw_title(self) -> None:
         more = "+" if len(self._groups) >= self._count else ""
-        self._show_title(f"{self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
-
-    def _show_title(self, where: str) -> None:
-        self._title.show([fit([(f"samples {where}", "bold"), (KEYS, "dim")], self._room)])
+        self.show_title(f"samples {self._at + 1} of {len(self._groups)}{more}, {self._choice.kind or 'all kinds'}")
 
     @work(thread=True, exclusive=True, group="lay out")
     def _lay_out(self, group: SampleGroup, room: int) -> None:
@@ -127,11 +103,11 @@ class SamplesScreen(Screen[None]):
     def _show_group(self, group: SampleGroup, lines: Sequence[Text]) -> None:
         # The thread may have laid out the group that was shown before.
         if self._groups and _same(group, self._groups[self._at]):
-            self._show(lines)
+            self.show_page(lines)
 
-    def _show(self, lines: Sequence[Text]) -> None:
-        self._lines.show(list(lines))
-        self._lines.focus()
+    def show_page(self, lines: Sequence[Text]) -> None:
+        super().show_page(lines)
+        self._page.focus()
 
     # --- keys ---
 
@@ -143,14 +119,14 @@ class SamplesScreen(Screen[None]):
             self._read()
         if self._groups and at != self._at:
             self._at = at
-            self._lines.scroll_home(animate=False)
-            self._draw()
+            self._page.scroll_home(animate=False)
+            self.draw()
 
     def action_kind(self) -> None:
         """Show the groups of the next kind."""
         self._choice, self._groups, self._at = self._choice.with_next_kind(), [], 0
         self._count = READ_AT_ONCE
-        self._lines.scroll_home(animate=False)
+        self._page.scroll_home(animate=False)
         self._read()
 
 

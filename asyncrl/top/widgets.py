@@ -1,28 +1,21 @@
-"""The widgets and screens of asyncrl-top: blocks of lines, panes with a table and its cursor, an actor, the keys."""
+"""The widgets of asyncrl-top: blocks of lines, panes with a table and its cursor, screens with a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
-from textual import work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.events import Resize
-from textual.screen import ModalScreen, Screen
+from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
-from asyncrl.top.detail import detail, help_page
 from asyncrl.top.draw import Pane, Row, Table, TableLayout, fit, in_ascii
-from asyncrl.top.log_tail import last_lines
-from asyncrl.top.view import View
 
-LOG_S = 2.0
-"""Time between two reads of the end of a log (s)."""
 SIDES = 3
 """Columns that padding and scrollbar take."""
 
@@ -162,36 +155,12 @@ class PaneView(Vertical):
         self.call_after_refresh(self._draw)
 
 
-class HelpScreen(ModalScreen[None]):
-    """Screen of the keys."""
-
-    CSS = """
-    HelpScreen { align: center middle; }
-    #help { width: 76; max-width: 100%; height: 22; max-height: 100%; border: round #7aa2c4; background: #252b37;
-        padding: 0 0 0 1; }
-    """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,question_mark,h,enter,space", "app.pop_screen", show=False)
-    ]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lines = Lines(id="help", classes="lines")
-
-    def compose(self) -> ComposeResult:
-        yield self._lines
-
-    def on_resize(self, event: Resize) -> None:
-        room = min(76, event.size.width) - 2 - SIDES
-        self.call_after_refresh(self._lines.show, help_page(room))
-
-
-class DetailScreen(Screen[None]):
-    """One actor in detail."""
+class PageScreen(Screen[None]):
+    """A screen with a title and lines that scroll; escape leads back."""
 
     CSS = """
     #name { height: 1; background: #252b37; padding: 0 1; }
-    #detail { height: 1fr; padding: 0 0 0 1; }
+    #page { height: 1fr; padding: 0 0 0 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,backspace", "app.pop_screen", show=False),
@@ -199,57 +168,30 @@ class DetailScreen(Screen[None]):
         Binding("p", "other(-1)", show=False),
     ]
 
-    def __init__(self, actor: str, view: Callable[[], View | None], run_dir: Path | None, *, past: bool) -> None:
-        """``past``: the view shows an earlier moment, as in a replay; so does the log then."""
+    keys: ClassVar[str]
+    """Hints of the keys, after the title."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._actor, self._view, self._run_dir = actor, view, run_dir
-        self._past = past
-        self._log: Sequence[str] | None = None
-        self._log_until: float | None = None
-        self._top, self._lines = Block(id="name"), Lines(id="detail", classes="lines")
+        self._head, self._page = Block(id="name"), Lines(id="page", classes="lines")
 
     def compose(self) -> ComposeResult:
-        yield self._top
-        yield self._lines
+        yield self._head
+        yield self._page
 
-    def on_mount(self) -> None:
-        """Read the log from time to time."""
-        self._read_log()
-        self.set_interval(LOG_S, self._read_log)
+    @property
+    def room(self) -> int:
+        """Width of a line."""
+        return max(1, self.size.width - SIDES)
+
+    def show_title(self, title: str) -> None:
+        self._head.show([fit([(title, "bold"), (f"   {self.keys}", "dim")], self.room)])
+
+    def show_page(self, lines: Sequence[Text]) -> None:
+        self._page.show(list(lines))
 
     def on_resize(self, event: Resize) -> None:
         self.call_after_refresh(self.draw)
 
-    @work(thread=True, exclusive=True)
-    def _read_log(self) -> None:
-        view, actor = self._view(), self._actor
-        if view is not None and self._run_dir is not None:
-            self._log_until = view.wall if self._past else None
-            log = last_lines(self._run_dir, view.run.attempt, actor, self._log_until)
-            self.app.call_from_thread(self._take_log, actor, log)
-
-    def _take_log(self, actor: str, log: list[str] | None) -> None:
-        # The thread may have read the log of the actor that was shown before.
-        if actor == self._actor:
-            self._log = log
-            self.draw()
-
     def draw(self) -> None:
-        room = max(1, self.size.width - SIDES)
-        keys = "   esc back   n p another actor   ↑ ↓ scroll"
-        self._top.show([fit([(self._actor, "bold"), (keys, "dim")], room)])
-        view = self._view()
-        if view is not None and self._past and view.wall != self._log_until:
-            self._log_until = view.wall
-            self._read_log()
-        if view is not None:
-            self._lines.show(detail(view, self._actor, self._log, room))
-
-    def action_other(self, by: int) -> None:
-        view = self._view()
-        names = [actor.name for actor in view.actors] if view is not None else []
-        if self._actor in names:
-            self._actor, self._log = names[(names.index(self._actor) + by) % len(names)], None
-            self._lines.scroll_home(animate=False)
-            self.draw()
-            self._read_log()
+        """Draw the page for the present width."""

@@ -5,8 +5,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from asyncrl.top import log_tail
-from asyncrl.top.log_tail import last_lines
+from asyncrl.top import detail
+from asyncrl.top.detail import last_lines
 
 BEGAN = 1_790_000_000.0
 
@@ -32,22 +32,22 @@ def test_lines_up_to_a_moment_are_those_that_stood_there_then(written, seconds):
     lines = [line(second) for second in range(seconds)]
     read = written(lines)
     for until in {-1, 0, 1, seconds // 3, seconds // 2, seconds - 2, seconds - 1, seconds + 9}:
-        assert read(BEGAN + until + 0.5) == lines[: until + 1][-log_tail.LINES :], until
-    assert read() == lines[-log_tail.LINES :]
+        assert read(BEGAN + until + 0.5) == lines[: until + 1][-detail.LOG_LINES :], until
+    assert read() == lines[-detail.LOG_LINES :]
 
 
 def test_what_was_printed_without_a_timestamp_belongs_to_the_line_before(written):
     printed = ["Traceback (most recent call last):", *[f"  frame {n}" * 40 for n in range(2000)]]
     read = written([line(1), line(2), *printed, "{}", '{"timestamp": 3}', line(9), line(10)])
-    assert read(BEGAN + 5) == [*printed, "{}", '{"timestamp": 3}'][-log_tail.LINES :]
+    assert read(BEGAN + 5) == [*printed, "{}", '{"timestamp": 3}'][-detail.LOG_LINES :]
     assert read(BEGAN + 1) == [line(1)]
     assert read(BEGAN + 9)[-1] == line(9)
 
 
 def test_of_a_last_line_that_is_longer_than_what_is_read_its_end_is_shown(written):
-    long = line(2).replace("at 2", "at 2" + "x" * log_tail.BYTES)
+    long = line(2).replace("at 2", "at 2" + "x" * detail.LOG_BYTES)
     read = written([line(1), long, line(3)])
-    assert read(BEGAN + 2.5) == [long[-log_tail.BYTES + 1 :]]
+    assert read(BEGAN + 2.5) == [long[-detail.LOG_BYTES + 1 :]]
     assert read() == [line(3)]
 
 
@@ -55,21 +55,21 @@ def test_of_a_last_line_that_is_longer_than_what_is_read_its_end_is_shown(writte
 def looked_at(monkeypatch):
     """Sizes of the lines in which a timestamp was looked for."""
     sizes, loads = [], json.loads
-    monkeypatch.setattr(log_tail.json, "loads", lambda text: sizes.append(len(text)) or loads(text))
+    monkeypatch.setattr(detail.json, "loads", lambda text: sizes.append(len(text)) or loads(text))
     return sizes
 
 
 def test_of_a_long_log_little_is_read(written, looked_at):
     lines = [line(second) for second in range(20_000)]
     assert written(lines)(BEGAN + 12_345)[-1] == lines[12_345]
-    assert sum(looked_at) < 3 * log_tail.BYTES
+    assert sum(looked_at) < 3 * detail.LOG_BYTES
 
 
 def test_a_long_stretch_without_timestamps_is_not_read_again_and_again(written, looked_at):
     printed = ["of another user " * 10] * 25_000
     read = written([line(1), *printed, line(5), *printed, line(9)])
-    assert read(BEGAN + 6) == printed[: log_tail.LINES]
-    assert sum(looked_at) < 2 * sum(len(each) + 1 for each in printed) + 20 * log_tail.PROBE
+    assert read(BEGAN + 6) == printed[: detail.LOG_LINES]
+    assert sum(looked_at) < 2 * sum(len(each) + 1 for each in printed) + 20 * detail.PROBE
 
 
 def test_a_log_that_is_not_there_or_holds_nothing(written, tmp_path):
