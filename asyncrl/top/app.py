@@ -23,10 +23,11 @@ from textual.widgets import Input
 
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.printable import printable
+from asyncrl.top.actor_panes import sorted_next
 from asyncrl.top.client import Away, Waiting
 from asyncrl.top.detail import DetailScreen, HelpScreen
 from asyncrl.top.draw import LEVELS, Choice, PaneName, fit, rich_text, to_ascii
-from asyncrl.top.panes import PANES, pane, panes_of, sorted_next, title
+from asyncrl.top.panes import PANES, pane, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
 from asyncrl.top.replay import Feed, Replay, Source
 from asyncrl.top.samples_screen import SamplesScreen

@@ -5,14 +5,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import groupby
 
 from rich.text import Text
 
 from asyncrl.core.numbers import ABSENT, count, duration, exact, fixed, percent, rate, size
-from asyncrl.messages.snapshot import ActorView
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.metrics_line import (
     HIGH_TRUNCATION,
@@ -23,186 +19,50 @@ from asyncrl.observe.metrics_line import (
     pass_at_numbers,
 )
 from asyncrl.observe.metrics_line import Line as MetricsLine
-from asyncrl.observe.snapshots.rates import total
+from asyncrl.top.actor_panes import Entry, episodes, host_column, rollouters
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     LEVELS,
-    Cell,
     Choice,
     Column,
     Line,
     Pane,
     PaneName,
-    Row,
-    Span,
     Style,
-    Table,
     columns,
     fitting,
-    is_amiss,
     is_there,
     joined,
     length,
     level_bar,
     number,
-    row,
     said,
-    said_state,
     state_bar,
     table_of,
     warned,
 )
-from asyncrl.top.episodes import Entry, bar_of, episodes, gauge, name_of, there
 from asyncrl.top.pipeline import header, pipeline, staleness_limit
-from asyncrl.top.view import CONTROLLER, View, now, numbers, version_of
+from asyncrl.top.view import CONTROLLER, View, is_gone, numbers
 
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
-
-
-def _state(entry: Entry) -> Span:
-    view, actor = entry
-    return said_state(*view.state(actor))
-
-
-# --- rollouters ---
-
-
-def _metric(entry: Entry, name: str, otherwise: float | None = None) -> float | None:
-    """A metric that stays when the rollouter is gone."""
-    return entry[1].metrics.get(name, otherwise)
-
-
-def _restarts(entry: Entry) -> float:
-    """Restarts of the process and of its engine."""
-    return entry[1].restarts + (_metric(entry, "rollout/engine_restarts") or 0.0)
-
-
-def _oldest(entry: Entry) -> float | None:
-    return now(entry[1], "rollout/oldest_s") if now(entry[1], "rollout/in_flight") else None
-
-
-def _kv_style(entry: Entry) -> Style:
-    return warned((now(entry[1], "rollout/kv_use") or 0.0) > 0.95)
-
-
-def _lag(entry: Entry) -> int | None:
-    return entry[0].lag(entry[1])
-
-
-def _tokens_per_s(entry: Entry) -> float | None:
-    return entry[0].rate_of(entry[1], "rollout/sampled_tokens")
-
-
-def _drift_style(entry: Entry, otherwise: Style = "") -> Style:
-    """An update with a drift of drift.warn or more stands out."""
-    return warned(_metric(entry, "rollout/drift_warnings"), otherwise)
-
-
-def _three_digits(value: float | None) -> str:
-    return fixed(value, 3)
-
-
-ROLLOUTERS = (
-    Column(title="rollouter", cell=partial(name_of, role="rollouter"), value=lambda entry: _index(entry[1]), width=9),
-    Column(title="host", cell=lambda entry: (entry[1].host, "dim"), value=lambda entry: entry[1].host, drop=7, most=16),
-    Column(title="state", cell=_state, value=lambda entry: entry[0].state(entry[1])[1], width=10, most=15),
-    Column(title="time", cell=bar_of, width=8, drop=3),
-    number("flight", gauge("rollout/in_flight"), width=6, summed=True),
-    number("wait", gauge("rollout/waiting"), width=4, drop=5, summed=True),
-    number("most", gauge("rollout/concurrency"), style=lambda entry: "dim", width=4, drop=7, summed=True),
-    number("tok/s", _tokens_per_s, width=5, summed=True),
-    number("KV", gauge("rollout/kv_use"), percent, _kv_style, width=4, drop=4),
-    number("v", lambda entry: version_of(entry[1]), width=3),
-    number("lag", _lag, style=lambda entry: warned((_lag(entry) or 0) > 1), width=3),
-    number("stall", gauge("weights/stall_s"), duration, width=6, drop=6, spare=True),
-    number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6, drop=5, spare=True),
-    number(
-        "worst",
-        partial(_metric, name="rollout/drift_largest"),
-        _three_digits,
-        partial(_drift_style, otherwise="dim"),
-        width=6,
-        drop=8,
-        spare=True,
-    ),
-    number("rst", _restarts, style=lambda entry: warned(_restarts(entry), "dim"), width=3, drop=2),
-    number("oldest", _oldest, duration, width=6, drop=1),
-)
-SORTS = {column.title: column.value for column in ROLLOUTERS if column.value is not None}
-WORDS = ("rollouter", "host", "state")
-"""Columns that are sorted upwards at first; numbers downwards."""
-
-
-def _index(actor: ActorView) -> int:
-    return int(actor.name.partition("/")[2])
-
-
-def rollouters(view: View, choice: Choice, width: int) -> Pane:
-    """A row for each rollouter, by host where there are several."""
-    found = [(view, actor) for actor in view.of("rollouter")]
-    chosen = [
-        (view, actor)
-        for _, actor in found
-        if choice.matches(
-            actor.name, actor.name.replace("rollouter/", "r/"), actor.host, view.condition(actor), view.state(actor)[1]
-        )
-    ]
-    by_host = choice.sort == "host" and len({actor.host for _, actor in chosen}) > 1
-    rows: list[Row] = []
-    for host, entries in groupby(_in_order(chosen, choice), key=lambda entry: entry[1].host if by_host else ""):
-        table = table_of(ROLLOUTERS, group := list(entries), lambda entry: entry[1].name)
-        rows += [*([_host_row(host, group)] if by_host else []), *table.rows]
-    words = f"no rollouter matches {choice.needle}" if found else "no rollouter is known so far"
-    return Pane([] if rows else [[(words, "dim")]], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
-
-
-def sorted_next(choice: Choice) -> Choice:
-    """The choice, sorted by the next column: words upwards, numbers downwards."""
-    titles = list(SORTS)
-    sort = titles[(titles.index(choice.sort) + 1) % len(titles)]
-    return replace(choice, sort=sort, descending=sort not in WORDS)
-
-
-def _in_order(entries: Sequence[Entry], choice: Choice) -> list[Entry]:
-    """In the chosen order; unknown values come last."""
-    value = SORTS[choice.sort]
-    known = sorted(entries, key=lambda entry: _index(entry[1]))
-    valued = [(value(entry), entry) for entry in known]
-    there = sorted(
-        (each for each in valued if each[0] is not None), key=lambda each: each[0], reverse=choice.descending
-    )
-    return [entry for _, entry in there] + [entry for found, entry in valued if found is None]
-
-
-def _host_row(host: str, entries: Sequence[Entry]) -> Row:
-    conditions = [view.condition(actor) for view, actor in entries]
-    state = f"{sum(map(is_there, conditions))} of {len(entries)}"
-    cells: dict[str, Cell] = {
-        "rollouter": (host or "host unknown", "bold"),
-        "state": (state, "bad" if any(map(is_amiss, conditions)) else "dim"),
-    }
-    for column in ROLLOUTERS:
-        if column.summed and column.value is not None:
-            cells[column.title] = count(total(map(column.value, entries))), "bold"
-    return row(entries[0][1].name, (cells.get(column.title, "") for column in ROLLOUTERS), heading=True)
 
 
 # --- learner ---
 
 
 def _gpu_memory(entry: Entry) -> str:
-    gpus = entry[1].gpus if is_there(entry[0].condition(entry[1])) else []
+    gpus = entry.actor.gpus if is_there(entry.condition) else []
     if not gpus:
         return ABSENT
     return f"{size(sum(gpu.memory_bytes for gpu in gpus))}/{size(sum(gpu.memory_total_bytes for gpu in gpus))}"
 
 
 RANKS = (
-    Column(title="rank", cell=partial(name_of, role=""), width=9),
-    Column(title="host", cell=lambda entry: (entry[1].host, "dim"), drop=4, most=16),
-    Column(title="state", cell=_state, width=14, most=24),
-    Column(title="time", cell=bar_of, width=8),
-    number("memory", lambda entry: there(entry[1].rss_bytes or None, entry), size, width=7),
+    Column(title="rank", cell=lambda entry: entry.name(), width=9),
+    host_column(4),
+    Column(title="state", cell=lambda entry: entry.state, width=14, most=24),
+    Column(title="time", cell=lambda entry: entry.bar, width=8),
+    number("memory", lambda entry: entry.there(entry.actor.rss_bytes or None), size, width=7),
     Column(title="GPU memory", cell=_gpu_memory, width=10, drop=2, right=True, spare=True),
 )
 COMPONENTS = 12
@@ -212,10 +72,12 @@ COMPONENTS = 12
 def learner(view: View, choice: Choice, width: int) -> Pane:
     """Phases of a step, numbers of the newest step, and a row for each rank."""
     ranks = [
-        (view, actor) for actor in view.of("learner") if choice.matches(actor.name, actor.host, view.state(actor)[1])
+        Entry(view, actor)
+        for actor in view.of("learner")
+        if choice.matches(actor.name, actor.host, view.state(actor)[1])
     ]
     head = [_step(view), _learning(view, width), _speed(view), *_components(view, width), *_evaluations(view, width)]
-    return Pane(head, table_of(RANKS, ranks, lambda entry: entry[1].name), "learner/0")
+    return Pane(head, table_of(RANKS, ranks, lambda entry: entry.actor.name), "learner/0")
 
 
 def _step(view: View) -> Line:
@@ -252,7 +114,7 @@ def _speed(view: View) -> Line:
     """Speed and reward. All ranks train a step together: its tokens and its MFU are of all of them."""
     first = next(iter(view.of("learner")), None)
     tokens = view.rate_of(first, "learner/tokens") if first is not None else None
-    mfu = there(view.number("perf/mfu"), (view, first)) if first is not None else None
+    mfu = view.number("perf/mfu") if first is not None and not is_gone(first) else None
     mean, deviation = view.number("reward/mean"), view.number("reward/std")
     spread = f" ± {fixed(deviation, 3)}" if deviation is not None else ""
     engine_kl = view.number("policy/engine_kl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.text import Text
 
@@ -21,6 +21,7 @@ from asyncrl.top.draw import (
     Choice,
     Line,
     PaneName,
+    Span,
     Style,
     fit,
     fitting,
@@ -33,7 +34,7 @@ from asyncrl.top.draw import (
     wrapped,
 )
 from asyncrl.top.replay import Replay
-from asyncrl.top.view import View, is_gone
+from asyncrl.top.view import View
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -108,42 +109,16 @@ class StageBox:
     unit: str
     depth: float | None
     """Work that is in the stage or waits for it."""
-    limit: float | None = None
-    shares: Mapping[str, float] = field(default_factory=dict)
+    limit: float | None
+    shares: Mapping[str, float]
     """Shares of the time of its resources by state."""
-    marked: bool = False
+    marked: bool
 
 
 def stages(view: View) -> list[StageBox]:
     """The pipeline in the order of its flow."""
-    found = view.bottleneck.stage or ""
+    level, found = view.level, view.bottleneck.stage or ""
     marked = {"gate": "dataloader", "episodes": "rollouters"}.get(found, found)
-
-    def box(
-        stage: Stage,
-        role: str,
-        rate: float | None,
-        unit: str,
-        depth: float | None,
-        limit: float | None = None,
-        shares: Mapping[str, float] | None = None,
-    ) -> StageBox:
-        actors = view.of(role)
-        return StageBox(
-            stage=stage,
-            alive=sum(not is_gone(actor) for actor in actors),
-            actors=len(actors),
-            rate=rate,
-            unit=unit,
-            depth=depth,
-            limit=limit,
-            shares=shares or {},
-            marked=stage == marked,
-        )
-
-    def level(role: str, name: str) -> float | None:
-        return view.level(role, name)
-
     step_s, groups = view.step_mean("time/step_s"), view.run.groups_per_step
     trained = groups / step_s if step_s and groups and view.run.phase not in OVER else None
     at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
@@ -153,12 +128,26 @@ def stages(view: View) -> list[StageBox]:
     behind, serving = view.behind or (None, None)
     in_flight, engines = level("rollouter", "rollout/in_flight"), view.shares(view.of("rollouter"))
     scored, pools = view.rate("reward", "reward/scored"), view.shares(view.of("reward"))
+    rows: list[tuple[Stage, str, float | None, str, float | None, float | None, Mapping[str, float]]] = [
+        ("dataloader", "dataloader", leased, "groups", outstanding, gate, {}),
+        ("rollouters", "rollouter", view.tokens_per_s, "tokens", in_flight, None, engines),
+        ("reward", "reward", scored, "tasks", at_reward, None, pools),
+        ("learner", "learner", trained, "groups", view.buffered, groups or None, view.learner_shares),
+        ("weights", "parameter_server", updates, "updates", behind, serving, {}),
+    ]
     return [
-        box("dataloader", "dataloader", leased, "groups", outstanding, gate),
-        box("rollouters", "rollouter", view.tokens_per_s, "tokens", in_flight, shares=engines),
-        box("reward", "reward", scored, "tasks", at_reward, shares=pools),
-        box("learner", "learner", trained, "groups", view.buffered, groups or None, view.learner_shares),
-        box("weights", "parameter_server", updates, "updates", behind, serving),
+        StageBox(
+            stage=stage,
+            alive=len(view.living(role)),
+            actors=len(view.of(role)),
+            rate=rate,
+            unit=unit,
+            depth=depth,
+            limit=limit,
+            shares=shares,
+            marked=stage == marked,
+        )
+        for stage, role, rate, unit, depth, limit, shares in rows
     ]
 
 
@@ -188,44 +177,36 @@ def _stage(box: StageBox, view: View, wide: int) -> list[Line]:
         over = view.run.phase in ("draining", "done", "failed")
         top.append((f" {there}", "bad" if box.alive < box.actors and not over else "dim"))
     words = f"{rate(box.rate)} {box.unit}/s"
+    depth, limit = count(box.depth), count(box.limit)
+    bar = state_bar(by_kind(box.shares), wide)
+    state = max(box.shares, key=lambda state: box.shares[state], default="")
+    last: Span = (
+        f"{percent(box.shares[state])} {state}" if state else "",
+        "dim" if kind_of(state) == "wait" else "",
+    )
+    match box.stage:
+        case "dataloader":
+            inside, bar = f"gate {depth}/{limit}", level_bar(box.depth, box.limit, wide)
+            allowed = staleness_limit(view)
+            last = f"limit {fixed(allowed, 0)} of {view.run.staleness_max}" if allowed is not None else "", "dim"
+        case "rollouters":
+            inside = f"{depth} in flight"
+        case "reward":
+            inside = f"{depth} in hand"
+        case "learner":
+            inside = f"{depth}/{limit} groups"
+        case "weights":
+            newest = None if box.depth is None or box.limit is None else box.limit - box.depth
+            inside, bar = f"{depth} behind", level_bar(newest, box.limit, wide)
+            last = f"version {view.run.version}" if view.run.version >= 0 else "none so far", "dim"
     return [
         top,
         # A blank stands before the arrow.
         [(words if len(words) < wide else words.replace("tokens/s", "tok/s"), "")],
-        [(DEPTHS[box.stage].format(depth=count(box.depth), limit=count(box.limit)), "")],
-        _bar(box, wide),
-        _state(box, view),
+        [(inside, "")],
+        bar,
+        [last],
     ]
-
-
-DEPTHS: dict[Stage, str] = {
-    "dataloader": "gate {depth}/{limit}",
-    "rollouters": "{depth} in flight",
-    "reward": "{depth} in hand",
-    "learner": "{depth}/{limit} groups",
-    "weights": "{depth} behind",
-}
-
-
-def _bar(box: StageBox, wide: int) -> Line:
-    if box.stage == "dataloader":
-        return level_bar(box.depth, box.limit, wide)
-    if box.stage == "weights":
-        return level_bar(None if box.depth is None or box.limit is None else box.limit - box.depth, box.limit, wide)
-    return state_bar(by_kind(box.shares), wide)
-
-
-def _state(box: StageBox, view: View) -> Line:
-    """The state that took most of the time; of the other stages the gate's limit and the version."""
-    if box.stage == "dataloader":
-        limit = staleness_limit(view)
-        return [(f"limit {fixed(limit, 0)} of {view.run.staleness_max}" if limit is not None else "", "dim")]
-    if box.stage == "weights":
-        return [(f"version {view.run.version}" if view.run.version >= 0 else "none so far", "dim")]
-    if not box.shares:
-        return []
-    state, share = max(box.shares.items(), key=lambda item: item[1])
-    return [(f"{percent(share)} {state}", "dim" if kind_of(state) == "wait" else "")]
 
 
 def staleness_limit(view: View) -> float | None:
@@ -274,15 +255,15 @@ KEYS = ("? help", "q quit", "s sort", "/ filter", "space {space}")
 def tabs(panes: Sequence[PaneName], seen: PaneName, width: int) -> Line:
     """The panes of the run, with the one that is seen; without room for all names only its name."""
 
-    def line(*, whole: bool) -> Line:
-        parts: list[Line] = []
-        for number, name in enumerate(panes, 1):
-            chosen = name == seen
-            parts.append([(f"{number} {name}" if whole or chosen else f"{number}", "chosen" if chosen else "dim")])
-        return joined(parts, "  ")
-
-    found = line(whole=True)
-    return found if length(found) <= width else line(whole=False)
+    parts: list[Line] = [
+        [(f"{number} {name}", "chosen" if name == seen else "dim")] for number, name in enumerate(panes, 1)
+    ]
+    if length(joined(parts, "  ")) > width:
+        parts = [
+            part if name == seen else [(f"{number}", "dim")]
+            for number, (name, part) in enumerate(zip(panes, parts, strict=True), 1)
+        ]
+    return joined(parts, "  ")
 
 
 def time_bar(replay: Replay, width: int) -> Line:

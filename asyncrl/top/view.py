@@ -238,7 +238,7 @@ class View:
 
     def living(self, role: str) -> list[ActorView]:
         """The actors of a role that are not gone."""
-        return living_in(self.snapshot, role)
+        return [actor for actor in self.of(role) if not is_gone(actor)]
 
     def condition(self, actor: ActorView) -> str:
         """Condition in the snapshot; "ended" instead of "dead" if the run ends."""

@@ -13,9 +13,10 @@ from top.pictures import STATES, WALL, Run
 
 from asyncrl.messages.snapshot import ActorView, Event, Resource
 from asyncrl.observe import catalogue
+from asyncrl.top.actor_panes import SORTS, sorted_next
 from asyncrl.top.detail import detail, help_page
 from asyncrl.top.draw import STYLES, Choice, columns, in_ascii, length, rich_text, sparkline, state_bar
-from asyncrl.top.panes import PANES, SORTS, page, pane, sorted_next
+from asyncrl.top.panes import PANES, page, pane
 from asyncrl.top.pipeline import header, pipeline, stages
 from asyncrl.top.view import KEPT, History, View
 

@@ -1,0 +1,339 @@
+"""The panes with a row for each actor: the rollouters, and the episodes with their hosts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent
+from asyncrl.messages.snapshot import ActorView
+from asyncrl.observe.catalogue import edges_of, quantile
+from asyncrl.observe.snapshots.rates import Shares, mean, total
+from asyncrl.top.bottleneck import by_kind
+from asyncrl.top.draw import (
+    Cell,
+    Choice,
+    Column,
+    Line,
+    Pane,
+    Row,
+    Span,
+    Style,
+    Table,
+    fitting,
+    is_amiss,
+    is_there,
+    joined,
+    level_bar,
+    number,
+    row,
+    said,
+    said_state,
+    state_bar,
+    table_of,
+    warned,
+)
+from asyncrl.top.view import AT, UNHEARD, View, family, is_gone, now, version_of
+
+STAGE_WIDTH = 32
+SHARE_BAR = 24
+BAR = 8
+"""Cells of a bar in a table."""
+
+
+class Entry(NamedTuple):
+    """An actor of a table."""
+
+    view: View
+    actor: ActorView
+
+    @property
+    def condition(self) -> str:
+        """Condition as the view shows it."""
+        return self.view.condition(self.actor)
+
+    @property
+    def bar(self) -> Line:
+        """The time of the actor's resources."""
+        return state_bar(by_kind(self.view.shares([self.actor])), BAR)
+
+    @property
+    def state(self) -> Span:
+        """Words for the state."""
+        return said_state(*self.view.state(self.actor))
+
+    @property
+    def number(self) -> int:
+        """The number in ROLE/INDEX."""
+        return int(self.actor.name.partition("/")[2])
+
+    def name(self, role: str = "") -> Span:
+        """The actor's name; of ``role`` with the first letter alone."""
+        name = self.actor.name.replace(f"{role}/", f"{role[0]}/") if role else self.actor.name
+        return name, "bad" if is_amiss(self.condition) else ""
+
+    def there(self, value: float | None) -> float | None:
+        """The value, unless the actor is gone."""
+        return None if is_gone(self.actor) else value
+
+    def metric(self, name: str) -> float | None:
+        """A metric that stays when the actor is gone."""
+        return self.actor.metrics.get(name)
+
+
+def host_column(drop: int, **more: Any) -> Column:
+    """The column of the hosts of actors."""
+    return Column(title="host", cell=lambda entry: (entry.actor.host, "dim"), drop=drop, most=16, **more)
+
+
+def gauge(name: str) -> Callable[[Entry], float | None]:
+    """The value of a gauge; None if the actor is gone."""
+    return lambda entry: now(entry.actor, name)
+
+
+# --- rollouters ---
+
+
+def _restarts(entry: Entry) -> float:
+    """Restarts of the process and of its engine."""
+    return entry.actor.restarts + (entry.metric("rollout/engine_restarts") or 0.0)
+
+
+def _oldest(entry: Entry) -> float | None:
+    return now(entry.actor, "rollout/oldest_s") if now(entry.actor, "rollout/in_flight") else None
+
+
+def _lag(entry: Entry) -> int | None:
+    return entry.view.lag(entry.actor)
+
+
+def _drift_style(entry: Entry, otherwise: Style = "") -> Style:
+    """An update with a drift of drift.warn or more stands out."""
+    return warned(entry.metric("rollout/drift_warnings"), otherwise)
+
+
+def _three_digits(value: float | None) -> str:
+    return fixed(value, 3)
+
+
+ROLLOUTERS = (
+    Column(title="rollouter", cell=lambda entry: entry.name("rollouter"), value=lambda entry: entry.number, width=9),
+    host_column(7, value=lambda entry: entry.actor.host),
+    Column(
+        title="state",
+        cell=lambda entry: entry.state,
+        value=lambda entry: entry.view.state(entry.actor)[1],
+        width=10,
+        most=15,
+    ),
+    Column(title="time", cell=lambda entry: entry.bar, width=8, drop=3),
+    number("flight", gauge("rollout/in_flight"), width=6, summed=True),
+    number("wait", gauge("rollout/waiting"), width=4, drop=5, summed=True),
+    number("most", gauge("rollout/concurrency"), style=lambda entry: "dim", width=4, drop=7, summed=True),
+    number("tok/s", lambda entry: entry.view.rate_of(entry.actor, "rollout/sampled_tokens"), width=5, summed=True),
+    number(
+        "KV",
+        gauge("rollout/kv_use"),
+        percent,
+        lambda entry: warned((now(entry.actor, "rollout/kv_use") or 0.0) > 0.95),
+        width=4,
+        drop=4,
+    ),
+    number("v", lambda entry: version_of(entry.actor), width=3),
+    number("lag", _lag, style=lambda entry: warned((_lag(entry) or 0) > 1), width=3),
+    number("stall", gauge("weights/stall_s"), duration, width=6, drop=6, spare=True),
+    number("drift", gauge("rollout/drift"), _three_digits, _drift_style, width=6, drop=5, spare=True),
+    number(
+        "worst",
+        lambda entry: entry.metric("rollout/drift_largest"),
+        _three_digits,
+        partial(_drift_style, otherwise="dim"),
+        width=6,
+        drop=8,
+        spare=True,
+    ),
+    number("rst", _restarts, style=lambda entry: warned(_restarts(entry), "dim"), width=3, drop=2),
+    number("oldest", _oldest, duration, width=6, drop=1),
+)
+SORTS = {column.title: column.value for column in ROLLOUTERS if column.value is not None}
+WORDS = ("rollouter", "host", "state")
+"""Columns that are sorted upwards at first; numbers downwards."""
+
+
+def rollouters(view: View, choice: Choice, width: int) -> Pane:
+    """A row for each rollouter, by host where there are several."""
+    found = [Entry(view, actor) for actor in view.of("rollouter")]
+    chosen = [
+        entry
+        for entry in found
+        if choice.matches(
+            entry.actor.name, entry.name("rollouter")[0], entry.actor.host, entry.condition, view.state(entry.actor)[1]
+        )
+    ]
+    by_host = choice.sort == "host" and len({entry.actor.host for entry in chosen}) > 1
+    rows: list[Row] = []
+    for host, entries in groupby(_in_order(chosen, choice), key=lambda entry: entry.actor.host if by_host else ""):
+        table = table_of(ROLLOUTERS, group := list(entries), lambda entry: entry.actor.name)
+        rows += [*([_host_row(host, group)] if by_host else []), *table.rows]
+    words = f"no rollouter matches {choice.needle}" if found else "no rollouter is known so far"
+    return Pane([] if rows else [[(words, "dim")]], Table(ROLLOUTERS, rows, choice.sort, choice.descending))
+
+
+def sorted_next(choice: Choice) -> Choice:
+    """The choice, sorted by the next column: words upwards, numbers downwards."""
+    titles = list(SORTS)
+    sort = titles[(titles.index(choice.sort) + 1) % len(titles)]
+    return replace(choice, sort=sort, descending=sort not in WORDS)
+
+
+def _in_order(entries: Sequence[Entry], choice: Choice) -> list[Entry]:
+    """In the chosen order; unknown values come last."""
+    value = SORTS[choice.sort]
+    valued = [(value(entry), entry) for entry in sorted(entries, key=lambda entry: entry.number)]
+    known = [each for each in valued if each[0] is not None]
+    known.sort(key=lambda each: each[0], reverse=choice.descending)
+    return [entry for _, entry in known] + [entry for found, entry in valued if found is None]
+
+
+def _host_row(host: str, entries: Sequence[Entry]) -> Row:
+    conditions = [entry.condition for entry in entries]
+    state = f"{sum(map(is_there, conditions))} of {len(entries)}"
+    cells: dict[str, Cell] = {
+        "rollouter": (host or "host unknown", "bold"),
+        "state": (state, "bad" if any(map(is_amiss, conditions)) else "dim"),
+    }
+    for column in ROLLOUTERS:
+        if column.summed and column.value is not None:
+            cells[column.title] = count(total(map(column.value, entries))), "bold"
+    return row(entries[0].actor.name, (cells.get(column.title, "") for column in ROLLOUTERS), heading=True)
+
+
+# --- episodes ---
+
+
+def _counted(*names: str) -> Callable[[Entry], float | None]:
+    return lambda entry: total(map(entry.metric, names))
+
+
+def _problems(title: str, value: Callable[[Entry], float | None], style: Style = "warn", **more: Any) -> Column:
+    """A column of numbers that stand out if there are any."""
+    return number(title, value, style=lambda entry: style if value(entry) else "", **more)
+
+
+HOSTS = (
+    Column(title="played by", cell=lambda entry: entry.name("episodes"), width=9),
+    host_column(3),
+    Column(title="state", cell=lambda entry: said_state(entry.condition, "", ""), width=6, most=12),
+    Column(title="time", cell=lambda entry: entry.bar, width=8, drop=4),
+    number("workers", lambda entry: entry.there(len(entry.actor.resources) or None), drop=1),
+    number("open", gauge("episodes/open"), width=4),
+    _problems("wait", gauge("episodes/waiting"), width=4, drop=2),
+    number("played", _counted("episodes/played")),
+    _problems("failed", _counted("episodes/failed"), "bad"),
+    number("tools", _counted("episodes/tool_calls"), width=5, drop=5),
+    _problems("errors", _counted("episodes/tool_errors", "episodes/tool_mistakes"), drop=6),
+    _problems("lost", _counted("episodes/workers_killed", "episodes/workers_died"), drop=7),
+    number(
+        "rst",
+        lambda entry: entry.actor.restarts,
+        style=lambda entry: warned(entry.actor.restarts, "dim"),
+        width=3,
+        drop=8,
+    ),
+)
+
+
+def episodes(view: View, choice: Choice, width: int) -> Pane:
+    """Open episodes by stage, how earlier ones ended, and a row for each host."""
+    hosts = view.of("episodes")
+    if not hosts:
+        return Pane([[("each prompt has a single response: there are no episodes", "dim")]])
+    chosen = [Entry(view, each) for each in hosts if choice.matches(each.name, each.host, view.condition(each))]
+    at, shares = family(view.living("rollouter"), AT), _shares(view)
+    names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
+    head = [*_summary(view, width, {name: at[name] for name in names if name in at}), *_stages(names, at, shares)]
+    return Pane(head, table_of(HOSTS, chosen, lambda entry: entry.actor.name))
+
+
+def _summary(view: View, width: int, at: Mapping[str, float]) -> list[Line]:
+    living, rollouters = view.living("rollouter"), view.of("rollouter")
+    open = view.level("rollouter", "rollout/episodes")
+    oldest = max((actor.metrics.get("rollout/episodes_oldest_s", 0.0) for actor in living), default=None)
+    turns, prompts = view.histogram("rollouter", "rollout/turns"), view.histogram("rollouter", "rollout/prompt_tokens")
+    p95 = quantile(turns[0], edges_of("rollout/turns"), 0.95)
+    cost = mean(actor.metrics.get("rollout/cost_factor") for actor in rollouters)
+    malformed = view.counted("rollouter", "rollout/malformed_calls")
+    failed = family(rollouters, "rollout/episodes_failed/")
+    stages = ", ".join(f"{count(number)} {name}" for name, number in at.items())
+    return [
+        joined(
+            [
+                said("oldest", duration(oldest if open else None)),
+                [(f"{count(open)} episodes" + (f": {stages}" if stages else ""), "bold")],
+            ]
+        ),
+        fitting(
+            [
+                said("turns", fixed(_mean(turns), 1)),
+                said("p95", ABSENT if p95 is None else f"≤ {p95:g}" if p95 < float("inf") else "many"),
+                said("context", f"{count(_mean(prompts))} tokens"),
+                said("cost", fixed(cost), warned((cost or 0.0) > 2)),
+                said("prefilled again", count(view.counted("rollouter", "rollout/reprefill_tokens"))),
+                said("malformed calls", count(malformed), warned(malformed)),
+            ],
+            width,
+        ),
+        fitting(
+            [
+                said("ended", _counts(family(rollouters, "rollout/episodes_ended/"))),
+                said("failed", _counts(failed), "bad" if failed else ""),
+                said("forks", _counts(family(rollouters, "rollout/forks/"))),
+            ],
+            width,
+        ),
+    ]
+
+
+def _counts(found: Mapping[str, float]) -> str:
+    return ", ".join(f"{count(number)} {name}" for name, number in found.items()) or "0"
+
+
+def _mean(seen: tuple[list[int], float]) -> float | None:
+    counts, whole = seen
+    return whole / sum(counts) if sum(counts) else None
+
+
+def _shares(view: View) -> Shares:
+    """Shares of the time of episodes that ended in the window, by stage."""
+    spent: dict[str, float] = {}
+    for actor in view.of("rollouter"):
+        if actor.condition in UNHEARD:
+            continue
+        before = view.steps.before(actor)
+        earlier = family([before], "rollout/episode_s/") if before is not None else {}
+        for stage, seconds in family([actor], "rollout/episode_s/").items():
+            spent[stage] = spent.get(stage, 0.0) + max(0.0, seconds - earlier.get(stage, 0.0))
+    whole = sum(spent.values())
+    return {stage: seconds / whole for stage, seconds in spent.items() if seconds > 0} if whole > 0 else {}
+
+
+def _stages(names: list[str], at: Mapping[str, float], shares: Shares) -> list[Line]:
+    """A title, and a line for each stage: its open episodes, and its share of the time of ended ones."""
+    if not names:
+        return []
+    wide = min(STAGE_WIDTH, max(12, *map(len, names)))
+    lines: list[Line] = [[(f"{'stage':<{wide}}   open  time", "dim")]]
+    for name in names:
+        open, share = at.get(name), shares.get(name)
+        bar = level_bar(share or 0.0, 1.0, SHARE_BAR)
+        lines.append(
+            [
+                (f"{name[:wide]:<{wide}}", "bold" if open else "dim"),
+                (f"  {count(open):>5}  {percent(share):>4}  ", ""),
+                *bar,
+            ]
+        )
+    return lines
