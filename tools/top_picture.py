@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from asyncrl.core.errors import UsageError
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.app import Top
-from asyncrl.top.replay import Source, open_replay
+from asyncrl.top.replay import SnapshotSource, open_replay
 from asyncrl.top.view import History
 
 PICTURE = Path(__file__).parent.parent / "docs" / "figures" / "top.svg"
@@ -65,7 +65,7 @@ def without_hosts(snapshot: Snapshot) -> Snapshot:
 
 async def picture(history: History) -> str:
     """The terminal over these snapshots, as SVG."""
-    app = Top(Source(history=history))
+    app = Top(SnapshotSource(history=history))
     async with app.run_test(size=SIZE) as pilot:
         before, drawn = "", app.export_screenshot(simplify=True)
         for _ in range(LOOKS):

@@ -23,7 +23,7 @@ from asyncrl.core.printable import json_in_ascii, say
 if TYPE_CHECKING:
     from asyncrl.messages.snapshot import Snapshot
     from asyncrl.top.client import Away, Waiting
-    from asyncrl.top.replay import Replay, Source
+    from asyncrl.top.replay import Replay, SnapshotSource
     from asyncrl.top.view import History
 
 TRACE_S = 30.0
@@ -175,7 +175,7 @@ def _watch(given: argparse.Namespace) -> int:
 
     from asyncrl.launcher.run_folder.private import is_live
     from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target, follow, follow_folder
-    from asyncrl.top.replay import Source, recent_history
+    from asyncrl.top.replay import SnapshotSource, recent_history
     from asyncrl.top.view import History
 
     run, keys = live_run_place(given.run), Path(given.keys) if given.keys else None
@@ -204,7 +204,7 @@ def _watch(given: argparse.Namespace) -> int:
             written: TraceWritten = await viewer.peer.call(RequestTrace(), timeout=TRACE_S)
         return f"trace: {written.path}" if written.path else f"no trace: {written.error}"
 
-    return _show(Source(feed=feed, history=history, run_dir=run_dir, trace=trace))
+    return _show(SnapshotSource(feed=feed, history=history, run_dir=run_dir, trace=trace))
 
 
 def _replay(run_dir: Path, given: argparse.Namespace) -> int:
@@ -215,15 +215,15 @@ def _replay(run_dir: Path, given: argparse.Namespace) -> int:
         replay.jump(replay.end)
         return _print(replay.history(), given)
 
-    from asyncrl.top.replay import Source
+    from asyncrl.top.replay import SnapshotSource
 
     def whole() -> Replay | None:
         return None if _may_live(run_dir) else open_replay(run_dir, lives=False)
 
-    return _show(Source(replay=replay, whole=whole, run_dir=run_dir))
+    return _show(SnapshotSource(replay=replay, whole=whole, run_dir=run_dir))
 
 
-def _show(source: Source) -> int:
+def _show(source: SnapshotSource) -> int:
     from asyncrl.rpc.process import tune_memory
     from asyncrl.top.app import Top
 
@@ -277,10 +277,10 @@ def _print(history: History, given: argparse.Namespace) -> int:
         return 0
     from asyncrl.top.draw import to_ascii
     from asyncrl.top.panes import page
-    from asyncrl.top.view import View
+    from asyncrl.top.view import SnapshotView
 
     columns = shutil.get_terminal_size((PAGE_COLUMNS, 24)).columns
-    text = page(View(history), max(80, columns), whole=not sys.stdout.isatty()).removesuffix("\n")
+    text = page(SnapshotView(history), max(80, columns), whole=not sys.stdout.isatty()).removesuffix("\n")
     say(text if _knows_unicode() else "\n".join(map(to_ascii, text.split("\n"))), sys.stdout)
     return 0
 

@@ -36,7 +36,7 @@ from asyncrl.top.draw import (
     table_of,
     warned,
 )
-from asyncrl.top.view import AT, UNHEARD, View, family, is_gone, now, version_of
+from asyncrl.top.view import AT, UNHEARD, SnapshotView, family, is_gone, now, version_of
 
 STAGE_WIDTH = 32
 SHARE_BAR = 24
@@ -47,7 +47,7 @@ BAR = 8
 class Entry(NamedTuple):
     """An actor of a table."""
 
-    view: View
+    view: SnapshotView
     actor: ActorView
 
     @property
@@ -163,7 +163,7 @@ WORDS = ("rollouter", "host", "state")
 """Columns that are sorted upwards at first; numbers downwards."""
 
 
-def rollouters(view: View, choice: Choice, width: int) -> Pane:
+def rollouters(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """A row for each rollouter, by host where there are several."""
     found = [Entry(view, actor) for actor in view.of("rollouter")]
     chosen = [
@@ -246,7 +246,7 @@ HOSTS = (
 )
 
 
-def episodes(view: View, choice: Choice, width: int) -> Pane:
+def episodes(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """Open episodes by stage, how earlier ones ended, and a row for each host."""
     hosts = view.of("episodes")
     if not hosts:
@@ -258,7 +258,7 @@ def episodes(view: View, choice: Choice, width: int) -> Pane:
     return Pane(head, table_of(HOSTS, chosen, lambda entry: entry.actor.name))
 
 
-def _summary(view: View, width: int, at: Mapping[str, float]) -> list[Line]:
+def _summary(view: SnapshotView, width: int, at: Mapping[str, float]) -> list[Line]:
     living, rollouters = view.living("rollouter"), view.of("rollouter")
     open = view.level("rollouter", "rollout/episodes")
     oldest = max((actor.metrics.get("rollout/episodes_oldest_s", 0.0) for actor in living), default=None)
@@ -306,7 +306,7 @@ def _mean(seen: tuple[list[int], float]) -> float | None:
     return whole / sum(counts) if sum(counts) else None
 
 
-def _shares(view: View) -> Shares:
+def _shares(view: SnapshotView) -> Shares:
     """Shares of the time of episodes that ended in the window, by stage."""
     spent: dict[str, float] = {}
     for actor in view.of("rollouter"):

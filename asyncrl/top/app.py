@@ -1,7 +1,7 @@
 """The terminal of asyncrl-top: panes around the pipeline, live or from a recording. Read-only.
 
-It takes each snapshot that comes into a history and draws a View of that at most every DRAW_S. If the feed fails, the
-foot says so, and the last view stays.
+It takes each snapshot that comes into a history and draws a SnapshotView of that at most every DRAW_S. If the feed
+fails, the foot says so, and the last view stays.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from asyncrl.top.detail import DetailScreen, HelpScreen
 from asyncrl.top.draw import LEVELS, Choice, PaneName, fit, rich_text, to_ascii
 from asyncrl.top.panes import PANES, pane, panes_of, title
 from asyncrl.top.pipeline import foot, header, pipeline, status, tabs, time_bar
-from asyncrl.top.replay import Feed, Replay, Source
+from asyncrl.top.replay import Feed, Replay, SnapshotSource
 from asyncrl.top.samples_screen import SamplesScreen
-from asyncrl.top.view import View
+from asyncrl.top.view import SnapshotView
 from asyncrl.top.widgets import Block, PaneView
 
 WIDE = (150, 40)
@@ -127,11 +127,11 @@ class Top(App[int]):
         Binding("minus", "go('faster', -1)", show=False),
     ]
 
-    def __init__(self, source: Source, *, ascii_only: bool = False) -> None:
+    def __init__(self, source: SnapshotSource, *, ascii_only: bool = False) -> None:
         # With NO_COLOR Textual would draw greys.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.source = source
-        self.view: View | None = None
+        self.view: SnapshotView | None = None
         self.failure: AsyncRLError | None = None
         """Reason that no snapshot came."""
         self.ascii_only = ascii_only
@@ -251,7 +251,7 @@ class Top(App[int]):
         if self.source.replay is not None:
             self._history = self.source.replay.history()
         if not self._frozen and self._history.newest is not None:
-            self.view = View(self._history)
+            self.view = SnapshotView(self._history)
         self._draw_foot()
         if self.view is None:
             self._header.show([rich_text([(each, "dim")]) for each in ("asyncrl-top", "waiting for the run")])

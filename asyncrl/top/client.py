@@ -24,8 +24,7 @@ from asyncrl.core.errors import ActorFailed, DeadlineExceeded, ProtocolError, Re
 from asyncrl.core.json_text import read_json_object
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.messages.snapshot import OVER, Snapshot
-from asyncrl.observe.snapshots.recording import decode, read_latest
-from asyncrl.observe.snapshots.snapshot_codec import decode_snapshot
+from asyncrl.observe.snapshots.recording import decode, decode_snapshot, read_latest
 from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.rpc.lifecycle.roster import CONTROLLER

@@ -35,7 +35,7 @@ from asyncrl.top.draw import (
     wrapped,
 )
 from asyncrl.top.panes import LEVEL_STYLES
-from asyncrl.top.view import CONTROLLER, View, is_gone
+from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
 from asyncrl.top.widgets import SIDES, Lines, PageScreen
 
 LOG_S = 2.0
@@ -55,7 +55,7 @@ LEAD = 20
 """Columns before the text of an event."""
 
 
-def detail(view: View, name: str, log: Sequence[str] | None, width: int) -> list[Text]:
+def detail(view: SnapshotView, name: str, log: Sequence[str] | None, width: int) -> list[Text]:
     """Lines on an actor. ``log`` are the last lines of its log file, oldest first; None if it cannot be read."""
     actor = next((each for each in view.actors if each.name == name), None)
     if actor is None:
@@ -190,7 +190,9 @@ class DetailScreen(PageScreen):
 
     keys = "esc back   n p another actor   ↑ ↓ scroll"
 
-    def __init__(self, actor: str, view: Callable[[], View | None], run_dir: Path | None, *, past: bool) -> None:
+    def __init__(
+        self, actor: str, view: Callable[[], SnapshotView | None], run_dir: Path | None, *, past: bool
+    ) -> None:
         """``past``: the view shows an earlier moment, as in a replay; so does the log then."""
         super().__init__()
         self._actor, self._view, self._run_dir = actor, view, run_dir

@@ -42,7 +42,7 @@ from asyncrl.top.draw import (
     warned,
 )
 from asyncrl.top.pipeline import header, pipeline, staleness_limit
-from asyncrl.top.view import CONTROLLER, View, is_gone, numbers
+from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone, numbers
 
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 
@@ -69,7 +69,7 @@ COMPONENTS = 12
 """Most components of the reward that the pane shows."""
 
 
-def learner(view: View, choice: Choice, width: int) -> Pane:
+def learner(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """Phases of a step, numbers of the newest step, and a row for each rank."""
     ranks = [
         Entry(view, actor)
@@ -80,7 +80,7 @@ def learner(view: View, choice: Choice, width: int) -> Pane:
     return Pane(head, table_of(RANKS, ranks, lambda entry: entry.actor.name), "learner/0")
 
 
-def _step(view: View) -> Line:
+def _step(view: SnapshotView) -> Line:
     """Duration of a step, and of each of its phases."""
     whole = view.step_mean("time/step_s")
     seconds = {name: view.step_mean(f"time/{name}_s") for name in ("wait_for_groups", "train", "publish")}
@@ -94,7 +94,7 @@ def _step(view: View) -> Line:
     return joined([said("step", duration(whole), "bold"), *phases])
 
 
-def _learning(view: View, width: int) -> Line:
+def _learning(view: SnapshotView, width: int) -> Line:
     """Numbers of the newest step. A gradient or a learning rate of 0 stands out: the policy learns nothing."""
     found = {
         "loss": view.number("loss/policy"),
@@ -110,7 +110,7 @@ def _learning(view: View, width: int) -> Line:
     return fitting(parts, width)
 
 
-def _speed(view: View) -> Line:
+def _speed(view: SnapshotView) -> Line:
     """Speed and reward. All ranks train a step together: its tokens and its MFU are of all of them."""
     first = next(iter(view.of("learner")), None)
     tokens = view.rate_of(first, "learner/tokens") if first is not None else None
@@ -135,7 +135,7 @@ def _cut(share: float | None) -> Line:
     return said("cut", percent(share), "bad" if share >= HIGH_TRUNCATION else "") if share is not None else []
 
 
-def _components(view: View, width: int) -> list[Line]:
+def _components(view: SnapshotView, width: int) -> list[Line]:
     """Means of the reward's components in the newest step."""
     found = sorted(numbers(view.last, "reward/component/").items())
     parts = [said(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
@@ -144,7 +144,7 @@ def _components(view: View, width: int) -> list[Line]:
     return [fitting([[("components", "dim")], *parts], width)] if parts else []
 
 
-def _evaluations(view: View, width: int) -> list[Line]:
+def _evaluations(view: SnapshotView, width: int) -> list[Line]:
     """A line for each evaluation that has more to show than the mean in the header."""
     found: dict[str, MetricsLine] = {name: line for line in view.snapshot.evals for name in eval_names(line)}
     lines = []
@@ -180,7 +180,7 @@ UPDATES = (
 )
 
 
-def weights(view: View, choice: Choice, width: int) -> Pane:
+def weights(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """The newest version, and the newest updates of replicas."""
     # A step that publishes nothing has 0.
     idle = [seconds for line in view.snapshot.train if (seconds := number_in(line, "time/publish_s"))]
@@ -228,7 +228,7 @@ LATE = {"late_trained": "trained", "late_masked": "masked"}
 """Words for late groups, by their counters."""
 
 
-def staleness(view: View, choice: Choice, width: int) -> Pane:
+def staleness(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """The working limit, the newest step, and a histogram since the learner started."""
     most, late = view.run.staleness_max, view.number("staleness/late_groups")
     so_far = [(view.counted("learner", f"staleness/{name}_groups"), words) for name, words in LATE.items()]
@@ -282,7 +282,7 @@ ROOMY = 40
 """Width from which on there is room for units."""
 
 
-def reward(view: View, choice: Choice, width: int) -> Pane:
+def reward(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """Tasks of the reward pools: the rate, tasks at hand, and tasks that failed."""
     pools = view.of("reward")
     shares, edges = view.shares(pools), edges_of("reward/run_s")
@@ -313,7 +313,7 @@ def _at_most(seconds: float | None) -> str:
     return ABSENT if seconds is None else f"≤ {duration(seconds)}" if seconds < float("inf") else "long"
 
 
-def ledger(view: View, choice: Choice, width: int) -> Pane:
+def ledger(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """Prompt groups by outcome, and outstanding groups against the gate."""
     outstanding, gate = (view.level("dataloader", f"tickets/{name}") for name in ("outstanding", "gate"))
     quarantined, left_out = view.of_learner("ledger/quarantined"), view.of_learner("ledger/left_out")
@@ -359,7 +359,7 @@ def _event_columns(clock: str) -> tuple[Column, ...]:
     )
 
 
-def events(view: View, choice: Choice, width: int) -> Pane:
+def events(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """Events of the chosen level and above, the newest first."""
     wanted = LEVELS[LEVELS.index(choice.level) :]
     shown = [
@@ -375,7 +375,7 @@ def events(view: View, choice: Choice, width: int) -> Pane:
 
 # --- all of them ---
 
-_DRAWN: dict[PaneName, Callable[[View, Choice, int], Pane]] = {
+_DRAWN: dict[PaneName, Callable[[SnapshotView, Choice, int], Pane]] = {
     "rollouters": rollouters,
     "learner": learner,
     "weights": weights,
@@ -390,17 +390,17 @@ MOST_SHOWN: dict[PaneName, int] = {"events": 20, "weights": 8}
 """Most rows in a page."""
 
 
-def panes_of(view: View | None) -> tuple[PaneName, ...]:
+def panes_of(view: SnapshotView | None) -> tuple[PaneName, ...]:
     """Panes that this run has something for."""
     return PANES if view is not None and view.of("episodes") else PANES[: PANES.index("episodes")]
 
 
-def pane(name: PaneName, view: View, choice: Choice, width: int) -> Pane:
+def pane(name: PaneName, view: SnapshotView, choice: Choice, width: int) -> Pane:
     """The pane of this name, ``width`` cells wide."""
     return _DRAWN[name](view, choice, width)
 
 
-def title(name: PaneName, view: View, choice: Choice) -> str:
+def title(name: PaneName, view: SnapshotView, choice: Choice) -> str:
     """The title of a pane, with what is filtered."""
     if name == "events" and choice.level != "info":
         return f"events: {choice.level}s" if choice.level == "error" else "events: warnings, errors"
@@ -410,7 +410,7 @@ def title(name: PaneName, view: View, choice: Choice) -> str:
     return f"{name} {sum(is_there(view.condition(each)) for each in actors)}/{len(actors)}"
 
 
-def page(view: View, width: int, *, whole: bool = False) -> str:
+def page(view: SnapshotView, width: int, *, whole: bool = False) -> str:
     """All panes, one below the other, with the newest events and updates; ``whole`` cuts no event."""
     choice = Choice()
     lines = [*header(view, width), Text(), *pipeline(view, width)]

@@ -34,7 +34,7 @@ from asyncrl.top.draw import (
     wrapped,
 )
 from asyncrl.top.replay import Replay
-from asyncrl.top.view import View
+from asyncrl.top.view import SnapshotView
 
 PHASE_STYLES: dict[str, Style] = {
     "starting": "start",
@@ -56,7 +56,7 @@ ROOMY = 16
 """Width from which on a stage has room for blanks."""
 
 
-def header(view: View, width: int) -> list[Text]:
+def header(view: SnapshotView, width: int) -> list[Text]:
     """Two lines: the state of the run, and its rates."""
     run = view.run
     phase = "stalled" if run.phase == "running" and run.stalled else phase_word(run.phase, run.exit_code)
@@ -82,7 +82,7 @@ def header(view: View, width: int) -> list[Text]:
     return [fit(fitting(parts, width), width) for parts in (first, second)]
 
 
-def _evaluations(view: View) -> list[Line]:
+def _evaluations(view: SnapshotView) -> list[Line]:
     """The newest mean of each evaluation, with the versions that sampled it."""
     means = {key: line for line in view.snapshot.evals for key in filter(is_eval_mean, line)}
     found = []
@@ -115,7 +115,7 @@ class StageBox:
     marked: bool
 
 
-def stages(view: View) -> list[StageBox]:
+def stages(view: SnapshotView) -> list[StageBox]:
     """The pipeline in the order of its flow."""
     level, found = view.level, view.bottleneck.stage or ""
     marked = {"gate": "dataloader", "episodes": "rollouters"}.get(found, found)
@@ -151,7 +151,7 @@ def stages(view: View) -> list[StageBox]:
     ]
 
 
-def pipeline(view: View, width: int) -> list[Text]:
+def pipeline(view: SnapshotView, width: int) -> list[Text]:
     """Each stage with its rate, depth, time and main state, and below them the verdict: seven lines."""
     between = "→ " if width < NARROW else " → "
     boxes = stages(view)
@@ -163,7 +163,7 @@ def pipeline(view: View, width: int) -> list[Text]:
     return [*lines, *verdict(view, width)]
 
 
-def _stage(box: StageBox, view: View, wide: int) -> list[Line]:
+def _stage(box: StageBox, view: SnapshotView, wide: int) -> list[Line]:
     mark = "◆" if wide < ROOMY else "◆ "
     name, rule = (f"{mark}{box.stage}", "━") if box.marked else (box.stage, "─")
     there = f"{box.alive}/{box.actors}" if box.alive < box.actors else f"{box.actors}" if box.actors > 1 else ""
@@ -209,13 +209,13 @@ def _stage(box: StageBox, view: View, wide: int) -> list[Line]:
     ]
 
 
-def staleness_limit(view: View) -> float | None:
+def staleness_limit(view: SnapshotView) -> float | None:
     """The working limit of the gate."""
     limit = view.level("dataloader", "staleness/limit")
     return view.number("staleness/limit") if limit is None else limit
 
 
-def verdict(view: View, width: int) -> list[Text]:
+def verdict(view: SnapshotView, width: int) -> list[Text]:
     """Two lines: the actors that are down, and the stage that sets the pace or the reason that nothing runs."""
     run, found = view.run, view.bottleneck
     word: str

@@ -161,8 +161,8 @@ Feed = Callable[[], AsyncIterator[Snapshot | Away | Waiting]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Source of snapshots: a feed, or a recording."""
+class SnapshotSource:
+    """SnapshotSource of snapshots: a feed, or a recording."""
 
     feed: Feed | None = None
     replay: Replay | None = None

@@ -1,7 +1,7 @@
 """Snapshots of a run in order of time, and the newest with its past: rates, shares of time, the bottleneck. Pure.
 
-Panes draw from a View of a History. Invariant: an unknown value is None, never 0. The activity of an actor that is gone
-or silent is unknown, but its counters stay.
+Panes draw from a SnapshotView of a History. Invariant: an unknown value is None, never 0. The activity of an actor that
+is gone or silent is unknown, but its counters stay.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class History:
 # --- the newest snapshot ---
 
 
-class View:
+class SnapshotView:
     """The newest snapshot of a history that is not empty, with its past."""
 
     def __init__(self, history: History) -> None:

@@ -19,7 +19,7 @@ from asyncrl.messages.snapshot import Event
 from asyncrl.observe.snapshots.recording import Recorder
 from asyncrl.top.detail import detail
 from asyncrl.top.draw import fit, in_ascii
-from asyncrl.top.view import View
+from asyncrl.top.view import SnapshotView
 
 EVIL = "\x1b]0;PWNED\x07\x1b[2J\x9b2J\x85\x7f\u202emoc\u2066\u2028\ufeff"
 WRITTEN = st.text(st.sampled_from("ab 字é\u0301👍\u200d\ufe0f\x1b\x07\x9b\u202e\u2069\t\n\ud800…─"), max_size=40)
@@ -116,7 +116,7 @@ def test_nothing_in_the_details_of_an_actor_is_obeyed(run_dir):
     from asyncrl.top.replay import open_replay
 
     replay = open_replay(run_dir, lives=False)
-    view = View(replay.history())
+    view = SnapshotView(replay.history())
     log = (run_dir / "logs" / "attempt_1" / "reward-0.log").read_text().split("\n")
     for line in detail(view, "reward/0", log, 100):
         assert not controls(line.plain, keep="") and line.cell_len <= 100

@@ -16,8 +16,8 @@ from asyncrl.messages.snapshot import Event
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources
 from asyncrl.top.client import Away, NotStarted, WatchedRun, ending, start_of
-from asyncrl.top.replay import Replay, Source, open_replay, recent_history
-from asyncrl.top.view import SHORTEST_S, View
+from asyncrl.top.replay import Replay, SnapshotSource, open_replay, recent_history
+from asyncrl.top.view import SHORTEST_S, SnapshotView
 from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")
@@ -32,7 +32,7 @@ def later(history, **changes):
 async def test_a_pane_leads_to_the_actor_that_it_is_about():
     events = [Event(number=1, wall=WALL, level="info", actor="", text="the run is running")]
     run = Run(events=events, ranks=2, gpus=True)
-    async with shown(Source(history=known(run.between()))) as (app, pilot):
+    async with shown(SnapshotSource(history=known(run.between()))) as (app, pilot):
         # An event of the run as a whole is the controller's.
         said = {"controller/0": "the run is running", "learner/0": "GPU 0 90%  61.0 GB of 80.0 GB"}
         for pane, actor in {"4": "learner/0", "5": "reward/0", "6": "dataloader/0", "7": "controller/0"}.items():
@@ -51,7 +51,7 @@ async def test_the_newest_events_stay_in_sight():
     actors = ["reward/0", *["dataloader/0", "reward/0"] * 40, "learner/0"]
     events = [Event(number=n, wall=WALL + n, level="info", actor=each, text=f"{n}.") for n, each in enumerate(actors)]
     history = known(Run(events=events[:-1]).between())
-    async with shown(Source(history=history)) as (app, pilot):
+    async with shown(SnapshotSource(history=history)) as (app, pilot):
         await pilot.press("7")
         await until(pilot, "80.")
         rows = app.panes["events"].query_one(Rows)
@@ -62,7 +62,7 @@ async def test_the_newest_events_stay_in_sight():
 
 
 async def test_on_a_small_terminal_the_help_scrolls_and_where_there_is_no_room_it_is_said():
-    async with shown(Source(history=known(Run().between()))) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between()))) as (app, pilot):
         for columns, rows in ((40, 10), (80, 24), (59, 24), (80, 15), (60, 16)):
             await pilot.resize_terminal(columns, rows)
             await settled(pilot)
@@ -83,7 +83,7 @@ async def test_on_a_small_terminal_the_help_scrolls_and_where_there_is_no_room_i
 
 
 async def test_sort_filter_and_level_keys():
-    async with shown(Source(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run(rollouters=12, hosts=1).between()))) as (app, pilot):
         rows = app.panes["rollouters"].query_one(Rows)
         await pilot.press("down", "down", "r")
         await until(pilot, "host▾")
@@ -112,7 +112,7 @@ async def test_a_key_before_there_is_anything_to_see_does_nothing(key):
         await coming.wait()
         yield Run().at(100.0)
 
-    async with shown(Source(feed=feed)) as (app, pilot):
+    async with shown(SnapshotSource(feed=feed)) as (app, pilot):
         await pilot.press(key)
         coming.set()
         await until(pilot, "step 50/100")
@@ -131,7 +131,7 @@ async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
             yield seen
             gate.task_done()
 
-    async with shown(Source(feed=feed)) as (app, pilot):
+    async with shown(SnapshotSource(feed=feed)) as (app, pilot):
         assert "waiting for the run" in text_of(app) and "attaching" in text_of(app)
         await gate.put(run.at(100.0))
         await until(pilot, "step 50/1000")
@@ -154,7 +154,7 @@ async def test_a_feed_is_followed_frozen_and_away_and_its_end_is_told():
         assert "step 100/1000" in text_of(app)
     # Where nothing was seen the command says why, on a terminal that is as it was.
     await gate.put(ActorFailed("controller/0", "the keys are of another run"))
-    async with shown(Source(feed=feed)) as (app, _):
+    async with shown(SnapshotSource(feed=feed)) as (app, _):
         pass
     assert app.return_code == 1 and "of another run" in str(app.failure)
 
@@ -167,9 +167,9 @@ def drawn_at(monkeypatch):
     def slow(history):
         began.append(time.monotonic())
         time.sleep(terminal.DRAW_S / 2)
-        return View(history)
+        return SnapshotView(history)
 
-    monkeypatch.setattr(terminal, "View", slow)
+    monkeypatch.setattr(terminal, "SnapshotView", slow)
     return began
 
 
@@ -183,7 +183,7 @@ async def test_it_asks_again_before_it_draws_so_that_the_last_answer_finds_a_req
         drawn_when_asked.append(len(drawn_at))
         yield Run(steps=1000, phase="done").at(100.1)
 
-    async with shown(Source(feed=feed)) as (app, pilot):
+    async with shown(SnapshotSource(feed=feed)) as (app, pilot):
         coming.set()
         await until(pilot, "the run has ended")
         assert drawn_when_asked == [0]
@@ -201,7 +201,7 @@ async def test_it_draws_at_a_pace_and_the_time_of_drawing_is_part_of_it(drawn_at
             yield run.at(100.0 + second)
             await asyncio.sleep(terminal.DRAW_S / 8)
 
-    async with shown(Source(feed=feed)) as (_, pilot):
+    async with shown(SnapshotSource(feed=feed)) as (_, pilot):
         coming.set()
         async with asyncio.timeout(20.0):
             while len(drawn_at) < 4:
@@ -233,7 +233,7 @@ async def test_a_viewer_of_a_folder_waits_for_the_start_and_follows_a_resumed_ru
 
     monkeypatch.setattr(sources, "watch", watched)
     feed = partial(sources.follow_folder, tmp_path, None, lambda run_dir: True)
-    async with shown(Source(feed=feed)) as (app, pilot):
+    async with shown(SnapshotSource(feed=feed)) as (app, pilot):
         await until(pilot, "the run has not started")
         address.parent.mkdir()
         address.write_text("{}")
@@ -258,7 +258,7 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
 
     monkeypatch.setattr(sources, "watch", watched)
     target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
-    async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
+    async with shown(SnapshotSource(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")
         await until(pilot, "failed: nothing is known after this, when it was running")
         head = text_of(app).splitlines()[0]
@@ -277,18 +277,18 @@ async def test_the_end_of_a_run_with_an_unreadable_recording_comes_from_the_last
 
     monkeypatch.setattr(sources, "watch", watched)
     target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
-    async with shown(Source(feed=lambda: sources.follow(target))) as (app, pilot):
+    async with shown(SnapshotSource(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")
         await until(pilot, "failed: nothing is known after this, when it was running")
         assert "step 50/1000" in text_of(app).splitlines()[0]
     first.clear()
-    async with shown(Source(feed=lambda: sources.follow(target))) as (_, pilot):
+    async with shown(SnapshotSource(feed=lambda: sources.follow(target))) as (_, pilot):
         await until(pilot, "the run has ended")
 
 
 async def test_a_trace_is_asked_for_and_what_came_of_it_is_said():
     written = asyncio.Queue()
-    async with shown(Source(history=known(Run().between()), trace=written.get)) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between()), trace=written.get)) as (app, pilot):
         await pilot.press("t")
         await until(pilot, "the trace is being written")
         await written.put("trace: runs/[x]/trace/1.json\x1b")
@@ -304,7 +304,7 @@ async def test_a_replay_learns_at_its_end_that_the_run_has_ended_meanwhile(monke
     # It plays until it has been at the end for a tick.
     replay.advance(0.0)
 
-    async with shown(Source(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
+    async with shown(SnapshotSource(replay=replay, whole=lambda: found[0] if found else None)) as (app, pilot):
         await until(pilot, "end of the recording; the run continues")
         found.append(Replay(entries))
         # It stays where it was.
@@ -356,14 +356,14 @@ def test_a_viewer_that_comes_knows_the_last_minutes(tmp_path):
     record(tmp_path, *(run.at(float(second)) for second in range(0, 1800, 10)))
     whole = open_replay(tmp_path, lives=True)
     whole.jump(whole.end)
-    (recent, known) = (View(history) for history in (recent_history(tmp_path), whole.history()))
+    (recent, known) = (SnapshotView(history) for history in (recent_history(tmp_path), whole.history()))
     assert (recent.snapshot, recent.window_s, recent.bottleneck) == (known.snapshot, known.window_s, known.bottleneck)
     assert recent_history(tmp_path / "nowhere").newest is None
 
 
 async def test_cells_that_changed_are_drawn_again_and_no_others():
     history = known(Run(rollouters=12, hosts=1, steps=100_000).between())
-    async with shown(Source(history=history), "200x50") as (app, pilot):
+    async with shown(SnapshotSource(history=history), "200x50") as (app, pilot):
         rows, drawn = app.panes["rollouters"].query_one(Rows), []
         update = rows.update_cell_at
         rows.update_cell_at = lambda at, cell: (drawn.append((at[0], cell.plain.strip())), update(at, cell))

@@ -17,7 +17,7 @@ from top.pictures import Run
 from asyncrl.cli import top as command
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.top import samples_screen
-from asyncrl.top.replay import Replay, Source
+from asyncrl.top.replay import Replay, SnapshotSource
 
 until = partial(driven.until, within=60.0)
 pytestmark = pytest.mark.usefixtures("utc")
@@ -88,7 +88,7 @@ def test_what_cannot_be_printed_is_said(run_dir, capsys, words, code, said):
 
 async def test_a_live_run_shows_one_group_at_a_time_and_newer_ones_do_not_push_it_away(run_dir, monkeypatch):
     monkeypatch.setattr(samples_screen, "LOOK_S", 0.05)
-    async with shown(Source(history=known(Run().between()), run_dir=run_dir)) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between()), run_dir=run_dir)) as (app, pilot):
         await pilot.press("c")
         await until(pilot, "samples 1 of 5, all kinds")
         await until(pilot, "prompt 0-3")
@@ -111,7 +111,7 @@ async def test_a_live_run_shows_one_group_at_a_time_and_newer_ones_do_not_push_i
 
 async def test_a_replay_shows_the_groups_up_to_the_step_that_is_seen(run_dir):
     replay = Replay(recording(Run(), 90))
-    async with shown(Source(replay=replay, run_dir=run_dir)) as (app, pilot):
+    async with shown(SnapshotSource(replay=replay, run_dir=run_dir)) as (app, pilot):
         await pilot.press("c")
         await until(pilot, "of step one")
         assert "prompt 0-3" not in text_of(app)
@@ -121,7 +121,7 @@ async def test_a_replay_shows_the_groups_up_to_the_step_that_is_seen(run_dir):
 async def test_a_long_group_scrolls_and_a_narrow_terminal_wraps_it(run_dir):
     words = " ".join(f"word{number}" for number in range(600))
     RecordFiles(run_dir, 1).samples(61, 61, [group("0-4", words, "short")])
-    async with shown(Source(history=known(Run().between()), run_dir=run_dir), ascii_only=True) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between()), run_dir=run_dir), ascii_only=True) as (app, pilot):
         await pilot.resize_terminal(60, 16)
         await pilot.press("c")
         await until(pilot, "word9 ")
@@ -133,7 +133,7 @@ async def test_a_long_group_scrolls_and_a_narrow_terminal_wraps_it(run_dir):
 
 @pytest.mark.parametrize("place", ["nowhere", None])
 async def test_where_there_are_no_samples_it_is_said(tmp_path, place):
-    source = Source(history=known(Run().between()), run_dir=tmp_path / place if place else None)
+    source = SnapshotSource(history=known(Run().between()), run_dir=tmp_path / place if place else None)
     async with shown(source) as (_, pilot):
         await pilot.press("c")
         await until(pilot, "no group in" if place else "samples lie in the run's folder on its head")

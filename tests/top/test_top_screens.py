@@ -13,7 +13,7 @@ import pytest
 from driven import known, recording, settled, shown, text_of, until
 from top.pictures import STATES, WALL, Run
 
-from asyncrl.top.replay import Replay, Source
+from asyncrl.top.replay import Replay, SnapshotSource
 
 pytestmark = pytest.mark.usefixtures("utc")
 SCREENS = Path(__file__).parent / "screens"
@@ -38,12 +38,12 @@ async def compare(name, pilot):
     ],
 )
 async def test_screens(state, size):
-    async with shown(Source(history=known(STATES[state]())), size) as (_, pilot):
+    async with shown(SnapshotSource(history=known(STATES[state]())), size) as (_, pilot):
         await compare(f"{state}-{size}", pilot)
 
 
 async def test_panes_on_a_small_terminal_and_all_of_them_on_a_larger_one():
-    async with shown(Source(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run(ranks=4, gpus=True).between()))) as (app, pilot):
         before = text_of(app)
         await pilot.press("8")
         await settled(pilot)
@@ -58,7 +58,7 @@ async def test_panes_on_a_small_terminal_and_all_of_them_on_a_larger_one():
 
 async def test_the_pane_of_episodes():
     history = known(STATES["agents"]())
-    async with shown(Source(history=history), "200x50") as (app, pilot):
+    async with shown(SnapshotSource(history=history), "200x50") as (app, pilot):
         await compare("agents-200x50", pilot)
         await pilot.resize_terminal(80, 24)
         await pilot.press("8")
@@ -72,7 +72,7 @@ async def test_the_pane_of_episodes():
 
 
 async def test_a_terminal_that_knows_ascii_alone():
-    async with shown(Source(history=known(Run().between())), ascii_only=True) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between())), ascii_only=True) as (app, pilot):
         assert text_of(app).isascii()
         await compare("ascii-80x24", pilot)
 
@@ -81,7 +81,7 @@ async def test_an_actor_in_detail_with_its_awaits_and_its_log(tmp_path):
     log = tmp_path / "logs" / "attempt_1" / "rollouter-2.log"
     log.parent.mkdir(parents=True)
     log.write_text('{"event": "engine is up", "level": "info", "timestamp": "2026-01-02T03:04:05Z", "gpu": 3}\nplain\n')
-    async with shown(Source(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
+    async with shown(SnapshotSource(history=known(Run().between()), run_dir=tmp_path)) as (app, pilot):
         # The rows are node0, 0, 1, node1, 2.
         await pilot.press("down", "down", "down", "down", "enter")
         await until(pilot, "engine is up")
@@ -103,7 +103,7 @@ async def test_a_replay_with_its_time_bar_and_the_log_of_the_moment(tmp_path):
     log.write_text("".join(json.dumps({"event": f"event of {at}", "timestamp": at}) + "\n" for at in stamps))
     replay = Replay(recording(Run(steps=1000), 120))
     replay.playing = False
-    async with shown(Source(replay=replay, run_dir=tmp_path)) as (app, pilot):
+    async with shown(SnapshotSource(replay=replay, run_dir=tmp_path)) as (app, pilot):
         text = text_of(app)
         assert "step 5/1000" in text and "0 s of 1m59s" in text and "paused" in text
         await pilot.press("right", "right")

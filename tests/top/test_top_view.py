@@ -18,7 +18,7 @@ from asyncrl.top.detail import detail, help_page
 from asyncrl.top.draw import STYLES, Choice, columns, in_ascii, length, rich_text, sparkline, state_bar
 from asyncrl.top.panes import PANES, page, pane
 from asyncrl.top.pipeline import header, pipeline, stages
-from asyncrl.top.view import KEPT, History, View
+from asyncrl.top.view import KEPT, History, SnapshotView
 
 ROOT = Path(__file__).parents[2]
 FED = {"training": 0.3, "waiting": 0.7}
@@ -44,7 +44,7 @@ def cells(name, view, title):
 
 
 def seen(snapshots):
-    return View(known(snapshots))
+    return SnapshotView(known(snapshots))
 
 
 def verdicts(snapshots):
@@ -52,7 +52,7 @@ def verdicts(snapshots):
     history = History()
     for snapshot in snapshots:
         history.add(snapshot)
-        yield View(history)
+        yield SnapshotView(history)
 
 
 def with_actor(snapshot, name, *, metrics=None, **changes):
@@ -443,7 +443,7 @@ def test_a_history_stays_bounded_and_long_enough_and_another_attempt_begins_anew
     assert history.steps().seconds == pytest.approx(4 * 30.0, rel=0.1)
     assert history.recent().seconds == pytest.approx(10.0, abs=0.5)
     history.add(Run().at(3.0))
-    assert history.steps() is None and View(history).tokens_per_s is None
+    assert history.steps() is None and SnapshotView(history).tokens_per_s is None
 
 
 @pytest.mark.parametrize("every_s", [0.5, 2.0])

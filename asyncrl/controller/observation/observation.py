@@ -22,8 +22,7 @@ from asyncrl.core.disk import in_words
 from asyncrl.core.phase import phase_and_reason
 from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.messages.snapshot import ActorView, Snapshot
-from asyncrl.observe.snapshots.recording import Recorder, last_recorded
-from asyncrl.observe.snapshots.snapshot_codec import is_wall
+from asyncrl.observe.snapshots.recording import Recorder, is_wall, last_recorded
 from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.heartbeat import gather_heartbeat
 from asyncrl.rpc.lifecycle.registry import Entry, Registry

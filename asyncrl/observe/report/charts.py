@@ -1,16 +1,19 @@
 """The charts of a report, made from the lines of metrics.jsonl and from recorded spans. Pure.
 
 Each chart has panels, or none without data. In long runs neighbouring points are joined, by mean or by maximum, so no
-curve has more than MOST_POINTS.
+curve has more than MOST_POINTS. Time is cut into spans between two snapshots; in each, the shares of the states of all
+resources of a kind add up to 1. Spans across two attempts of a run are left out: nothing ran in between.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import cycle, pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, cycle, pairwise
 
+from asyncrl.messages.snapshot import ActorView, Resource, Snapshot
 from asyncrl.observe.metrics_line import (
     Line,
     component_numbers,
@@ -23,7 +26,7 @@ from asyncrl.observe.metrics_line import (
     versions_in_words,
 )
 from asyncrl.observe.report.svg import Curve, Panel
-from asyncrl.observe.report.utilisation import KINDS, Span
+from asyncrl.observe.snapshots.rates import Interval, Shares
 
 MOST_POINTS = 600
 HALF, THIRD = 540, 360
@@ -326,3 +329,59 @@ def _unless_empty(panel: Panel) -> list[Panel]:
 def _state_order(state: str) -> tuple[int, str]:
     known = list(STATE_COLOURS)
     return (known.index(state) if state in known else len(known)), state
+
+
+# --- states of resources over time ---
+
+KINDS = {"engine": "Engines", "rank": "Learner ranks", "worker": "Reward workers", "player": "Episode workers"}
+"""Kinds of resources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Shares by state between two moments (Unix time, s), for each kind of resource that there was."""
+
+    began: float
+    ended: float
+    shares: dict[str, Shares] = field(default_factory=dict)
+
+
+def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
+    """Spans, one for each two neighbours, in order of time."""
+    found: list[Span] = []
+    older: Snapshot | None = None
+    for newer in snapshots:
+        if older is not None and older.run.attempt == newer.run.attempt and newer.wall > older.wall:
+            found.append(_span(older, newer))
+        older = newer
+    return found
+
+
+def _span(older: Snapshot, newer: Snapshot) -> Span:
+    interval = Interval(older, newer)
+    found: dict[str, list[tuple[ActorView, Resource]]] = {}
+    for actor in newer.actors:
+        for resource in actor.resources:
+            found.setdefault(kind_of(actor, resource), []).append((actor, resource))
+    shares = {kind: interval.shares(each) for kind, each in found.items()}
+    return Span(older.wall, newer.wall, {kind: each for kind, each in shares.items() if each})
+
+
+def kind_of(actor: ActorView, resource: Resource) -> str:
+    """Kind of a resource: engine, rank, worker or player."""
+    return "player" if actor.name.startswith("episodes/") else resource.name.partition("/")[0]
+
+
+def evenly(walls: list[float], most: int) -> list[int]:
+    """Indices of at most ``most`` of these times, first and last among them, spread evenly over the time.
+
+    Where the clock was set back no time has passed.
+    """
+    if len(walls) <= most:
+        return list(range(len(walls)))
+    passed = list(accumulate((max(0.0, newer - older) for older, newer in pairwise(walls)), initial=0.0))
+    chosen: list[int] = []
+    for index, since in enumerate(passed[:-1]):
+        if len(chosen) < most - 1 and since >= passed[-1] * len(chosen) / (most - 1):
+            chosen.append(index)
+    return [*chosen, len(walls) - 1]

@@ -27,9 +27,8 @@ from asyncrl.core.phase import phase_and_reason
 from asyncrl.messages.snapshot import Event, Snapshot
 from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
 from asyncrl.observe.report import charts
-from asyncrl.observe.report.charts import mean
+from asyncrl.observe.report.charts import evenly, mean, spans
 from asyncrl.observe.report.svg import Panel, draw
-from asyncrl.observe.report.utilisation import evenly, spans
 from asyncrl.observe.snapshots.recording import decode, read_bodies
 from asyncrl.top.client import ended
 

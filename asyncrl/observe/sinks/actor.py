@@ -19,11 +19,9 @@ import msgspec
 from asyncrl.core.errors import WireError
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.messages.snapshot import Snapshot
-from asyncrl.observe.sinks.entries import Line
+from asyncrl.observe.sinks.history_sinks import Line, TensorBoardSink, WandbSink
 from asyncrl.observe.sinks.prometheus import PrometheusSink
 from asyncrl.observe.sinks.sink_thread import Sink, SinkThread
-from asyncrl.observe.sinks.tensorboard import TensorBoardSink
-from asyncrl.observe.sinks.wandb import WandbSink
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext
 from asyncrl.rpc.calls.retry import wait_out
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.metrics_line import room_for
-from asyncrl.observe.sinks.entries import Line
+from asyncrl.observe.sinks.history_sinks import Line
 from asyncrl.rpc.calls.retry import backoff
 
 ROOM = 4000

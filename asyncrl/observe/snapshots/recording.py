@@ -24,9 +24,10 @@ import zstandard
 
 from asyncrl.core.files import append_whole, replace_file
 from asyncrl.messages.snapshot import SCHEMA, Snapshot
-from asyncrl.observe.snapshots.snapshot_codec import decode_snapshot
 
 FOLDER = "monitor"
+LAST_WALL = 253_402_128_000.0
+"""Unix time (s), two days before the year 10000, beyond which no calendar goes."""
 LARGEST_SNAPSHOT_BYTES = 1 << 28
 SEGMENTS = 16
 """Approximate number of segments."""
@@ -34,7 +35,14 @@ LOOK_BACK = 8
 """Segments, and snapshots in each, that are searched for a readable one."""
 LEVEL = 3
 """Level of the compression by Zstandard."""
+decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
+"""A snapshot from its MessagePack. Raises msgspec.DecodeError."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
+
+
+def is_wall(value: float) -> bool:
+    """Whether that is a Unix time (s) of a calendar."""
+    return 0.0 <= value <= LAST_WALL
 
 
 @dataclass(frozen=True, slots=True, order=True)

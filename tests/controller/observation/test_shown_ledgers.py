@@ -13,7 +13,7 @@ from asyncrl.controller.observation.snapshots import SILENT_BEATS, view_actors
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat, ResourceRecord
 from asyncrl.messages.snapshot import RunView, Snapshot
-from asyncrl.observe.sinks.exposition import families_of
+from asyncrl.observe.sinks.prometheus import families_of
 from asyncrl.observe.snapshots.rates import Interval
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc import heartbeat

@@ -14,12 +14,12 @@ from asyncrl.core.errors import UsageError
 from asyncrl.messages.snapshot import Event, Resource
 from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.observe.report import charts, report
+from asyncrl.observe.report.charts import evenly, spans
 from asyncrl.observe.report.report import write_report
-from asyncrl.observe.report.utilisation import evenly, spans
 from asyncrl.observe.states import STATES
 from asyncrl.top.panes import page
 from asyncrl.top.replay import open_replay
-from asyncrl.top.view import History, View
+from asyncrl.top.view import History, SnapshotView
 
 EVIL = "</script><script>alert(1)</script><img src=http://evil.example/x.png onerror=alert(2)>"
 
@@ -156,7 +156,7 @@ def test_the_end_of_a_run_is_told_in_the_words_of_the_terminal(run_dir, tmp_path
     assert said in " ".join(written(run_dir, tmp_path).text)
     history = History()
     history.add(last)
-    assert said.removesuffix(" · ") in page(View(history), 80)
+    assert said.removesuffix(" · ") in page(SnapshotView(history), 80)
 
 
 def test_whatever_comes_from_the_run_is_text(tmp_path):

@@ -9,8 +9,8 @@ from sinks_cases import evaluation, snapshot, train, update
 
 from asyncrl.messages.snapshot import Histogram
 from asyncrl.observe import catalogue
-from asyncrl.observe.sinks.entries import Steps, numbers, run_values
-from asyncrl.observe.sinks.exposition import GAUGES, families_of, prometheus_name
+from asyncrl.observe.sinks.history_sinks import Steps, numbers, run_values
+from asyncrl.observe.sinks.prometheus import GAUGES, families_of, prometheus_name
 
 HEARD = ("counter", "gauge", "histogram")
 """Kinds of what comes with heartbeats."""

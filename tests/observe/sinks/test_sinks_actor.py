@@ -178,7 +178,7 @@ async def test_a_port_in_use_is_told_to_the_user_and_costs_the_others_nothing(tm
 
 async def test_a_sink_that_stands_still_holds_up_the_end_no_longer_than_it_may(tmp_path, monkeypatch):
     go = threading.Event()
-    monkeypatch.setattr("asyncrl.observe.sinks.tensorboard.TensorBoardSink.write", lambda *_: go.wait(60))
+    monkeypatch.setattr("asyncrl.observe.sinks.history_sinks.TensorBoardSink.write", lambda *_: go.wait(60))
     monkeypatch.setattr(sinks_module, "FLUSH_S", 0.2)
     try:
         async with living(tmp_path, **TENSORBOARD) as cluster:

@@ -7,7 +7,7 @@ from disks import room_for
 from sinks_cases import evaluation, snapshot, train, update
 from tensorboard_files import scalars
 
-from asyncrl.observe.sinks.tensorboard import TensorBoardSink
+from asyncrl.observe.sinks.history_sinks import TensorBoardSink
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ import wandb_files
 from sinks_cases import evaluation, snapshot, train, update, wait_for
 
 from asyncrl.config.monitor import WandbConfig
+from asyncrl.observe.sinks.history_sinks import WandbSink
 from asyncrl.observe.sinks.sink_thread import SinkThread
-from asyncrl.observe.sinks.wandb import WandbSink
 from tools.live_run import lives, title
 
 KEY = "0123456789abcdef" * 2 + "01234567"
