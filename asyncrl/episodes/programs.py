@@ -29,8 +29,6 @@ from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import OnOutput, Place, WorkerPool
 
-TAIL_BYTES = 1 << 12
-LAST_LINES = 5
 MOST_LOOKED_AT = 32
 """Programs that one look checks: each takes a fraction of a millisecond."""
 MOST_ANSWER_BYTES = 1 << 20
@@ -93,6 +91,7 @@ class Programs(WorkerPool[Program]):
     owner = "the episode host"
     section = "episode"
     module = "asyncrl.workers.keeper"
+    own_session = True
     counters: EpisodeCounts
 
     def __init__(
@@ -154,9 +153,6 @@ class Programs(WorkerPool[Program]):
         setup = {"argv": self._config.command, "env": env, "files": {"ASYNCRL_TASK_FILE": task}}
         return json.dumps(setup).encode()
 
-    def _process_options(self) -> dict[str, Any]:
-        return {"own_session": True, "tail_bytes": TAIL_BYTES}
-
     def _uid(self, place: Program) -> str:
         return place.session.task.uid
 
@@ -217,9 +213,8 @@ class Programs(WorkerPool[Program]):
             return EpisodeDone(error=f"the program {answer['error']}", blame=answer["blame"])
         used = answer["user_s"]
         if answer["code"] != 0:
-            assert program.process is not None
-            lines = program.process.output.tail.decode(errors="replace").strip().splitlines()[-LAST_LINES:]
-            said = f": {' | '.join(line.strip() for line in lines)}" if lines else ", and printed nothing"
+            lines = answer["last_lines"]
+            said = f": {' | '.join(lines)}" if lines else ", and printed nothing"
             return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=used)
         try:
             outcome = outcome_of(answer["last_line"])

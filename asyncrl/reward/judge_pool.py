@@ -26,8 +26,7 @@ from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardP
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Outcome, Score, Scores
 from asyncrl.reward.faults import RewardFault
-from asyncrl.reward.judge_answers import BadAnswer, VoteFailed
-from asyncrl.reward.judge_cache import AnswerCache, key_of
+from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key_of
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.judge_views import shorten

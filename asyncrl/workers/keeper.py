@@ -6,8 +6,9 @@ session of its own, so every process that the program starts is a descendant of 
 when the program ends, when the actor hangs up, and when the actor dies. If the keeper is killed, the program dies too.
 
 A frame ``terminate`` sends SIGTERM to the program's process group. The keeper sends one frame, JSON: exit code, last
-line of standard output and processor seconds; or why the program cannot be started, and whose fault that is. The output
-of the program is the keeper's own. Standard library only, because each program has a keeper.
+line of standard output, last lines of both outputs and processor seconds; or why the program cannot be started, and
+whose fault that is. The output of the program is the keeper's own. Standard library only, because each program has a
+keeper.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from asyncrl.workers.worker import IGNORED, READ_BYTES, FrameReader, framed
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
 """Longest last line."""
+LAST_LINES, LAST_BYTES = 5, 1 << 12
+"""Last lines of both outputs, and bytes of each output that are looked through for them."""
 OF_PROGRAM = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG}
@@ -162,7 +165,9 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-    return {"code": code, "last_line": last, "user_s": used.ru_utime + used.ru_stime}
+    ends = [lines.tail[-LAST_BYTES:].decode(errors="replace").strip().splitlines() for lines in (out, err)]
+    said = [line.strip() for lines in ends for line in lines][-LAST_LINES:]
+    return {"code": code, "last_line": last, "last_lines": said, "user_s": used.ru_utime + used.ru_stime}
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

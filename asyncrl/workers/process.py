@@ -44,9 +44,9 @@ class WorkerProcess:
 
     ``on_frame``, which may be replaced, receives the body of each frame from the process, at most ``max_frame_bytes``;
     its ValueError ends the process. ``on_end`` receives the reason of the end in words; ``memory_key`` is the key that
-    limits its memory. ``output`` holds what the process prints, up to ``max_output_bytes`` in a call, and the last
-    ``tail_bytes`` of the whole; ``on_output`` reports that there is more. If the process isolates itself, its second
-    argument is the folder of the run (isolation.py).
+    limits its memory. ``output`` holds what the process prints, up to ``max_output_bytes`` in a call; ``on_output``
+    reports that there is more. If the process isolates itself, its second argument is the folder of the run
+    (isolation.py).
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class WorkerProcess:
         max_output_bytes: int,
         memory_key: str,
         own_session: bool = False,
-        tail_bytes: int = 0,
         on_output: Callable[[WorkerProcess], None],
         on_frame: Callable[[bytes | bytearray], None],
         on_end: Callable[[WorkerProcess, str], None],
@@ -80,7 +79,7 @@ class WorkerProcess:
         run = ["-m", module, *arguments] if own_session else warden.command(module, *arguments)
         with theirs, contextlib.ExitStack() as undone:
             undone.callback(self._socket.close)
-            self.output = Output(max_output_bytes, tail_bytes=tail_bytes)
+            self.output = Output(max_output_bytes)
             undone.callback(self.output.close)
             try:
                 self._process = subprocess.Popen(
@@ -270,13 +269,11 @@ class Output:
     """The output of a worker and of its children, which never have to wait for a reader.
 
     Both outputs are one pipe: this is its reading end; ``write_fd`` is for the process and closed by ``started``.
-    Invariant: the first ``limit`` bytes of one call are kept, in order; the rest is discarded unread and counted.
-    ``tail`` holds the last ``tail_bytes`` of the whole output. Fails with OSError if no pipe can be made.
+    Invariant: the first ``limit`` bytes of one call are kept, in order; the rest is discarded unread and counted. Fails
+    with OSError if no pipe can be made.
     """
 
-    def __init__(self, limit: int, *, tail_bytes: int = 0) -> None:
-        self._tail_bytes = tail_bytes
-        self.tail = b""
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kept = bytearray()
         # Holds a character whose end has not come so far.
@@ -315,21 +312,11 @@ class Output:
             data = os.read(self.read_fd, min(self._left, PIPE_BYTES))
             self._kept += data
             self._left -= len(data)
-            self._end_with(data)
-            return len(data)
-        if self._tail_bytes:
-            data = os.read(self.read_fd, PIPE_BYTES)
-            self._dropped += len(data)
-            self._end_with(data)
             return len(data)
         # Thrown away by the kernel, without a copy.
         size = os.splice(self.read_fd, self._nowhere, PIPE_BYTES)
         self._dropped += size
         return size
-
-    def _end_with(self, data: bytes) -> None:
-        if self._tail_bytes:
-            self.tail = (self.tail + data[-self._tail_bytes :])[-self._tail_bytes :]
 
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
         """Text kept since the last time, and at the end of a call the number of bytes more that it has printed."""

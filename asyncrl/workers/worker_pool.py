@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import psutil
@@ -94,6 +94,8 @@ class WorkerPool(Generic[P]):
     """Section of the configuration that holds ``limits``."""
     module: str
     """Module that a worker runs."""
+    own_session = False
+    """Whether a worker has a session of its own and no warden."""
     counters: WorkerCounts
 
     def __init__(
@@ -221,10 +223,6 @@ class WorkerPool(Generic[P]):
         """The first frame to the worker of a place."""
         return self._setup
 
-    def _process_options(self) -> dict[str, Any]:
-        """Further arguments of WorkerProcess."""
-        return {}
-
     # --- processes ---
 
     def _all(self) -> list[P]:
@@ -250,7 +248,7 @@ class WorkerPool(Generic[P]):
                 on_output=partial(self._printed, place),
                 on_frame=partial(self._take if place.ready else self._begun, place),
                 on_end=partial(self._ended, place),
-                **self._process_options(),
+                own_session=self.own_session,
             )
         except OSError as error:
             self._start_failed(place, f"cannot start a process: {error}")

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from judge_server import shown
 
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.judge_answers import BadAnswer, match, read_entries, read_number
-from asyncrl.reward.judge_cache import AnswerCache, key_of
+from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, key_of, match, read_entries, read_number
 from asyncrl.reward.judge_client import MINUTE_S, MinuteLimit
 from asyncrl.reward.judge_options import Criterion, RelativeOptions, RubricOptions
 from asyncrl.reward.judge_questions import RelativeJudge, Rubric, draw_ids
