@@ -15,8 +15,7 @@ from asyncrl.checkpoint.contents import read_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.origin import record
 from asyncrl.config import Config
-from asyncrl.learner.groups.progress import PlanInputs
-from asyncrl.learner.loop.step_planner import StepPlanner
+from asyncrl.learner.loop.step_planner import PlanInputs, StepPlanner
 from asyncrl.messages.groups import Group
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
 

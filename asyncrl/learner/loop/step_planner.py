@@ -1,14 +1,19 @@
-"""The plan of each step: made while the step before is trained, or when its own step begins.
+"""The groups and the plan of each step.
 
-The groups of a step are chosen when it begins. An early plan is a guess: it takes the groups that would be chosen now,
-and is made again if older groups come meanwhile. Planning takes at most half of the time.
+The learner waits for groups, never for a replica or a disk. The wait ends when a step's groups are in the buffer, or
+when no more will come. Meanwhile an overdue version is tried again, at times that no other event postpones.
+
+A step is planned while the step before is trained, or when it begins. Its groups are chosen when it begins. An early
+plan is a guess: it takes the groups that would be chosen now, and is made again if older groups come meanwhile.
+Planning takes at most half of the time.
 
 Invariant: an early plan is used only if the step begins with the very same groups under the same version. A plan is a
 function of these, so every step is the same as without early plans. If a model has to score the groups first, nothing
 is planned early.
 
 An error of an early plan is raised in the step that uses the plan. If no step does, its groups are planned again later,
-and fail there. Otherwise fails as build_step, scoring.py and the backend say.
+and fail there. Fails with CannotLearn when too many groups cannot be trained, and with ActorFailed when no version can
+be published for too long. Otherwise fails as build_step, scoring.py and the backend say.
 """
 
 from __future__ import annotations
@@ -19,16 +24,85 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from asyncrl.config import Config
+from asyncrl.config.operation import LAST_GROUPS_SHARE
+from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.algorithm.advantages import Advantage, Penalties
 from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.groups.buffer import GroupBuffer
+from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
+from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.messages.groups import Group
-from asyncrl.observe.metrics import Counters
+from asyncrl.observe.trace import Track
+from asyncrl.rpc.services import ActorServices
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """A step to come."""
+
+    step: int
+    """Number of the step, counted from 1."""
+    version: int
+    """The newest version when the step begins."""
+    unpublished: int
+    """Steps trained since that version."""
+
+    @classmethod
+    def of(cls, progress: Progress) -> NextStep:
+        """The step that comes next, if it began now."""
+        return cls(progress.step + 1, progress.version, progress.unpublished)
+
+    def after(self, steps_per_version: int, next_version: int) -> NextStep:
+        """The step after this one, if version ``next_version`` can be published when it is due."""
+        trained = self.unpublished + 1
+        if trained < steps_per_version:
+            return NextStep(self.step + 1, self.version, trained)
+        return NextStep(self.step + 1, next_version, 0)
+
+    def groups_wanted(self, config: Config) -> int:
+        """Groups that must be in the buffer before the step begins."""
+        learner = config.learner
+        if config.staleness.max:
+            return learner.groups_per_step
+        # All groups of the version: otherwise the choice for a step would depend on the order of arrival. While a
+        # version is overdue, more steps may be unpublished than make one; the next step still needs its own groups.
+        return learner.groups_per_step * max(1, learner.steps_per_version - self.unpublished)
+
+    def inputs(self, buffer: GroupBuffer, config: Config) -> PlanInputs | None:
+        """The inputs of the step's plan if it began now; None while there are too few groups."""
+        if len(buffer) < self.groups_wanted(config):
+            return None
+        return self.inputs_of(buffer.look_up(buffer.oldest(config.learner.groups_per_step)))
+
+    def inputs_of(self, groups: Sequence[Group]) -> PlanInputs:
+        """The inputs of the step's plan if it trains these groups."""
+        return PlanInputs(self.step, self.version, self.unpublished == 0, tuple(groups))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanInputs:
+    """Everything that the plan of a step depends on."""
+
+    step: int
+    version: int
+    fresh: bool
+    """Whether no step was trained since the version."""
+    groups: tuple[Group, ...]
+    """Groups in the order in which they are trained."""
+
+    def make_same_plan(self, other: PlanInputs) -> bool:
+        """Whether both give the same plan. A group that came again under the uid of another is not the same."""
+        return (
+            (self.step, self.version, self.fresh) == (other.step, other.version, other.fresh)
+            and len(self.groups) == len(other.groups)
+            and all(ours is theirs for ours, theirs in zip(self.groups, other.groups, strict=True))
+        )
 
 
 def plan_step(
@@ -96,24 +170,93 @@ class StepPlanner:
     def __init__(
         self,
         config: Config,
+        services: ActorServices,
         *,
+        progress: Progress,
         backend: Backend,
         thread: ThreadPoolExecutor,
         intake: Intake,
-        progress: Progress,
-        counters: Counters,
+        dataloader: DataloaderLink,
+        schedule: VersionSchedule,
+        track: Track,
         advantage: Advantage,
         supervised: SupervisedSteps | None,
         teacher: ServedTeacher | None,
     ) -> None:
-        self._config, self._backend, self._thread = config, backend, thread
-        self._intake, self._counters, self._advantage = intake, counters, advantage
-        self._supervised, self._teacher = supervised, teacher
+        self.waited = False
+        """Whether the step that begins had to wait for groups."""
+        self._config, self._name = config, services.name
+        self._states, self._clock, self._counters = services.states, services.clock, services.counters
+        self._log, self._awaits = services.log, services.awaits
+        self._progress, self._news = progress, progress.news.listen()
+        self._backend, self._thread = backend, thread
+        self._intake, self._dataloader, self._schedule, self._track = intake, dataloader, schedule, track
+        self._advantage, self._supervised, self._teacher = advantage, supervised, teacher
         self._next: NextStep | None = None
         """The step that is to be planned early."""
         self._changed = progress.news.listen()
         self._early: _Early | None = None
         self._early_thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
+
+    async def wait(self) -> bool:
+        """Wait until a step's groups, or the last ones, are in the buffer; False when the run is preempted instead."""
+        with self._awaits.on("rollouter", "groups"):
+            return await self._wait()
+
+    async def _wait(self) -> bool:
+        intake = self._intake
+        self._track.enter("wait for groups", step=self._progress.step + 1)
+        wanted = self._begin_wait()
+        self.waited = len(intake.buffer) < wanted
+        give_up_at, retry_at = self._schedule.give_up_at, self._schedule.next_try
+        while True:
+            self._news.clear()
+            if problem := intake.problem():
+                raise CannotLearn(self._name, problem)
+            if self._progress.preempted:
+                await self._take_the_last()
+                return False
+            supply = self._dataloader.supply
+            are_last = supply.exhausted and supply.outstanding == len(intake.buffer) > 0
+            if (len(intake.buffer) >= wanted or are_last) and self._are_scored(wanted):
+                return True
+            if not self._schedule.is_overdue:
+                await self._news.wait()
+                continue
+            try:
+                # A deadline, so that a stream of news does not postpone the version.
+                async with asyncio.timeout(max(0.0, retry_at - self._clock.now())):
+                    await self._news.wait()
+            except TimeoutError:
+                await self._schedule.retry(give_up_at)
+                # Under the new version the step may wait for more groups.
+                wanted = self._begin_wait()
+                retry_at = self._schedule.next_try
+
+    def _begin_wait(self) -> int:
+        """Have the next step planned early; the number of groups that it waits for."""
+        self._states.enter("waiting", "groups")
+        step = NextStep.of(self._progress)
+        self.plan_early(step)
+        return step.groups_wanted(self._config)
+
+    def _are_scored(self, wanted: int) -> bool:
+        """Whether a teacher on a server has scored the groups that come next."""
+        buffer = self._intake.buffer
+        uids = set(buffer.oldest(wanted))
+        return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.lease.uid in uids])
+
+    async def _take_the_last(self) -> None:
+        """Wait, for a limited time, until the rollouters have delivered or returned their groups."""
+        self._states.enter("waiting", "last groups")
+        within, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
+        try:
+            async with asyncio.timeout(within):
+                while not (dataloader.supply.exhausted and dataloader.supply.outstanding <= len(self._intake.buffer)):
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            self._log.warning("not all groups came in before the checkpoint", waited_s=within)
 
     def plan_early(self, step: NextStep | None) -> None:
         """Plan this step early from now on, or none."""

@@ -41,8 +41,7 @@ from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import MASKED, Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.loop.step_groups import StepGroups
-from asyncrl.learner.loop.step_planner import StepPlanner
+from asyncrl.learner.loop.step_planner import NextStep, StepPlanner
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
 from asyncrl.learner.publishing.version_maker import VersionMaker
@@ -90,25 +89,17 @@ class Training:
         self._first_version = -1
         self._planner = StepPlanner(
             config,
+            services,
+            progress=progress,
             backend=backend,
             thread=thread,
             intake=intake,
-            progress=progress,
-            counters=services.counters,
+            dataloader=dataloader,
+            schedule=schedule,
+            track=track,
             advantage=find_advantage(config.learner),
             supervised=supervised,
             teacher=teacher,
-        )
-        self._groups = StepGroups(
-            config,
-            services,
-            progress=progress,
-            intake=intake,
-            dataloader=dataloader,
-            schedule=schedule,
-            planner=self._planner,
-            teacher=teacher,
-            track=track,
         )
 
     async def plan_early(self) -> None:
@@ -159,7 +150,7 @@ class Training:
         while progress.step < learner.steps:
             began = self._clock.now()
             try:
-                if not await self._groups.wait():
+                if not await self._planner.wait():
                     break
             except CannotLearn as problem:
                 # A checkpoint of all trained steps needs a version boundary.
@@ -224,12 +215,12 @@ class Training:
         """Train one step; None if it does not count, because its groups were filtered or quarantined."""
         learner, intake, version = self._config.learner, self._intake, self._progress.version
         groups, filtered = intake.begin_step()
-        step = self._progress.next_step
+        step = NextStep.of(self._progress)
         following = step.after(learner.steps_per_version, self._versions.next_number)
         self._planner.plan_early(following if following.step <= learner.steps else None)
         self._histograms.observe_all("groups/age_s", intake.take_ages(self._clock.now()))
         # Under the first version every learner waits: engines begin only with it.
-        intake.outcomes.step_began(len(intake.buffer), waited=self._groups.waited and version > self._first_version)
+        intake.outcomes.step_began(len(intake.buffer), waited=self._planner.waited and version > self._first_version)
         self._dataloader.changed()
         train_began, train_wall = self._clock.now(), self._clock.wall()
         self._states.enter("training")

@@ -21,6 +21,7 @@ from inprocess import sim_config
 from learner.learner_cases import build_step, make_group, make_trajectory
 from learner.loop.lone_loop import Loop, NotingTrainer
 from msgspec.structs import replace
+from services import services
 
 from asyncrl.config import Config
 from asyncrl.core.errors import NonFiniteStep
@@ -29,11 +30,10 @@ from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import NextStep, PlanInputs, Progress
-from asyncrl.learner.loop.step_planner import StepPlanner
+from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.loop.step_planner import NextStep, PlanInputs, StepPlanner
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
-from asyncrl.observe.metrics import Counters
 
 SIZE = 2
 """Groups of a step."""
@@ -213,17 +213,22 @@ class Planner:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or configure()
-        self.progress, self.intake, self.counters = Progress(version=0), Intake(self.config.learner), Counters()
+        self.progress, self.intake, shared = Progress(version=0), Intake(self.config.learner), services()
+        self.counters = shared.counters
         self.error: Exception | None = None
         self.plan_s = 0.0
         self.times: list[tuple[float, float]] = []
         self.planner = StepPlanner(
             self.config,
+            shared,
+            progress=self.progress,
             backend=NotingTrainer(self.config),
             thread=ThreadPoolExecutor(1),
             intake=self.intake,
-            progress=self.progress,
-            counters=self.counters,
+            # It does not wait for groups.
+            dataloader=None,  # type: ignore[arg-type]
+            schedule=None,  # type: ignore[arg-type]
+            track=None,  # type: ignore[arg-type]
             advantage=self._advantage,
             supervised=None,
             teacher=None,
