@@ -26,16 +26,15 @@ from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports, RunCheckpoints
 from asyncrl.learner.controller_link import ControllerLink
-from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderCall, DataloaderLink
+from asyncrl.learner.groups.deliveries import ComponentNames, Deliveries
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
+from asyncrl.learner.groups.notices import GraceWatch
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
-from asyncrl.learner.loop.deliveries import Deliveries
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import VersionSchedule
-from asyncrl.learner.metrics.grace_watch import GraceWatch
 from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines

@@ -18,7 +18,7 @@ Line = Mapping[str, Any]
 WHOLE = ("step", "start", "weights/version")
 LARGEST_WHOLE = 1 << 53
 HIGH_TRUNCATION = 0.5
-"""Share of cut responses from which the user is warned (learner/metrics/truncation_watch.py)."""
+"""Share of cut responses from which the user is warned (learner/groups/notices.py)."""
 LARGEST = 10**300
 
 

@@ -15,8 +15,8 @@ from asyncrl.checkpoint.origin import Origin
 from asyncrl.config import Config
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter, Written
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoint_complete_again, checkpoint_failed
-from asyncrl.learner.groups.component_names import ComponentNames
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
+from asyncrl.learner.groups.deliveries import ComponentNames
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.metrics.group_records import GroupRecords

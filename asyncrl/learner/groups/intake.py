@@ -4,6 +4,10 @@ Invariant (exactly once): a prompt that has an outcome, is in training or in the
 that is delivered twice, by any senders, is trained at most once, and a group that was taken leaves only by an outcome.
 Ledger, buffer and pending reports change together: ``snapshot`` is consistent at any moment.
 
+The groups of a step are those of the oldest leases, so that none waits for ever. Within a step the order is that of
+(epoch, index), not of arrival, so a step is a function of its groups. The gate bounds the buffer: it allows only so
+many leases.
+
 A group that cannot be trained is quarantined with its reason. Under dynamic sampling a group is filtered if all its
 rewards are equal, and those of its turns too. The groups of a step whose trajectories are all masked are filtered as
 well. Neither outcome counts as a reward of 0. A prompt that a rule of the data excludes before its lease counts as left
@@ -12,6 +16,7 @@ out, which is no failure: ``problem`` ignores it.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +25,72 @@ from typing import Literal
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.group_check import check_group, has_signal
-from asyncrl.learner.groups.buffer import GroupBuffer, in_order
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
 from asyncrl.messages.trajectories import sampled_tokens
+
+
+class GroupBuffer:
+    """Groups that are held, by uid."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, Group] = {}
+        self._by_age: list[tuple[tuple[int, int, int], str]] = []
+        """Ages and uids, the oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._groups
+
+    @property
+    def uids(self) -> list[str]:
+        """Uids of the groups that are held."""
+        return list(self._groups)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Groups that are held."""
+        return list(self._groups.values())
+
+    def add(self, group: Group) -> None:
+        """Hold a group that is not held yet."""
+        assert group.lease.uid not in self._groups
+        self._groups[group.lease.uid] = group
+        insort(self._by_age, (_age(group), group.lease.uid))
+
+    def oldest(self, count: int) -> list[str]:
+        """Uids of the ``count`` oldest groups."""
+        return [uid for _, uid in self._by_age[:count]]
+
+    def look_up(self, uids: Iterable[str]) -> list[Group]:
+        """Groups of these uids, in the order in which they are trained."""
+        return in_order([self._groups[uid] for uid in uids])
+
+    def take(self, uids: Iterable[str]) -> list[Group]:
+        """Remove and return the groups of these uids, in the order in which they are trained."""
+        groups = self.look_up(uids)
+        for group in groups:
+            uid = group.lease.uid
+            del self._groups[uid]
+            del self._by_age[bisect_left(self._by_age, (_age(group), uid))]
+        return groups
+
+
+def in_order(groups: Iterable[Group]) -> list[Group]:
+    """Groups in the order of (epoch, index)."""
+    return sorted(groups, key=_position)
+
+
+def _age(group: Group) -> tuple[int, int, int]:
+    return (group.lease.param_version, *_position(group))
+
+
+def _position(group: Group) -> tuple[int, int]:
+    return (group.lease.epoch, group.lease.index)
+
 
 REWARDS_SHOWN = 5
 FRACTION_FROM = 100

@@ -31,9 +31,8 @@ from asyncrl.learner.algorithm.batch import GroupScores, StepPlan, build_step
 from asyncrl.learner.algorithm.scoring import build_scoring, by_group, kl_penalties
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
-from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.intake import GroupBuffer, Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.loop.version_schedule import VersionSchedule

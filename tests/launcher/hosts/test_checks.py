@@ -13,7 +13,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.launcher.checks import check_list
 from asyncrl.launcher.checks.check_list import CheckedHost, check_host
 from asyncrl.launcher.checks.findings import errors_of, fail, ok, warn, warnings_of
-from asyncrl.learner.metrics.learning_watch import LearningWatch
+from asyncrl.learner.groups.notices import LearningWatch
 
 
 def check(config, actors=None, run="runs/run"):

@@ -9,9 +9,8 @@ from learner.learner_cases import make_sequence
 from made_group import make_group
 from msgspec.structs import replace
 
-from asyncrl.learner.groups.buffer import GroupBuffer
 from asyncrl.learner.groups.evals import EvalCollector, estimate_pass_at, eval_metrics, pass_at_ks
-from asyncrl.learner.groups.intake import OutcomeQueue
+from asyncrl.learner.groups.intake import GroupBuffer, OutcomeQueue
 from asyncrl.learner.metrics import generation_log
 from asyncrl.learner.metrics.generation_log import GenerationLog, Tokens, merge, update_line, update_metrics
 from asyncrl.messages.dataloader import Outcome

@@ -28,8 +28,7 @@ from asyncrl.core.errors import NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.user_functions import find_advantage
-from asyncrl.learner.groups.buffer import GroupBuffer
-from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.intake import GroupBuffer, Intake
 from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.step_planner import NextStep, PlanInputs, StepPlanner
 from asyncrl.messages.dataloader import Supply

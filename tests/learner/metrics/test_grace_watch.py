@@ -7,7 +7,7 @@ from run_settings import simulated_run
 
 from asyncrl.launcher.checks.check_list import check_grace
 from asyncrl.launcher.checks.findings import warnings_of
-from asyncrl.learner.metrics.grace_watch import STEPS, GraceWatch
+from asyncrl.learner.groups.notices import STEPS, GraceWatch
 
 CONFIG = simulated_run(preempt={"grace_s": 30.0})
 SAID = (

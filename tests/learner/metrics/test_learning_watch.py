@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import make_config
 
-from asyncrl.learner.metrics.learning_watch import LEAST_GROUPS, STEPS, LearningWatch
+from asyncrl.learner.groups.notices import LEAST_GROUPS, STEPS, LearningWatch
 
 GOOD = {
     **{"kind": "train", "loss/policy": -0.01, "policy/grad_norm": 0.4, "policy/entropy": 1.5, "learner/lr": 1e-3},

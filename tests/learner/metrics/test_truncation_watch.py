@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from learner.learner_cases import make_config, make_group, make_trajectory
 
-from asyncrl.learner.metrics.truncation_watch import OVER, WINDOW, TruncationWatch, limit_of
+from asyncrl.learner.groups.notices import OVER, WINDOW, TruncationWatch, limit_of
 from asyncrl.messages.groups import Group
 from asyncrl.observe.metrics_line import HIGH_TRUNCATION
 

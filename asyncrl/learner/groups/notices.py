@@ -1,0 +1,211 @@
+"""Notices to the user that follow from groups and steps. Pure.
+
+    LearningWatch     the run cannot learn: no learning rate, no gradient, no signal in rewards
+    TruncationWatch   limits cut most responses, with the key of the limit
+    GraceWatch        a measured step is longer than preempt.grace_s allows
+
+A notice that the run cannot learn needs an exact condition over STEPS steps, or as many groups, so a run that learns
+gets none. It is given once. A missing number in a line changes nothing.
+
+A response that is cut has no end: its reward says little, and training makes it no shorter. The share of cut responses
+is taken over the last WINDOW groups, or those of one step if these are more. The notice comes up once when the share
+reaches HIGH_TRUNCATION, and ends once when it falls to OVER. A share between the two changes nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asyncrl.config import Config
+from asyncrl.config.learnable import obstacles
+from asyncrl.core.numbers import fixed, percent
+from asyncrl.messages.actors import Notice
+from asyncrl.messages.groups import Group, Trajectory
+from asyncrl.messages.trajectories import is_truncated, last_answer_tokens
+from asyncrl.observe.metrics_line import HIGH_TRUNCATION, busy_s, number_in
+
+STEPS = 3
+"""Steps in a row, or groups of as many steps, before a notice."""
+LEAST_GROUPS = 32
+"""Least number of groups: equal rewards of fewer groups may be chance."""
+FILTERED_SHARE = 0.5
+"""Share of the limit of filtered groups from which on a notice says that the run will end."""
+
+
+class LearningWatch:
+    """Watches whether the run can learn."""
+
+    def __init__(self, config: Config) -> None:
+        self._obstacles = obstacles(config)
+        self._learner = config.learner
+        self._max_tokens = config.rollout.max_tokens
+        self._given: set[str] = set()
+        self._still = 0
+        """Steps in a row with a gradient of 0."""
+        self._groups = 0
+        """Groups in a row whose rewards all lie between the next two, and these are equal."""
+        self._low = self._high = 0.0
+
+    def at_start(self) -> list[Notice]:
+        """Notices before the first step."""
+        found: list[Notice] = []
+        for each in self._obstacles:
+            found += self._once(each.key, f"{each.key}: {each.detail}. To do: {each.fix}")
+        return found
+
+    def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
+        """Notices after a trained step with this line of metrics."""
+        step = line.get("step", "?")
+        self._still = self._still + 1 if number_in(line, "policy/grad_norm") == 0.0 else 0
+        if self._still < STEPS:
+            return []
+        return self._once(
+            "no gradient",
+            f"the gradient was exactly 0 in the last {STEPS} steps, up to {step}: they changed nothing that is "
+            "learnt. Either all rewards of each group are equal (learner.dynamic_sampling = false trains such groups, "
+            "too; see reward/std, reward.function), or no parameter of the model takes part in the loss",
+        )
+
+    def group_came(self, rewards: np.ndarray, *, filtered: int) -> list[Notice]:
+        """Notices after the delivery of a group with these rewards ([n]); ``filtered`` groups have
+        been filtered since the last step because their rewards are equal.
+        """
+        return [*self._equal_rewards(rewards), *self._mostly_filtered(filtered)]
+
+    def _equal_rewards(self, rewards: np.ndarray) -> list[Notice]:
+        low, high = float(rewards.min()), float(rewards.max())
+        if self._groups and max(high, self._high) - min(low, self._low) <= self._learner.signal_tolerance:
+            self._groups, self._low, self._high = self._groups + 1, min(low, self._low), max(high, self._high)
+        elif high - low <= self._learner.signal_tolerance:
+            self._groups, self._low, self._high = 1, low, high
+        else:
+            self._groups = 0
+        if self._groups < max(LEAST_GROUPS, STEPS * self._learner.groups_per_step):
+            return []
+        return self._once(
+            "equal rewards",
+            f"every reward of the last {self._groups} groups is {fixed(high, 3)}: nothing is learnt from equal "
+            "rewards. Either reward.function gives this to every response (call it by hand on a right and a wrong "
+            "one), or the prompts are all too hard or all too easy for this model (data.path), or responses are cut "
+            f"before their answer (rollout.max_tokens = {self._max_tokens}), or the reward function fails on all "
+            "others, which are left out",
+        )
+
+    def _mostly_filtered(self, filtered: int) -> list[Notice]:
+        most = self._learner.max_filtered_ratio * self._learner.groups_per_step
+        if filtered < FILTERED_SHARE * most:
+            return []
+        return self._once(
+            "mostly filtered",
+            f"{filtered} groups were filtered since the last step, as all rewards in each of them are equal; the run "
+            f"ends once {most:g} (learner.max_filtered_ratio times groups_per_step) are passed, with those that are "
+            "quarantined. Prompts of medium difficulty "
+            "(data.path), more rollout.samples_per_prompt or a finer reward.function give a signal",
+        )
+
+    def _once(self, key: str, text: str) -> list[Notice]:
+        if key in self._given:
+            return []
+        self._given.add(key)
+        return [Notice(key=key, text=text)]
+
+
+WINDOW = 8
+"""Least number of groups over which the share is taken."""
+OVER = 0.25
+"""Share of cut responses at which the notice ends."""
+KEY = "truncation"
+ADVICE = {
+    "rollout.max_tokens": "raise rollout.max_tokens, ask for shorter answers in the prompt, or end responses with "
+    "rollout.stop",
+    "episode.max_context_tokens": "raise episode.max_context_tokens (the engine's context grows with it), or shorten "
+    "the texts of tools and users",
+    "episode.max_turns": "raise episode.max_turns, or ask in the prompt for fewer turns",
+    "episode.timeout_s": "raise episode.timeout_s, or make tools and environment faster",
+}
+"""Advice by the key of the limit."""
+
+
+class TruncationWatch:
+    """The watch for runs whose responses are cut."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._groups: deque[tuple[int, Counter[str]]] = deque(maxlen=max(WINDOW, config.learner.groups_per_step))
+        """Responses of a group, and how many of them each limit cut."""
+        self._up = False
+
+    def group_came(self, group: Group) -> list[Notice]:
+        """Notices after the delivery of a group of training."""
+        if not group.trajectories:
+            return []
+        cut = Counter(limit_of(each, self._config) for each in group.trajectories if is_truncated(each))
+        self._groups.append((len(group.trajectories), cut))
+        if len(self._groups) < (self._groups.maxlen or 0):
+            return []
+        limits: Counter[str] = Counter()
+        for _, each in self._groups:
+            limits.update(each)
+        share = limits.total() / sum(responses for responses, _ in self._groups)
+        if not self._up and share >= HIGH_TRUNCATION:
+            self._up = True
+            return [Notice(key=KEY, text=self._words(share, limits))]
+        if self._up and share <= OVER:
+            self._up = False
+            return [Notice(key=KEY, text=f"{percent(share)} of {self._responses} were cut, which is no longer high")]
+        return []
+
+    @property
+    def _responses(self) -> str:
+        return f"the responses of the last {len(self._groups)} groups"
+
+    def _words(self, share: float, limits: Counter[str]) -> str:
+        (limit, _), *others = limits.most_common()
+        which = f", most of them at {limit}" if others else f" at {limit}"
+        advice = ADVICE.get(key := limit.partition(" ")[0], f"raise {key}")
+        return (
+            f"{percent(share)} of {self._responses} were cut{which}. The reward of a cut response says little, so it "
+            f"may not grow. To do: {advice}"
+        )
+
+
+def limit_of(trajectory: Trajectory, config: Config) -> str:
+    """The limit that cut a trajectory of training: the key with its value."""
+    if trajectory.finish_reason == "turns":
+        return f"episode.max_turns = {config.episode.max_turns}"
+    if trajectory.finish_reason == "time":
+        return f"episode.timeout_s = {config.episode.timeout_s:g}"
+    rollout = config.rollout
+    if last_answer_tokens(trajectory) >= rollout.max_tokens:
+        return f"rollout.max_tokens = {rollout.max_tokens}"
+    if config.episode.kind != "single":
+        return f"episode.max_context_tokens = {config.longest_context('train')}"
+    if rollout.engine_context is not None:
+        return f"rollout.{rollout.traits.context_key} = {rollout.engine_context}"
+    return "the context length of the engine's model"
+
+
+class GraceWatch:
+    """The watch of the duration of steps: the median of STEPS, because the first step compiles and is slow."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._steps_s: deque[float] = deque(maxlen=STEPS)
+        self._said = False
+
+    def after_step(self, line: Mapping[str, Any]) -> list[Notice]:
+        """Notices after a trained step with this line of metrics."""
+        step_s = busy_s(line)
+        if step_s is None or self._said:
+            return []
+        self._steps_s.append(step_s)
+        if len(self._steps_s) < STEPS:
+            return []
+        problem, fix = self._config.preempt.too_short(statistics.median(self._steps_s))
+        self._said = bool(problem)
+        return [Notice(key="grace", text=f"{problem}. To do: {fix}")] if problem else []
