@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.losses import TokenBatch
-from asyncrl.learner.fsdp.model.head import chunk_size
+from asyncrl.learner.fsdp.model.policy import chunk_size
 from asyncrl.learner.fsdp.startup.memory import ModelShape, TrainingShape, estimate
 from asyncrl.reward.functions import BUILT_IN
 from asyncrl.reward.reward_worker import ARGUMENTS

@@ -19,7 +19,7 @@ from run_files import groups, json_lines
 
 from asyncrl.checkpoint.contents import TRAINER
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.fsdp.model.policy import load_policy
+from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.weights.dcp import load_weights
 from tools.learn.assets import ensure_assets
 from tools.learn.tool_lookup import RECIPE as FULL_RECIPE

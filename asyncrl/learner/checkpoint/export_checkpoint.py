@@ -19,7 +19,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder, Found
 from asyncrl.config import Config
 from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.model.lora import add_adapters, target_names
-from asyncrl.learner.fsdp.model.policy import load_policy, model_folder
+from asyncrl.learner.fsdp.startup.loading import load_policy, model_folder
 from asyncrl.learner.fsdp.weights.copies import adapter_units, model_units, whole_buckets
 from asyncrl.learner.fsdp.weights.dcp import load_weights
 from asyncrl.learner.fsdp.weights.export import export, export_adapter

@@ -32,9 +32,10 @@ from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp import commands
 from asyncrl.learner.fsdp.commands import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
-from asyncrl.learner.fsdp.model.policy import Policy, model_folder
+from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
+from asyncrl.learner.fsdp.startup.loading import model_folder
 from asyncrl.learner.fsdp.startup.sharding import (
     build_frozen,
     build_policy,

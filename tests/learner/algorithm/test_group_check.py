@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner.learner_cases import build_step, make_config, make_group, make_sequence, make_trajectory, random_groups
+from learner.learner_cases import make_group, make_sequence, make_trajectory, random_groups
 
 from asyncrl.learner.algorithm.group_check import check_group
 from asyncrl.messages.groups import Group, Turn, VersionSpan

@@ -26,7 +26,7 @@ from asyncrl.checkpoint.contents import read_trainer_contents
 from asyncrl.config.training import ModelConfig
 from asyncrl.core.disk import full_errno
 from asyncrl.core.errors import CheckpointError
-from asyncrl.learner.fsdp.model.policy import load_policy
+from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.weights import dcp, saver
 
 SCHEDULE = {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "steps": 10, "decay": "linear"}

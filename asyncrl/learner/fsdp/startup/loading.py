@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,22 +26,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from asyncrl.config.training import ModelConfig
 from asyncrl.core.errors import ConfigError
-from asyncrl.learner.fsdp.model.policy import (
-    UNLOADABLE,
-    Policy,
-    cannot_load,
-    empty_policy,
-    load_policy,
-    model_folder,
-    parts,
-    refuse_incomplete,
-)
+from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.shard_plan import (
     INDEX,
@@ -53,6 +46,8 @@ from asyncrl.learner.fsdp.weights.shard_plan import (
 )
 
 _LOG = logging.getLogger(__name__)
+UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+"""Errors that transformers raises where a model cannot be loaded."""
 
 
 @dataclass
@@ -258,3 +253,80 @@ def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
             raw = whole.reshape(-1).view(torch.uint8).clone()
             dist.broadcast(raw, 0)
             setattr(module, name, raw.view(buffer.dtype).view(buffer.shape))
+
+
+def load_policy(config: ModelConfig) -> Policy:
+    """The whole model in float32 on the CPU, in evaluation mode: no dropout, so that ratios compare like with
+    like.
+
+    Raises ConfigError.
+    """
+    import transformers
+
+    path = model_folder(config)
+    auto: Any = transformers.AutoModelForCausalLM
+    try:
+        model, info = auto.from_pretrained(
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
+    refuse_incomplete(model, path, info)
+    return Policy(model.eval())
+
+
+def cannot_load(path: Path, error: Exception) -> ConfigError:
+    """The error when transformers cannot make a model of its folder."""
+    return ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"])
+
+
+def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
+    """Raise ConfigError for a model that lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
+    # transformers would use random numbers in their place.
+    wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if wrong:
+        raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
+    if broken := _not_finite(model):
+        told = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
+        raise ConfigError([f"model.path: {told}, the first {broken[0]}: download or copy the model again"])
+
+
+def _not_finite(model: nn.Module) -> list[str]:
+    """Names of the parameters that hold NaN or infinity on this rank; such a model learns nothing."""
+
+    def is_finite(weights: Tensor) -> bool:
+        # A sum would overflow, and a mask for each number would take as much memory again.
+        return not weights.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(weights))
+
+    return [name for name, weights in model.named_parameters() if not is_finite(local(weights))]
+
+
+def empty_policy(config: ModelConfig) -> Policy:
+    """The model of ``config`` without memory behind its parameters (device meta). Raises ConfigError."""
+    import transformers
+
+    path = model_folder(config)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=config.trust_remote_code
+        )
+        with torch.device("meta"):
+            auto: Any = transformers.AutoModelForCausalLM
+            model = auto.from_config(settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code)
+    except UNLOADABLE as error:
+        raise cannot_load(path, error) from error
+    return Policy(model.eval())
+
+
+def model_folder(config: ModelConfig) -> Path:
+    """The folder of the model. Raises ConfigError naming model.path if it is not there."""
+    assert config.path is not None
+    path = Path(config.path)
+    if not (path / "config.json").is_file():
+        what = "holds no config.json" if path.is_dir() else "is no folder"
+        raise ConfigError([f"model.path: {config.path} {what}; it must hold a Hugging Face causal LM"])
+    return path

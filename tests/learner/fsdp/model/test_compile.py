@@ -16,7 +16,8 @@ from learner.learner_cases import save_small_model
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp.model import attention
-from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, load_policy, make_row
+from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make_row
+from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.sharding import wrap_forward
 
 # Dynamo looks at the inputs' gradients when it makes a graph.

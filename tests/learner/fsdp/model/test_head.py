@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from asyncrl.learner.fsdp.model import head
-from asyncrl.learner.fsdp.model.head import score_hidden, score_logits
+from asyncrl.learner.fsdp.model import policy as policies
+from asyncrl.learner.fsdp.model.policy import score_hidden, score_logits
 
 VOCABULARY, WIDTH, COUNT = 64, 16, 50
 
@@ -35,7 +35,7 @@ def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
 def test_chunks_have_the_values_and_gradients_of_the_whole(
     positions, entropy_gradient, bias, softcap, frozen, monkeypatch
 ) -> None:
-    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * positions)
+    monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * VOCABULARY * positions)
     found = []
     for chunked in (True, False):
         hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=bias, frozen=frozen)
@@ -66,7 +66,7 @@ def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> 
     targets, advantages = torch.randint(0, 512, (count,)), torch.randn(count).sign() + 0.05
 
     def gradient(dtype: torch.dtype, positions: int) -> torch.Tensor:
-        monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 512 * positions)
+        monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * 512 * positions)
         leaf = weight.to(dtype, copy=True).requires_grad_()
         (score_hidden(hidden.to(dtype), leaf, None, targets, 1.0)[0] * advantages / count).sum().backward()
         return leaf.grad.double()

@@ -12,8 +12,9 @@ import torch
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
-from asyncrl.learner.fsdp.model.policy import Policy, empty_policy, load_policy
+from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.startup import startup_check as check
+from asyncrl.learner.fsdp.startup.loading import empty_policy, load_policy
 from asyncrl.learner.fsdp.startup.startup_check import Scoring, choose_scoring
 
 

@@ -15,7 +15,8 @@ from model_matrix import make_family
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.config.training import LearnerConfig, ModelConfig
-from asyncrl.learner.fsdp.model.policy import Policy, load_policy, make_row
+from asyncrl.learner.fsdp.model.policy import Policy, make_row
+from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.memory import USABLE, ModelShape, TrainingShape, advise, estimate
 from asyncrl.learner.fsdp.startup.sharding import log_memory, shape_of
 
