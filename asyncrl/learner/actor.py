@@ -25,6 +25,7 @@ from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports
 from asyncrl.learner.controller_link import RANK_0, ControllerLink
 from asyncrl.learner.groups.dataloader_link import DATALOADER
+from asyncrl.learner.groups.deliveries import Deliveries
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
 from asyncrl.learner.rank_0 import Rank0
@@ -234,22 +235,25 @@ class Learner(Actor):
 
     # --- messages ---
 
+    @property
+    def _deliveries(self) -> Deliveries:
+        assert self._rank_0 is not None
+        return self._rank_0.deliveries
+
     @handler
     def deliver(self, request: Deliver, caller: Caller) -> Delivered:
         """Take a group, once; acknowledged means in memory, not durable. Raises NotLeased."""
-        assert self._rank_0 is not None
         group, key = request.group, self.context.credentials.seal_key
         if key and not fits(key, group.lease, caller.name, caller.incarnation):
             self.counters.add(REFUSED)
             raise NotLeased(caller.name, group.lease.uid)
         self.progress()
-        return Delivered(duplicate=not self._rank_0.deliveries.take(group, caller.name))
+        return Delivered(duplicate=not self._deliveries.take(group, caller.name))
 
     @handler
     def holds(self, request: Holds, caller: Caller) -> Held:
         """Uids among the request's that must not be leased again."""
-        assert self._rank_0 is not None
-        return Held(uids=[uid for uid in request.uids if self._rank_0.deliveries.holds(uid)])
+        return Held(uids=[uid for uid in request.uids if self._deliveries.holds(uid)])
 
     @handler
     def rollout_stats(self, request: RolloutStats, caller: Caller) -> None:

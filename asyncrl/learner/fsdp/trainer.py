@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -29,11 +28,23 @@ from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.algorithm.user_functions import make_objective
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
-from asyncrl.learner.fsdp import commands
-from asyncrl.learner.fsdp.commands import of_step, pack, pack_step, unpack
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.ranks.ranks import Ranks
+from asyncrl.learner.fsdp.ranks.ranks import (
+    Gather,
+    LoadCheckpoint,
+    Ranks,
+    Reference,
+    Save,
+    ScoreProbe,
+    See,
+    StopRank,
+    Train,
+    of_step,
+    pack,
+    shape_of_update,
+    unpack,
+)
 from asyncrl.learner.fsdp.schedule import learning_rate, warm_learning_rate
 from asyncrl.learner.fsdp.startup.loading import model_folder
 from asyncrl.learner.fsdp.startup.sharding import (
@@ -51,7 +62,6 @@ from asyncrl.learner.fsdp.updates import (
     StepResult,
     Updates,
     make_optimizer,
-    shape_of_update,
 )
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp
@@ -158,15 +168,15 @@ class Trainer:
         if not plan.updates:
             # Momentum alone would move the weights. The other ranks get no command.
             return {}
-        parcels = pack_step(plan, self._learner.ranks)
-        command = commands.Train(
+        parcels = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
+        command = Train(
             parcel_bytes=[len(parcel) for parcel in parcels],
             updates=[shape_of_update(update) for update in plan.updates],
             temperature=plan.temperature,
             fresh=plan.fresh,
             warm=plan.warm,
         )
-        self._tell(command)
+        self._ranks.commands.send(command)
         kind, step = self._next(plan.warm)
         self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
         # The other ranks have theirs; rank 0 computes from the plan.
@@ -193,15 +203,15 @@ class Trainer:
         )
 
     def score(self, plan: ScoringPlan) -> list[np.ndarray]:
-        parcels = pack(plan.ranks)
+        parcels = self._pack(plan.ranks)
         tokens = [sum(len(batch.predict) for batch in batches) for batches in plan.ranks]
-        command = commands.Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
-        self._tell(command)
+        command = Reference([len(parcel) for parcel in parcels], max(tokens), plan.temperature)
+        self._ranks.commands.send(command)
         self._ranks.scatter(parcels, 0, "a batch to be scored")
         values = self._score_batches(command, plan.ranks[0])
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
 
-    def _score_batches(self, command: commands.Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
+    def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
         """Log-probs by the reference of all ranks' micro-batches, padded: float64 [world size, tokens]."""
         name = "scoring by the reference"
         with self._phase(name):
@@ -229,20 +239,20 @@ class Trainer:
     def probe(self, sequences: Sequence[ProbeSequence]) -> Probe | None:
         if not sequences:
             return None
-        self._tell(commands.ScoreProbe(list(sequences)))
+        self._ranks.commands.send(ScoreProbe(list(sequences)))
         return self._score_probe(sequences)
 
     def publish(
         self, version: int, probe: Probe | None = None, on_sealed: OnSealed | None = None
     ) -> Future[HeldVersion]:
-        self._tell(commands.Gather("version"))
+        self._ranks.commands.send(Gather("version"))
         with self._phase("copy"):
             return self._assembly.begin(
                 "version", lambda gathered: publish(gathered, version, probe=probe, on_sealed=on_sealed)
             )
 
     def export(self, folder: Path) -> None:
-        self._tell(commands.Gather("export"))
+        self._ranks.commands.send(Gather("export"))
         source, model, lora = model_folder(self._config.model), self.policy.model, self._config.lora
         settings = None
         if lora.is_on:
@@ -264,7 +274,7 @@ class Trainer:
         except OSError as error:
             raise refused(folder, error) from error
         try:
-            self._tell(commands.See(str(probe)))
+            self._ranks.commands.send(See(str(probe)))
             problems = self._look(probe)
         finally:
             with contextlib.suppress(OSError):
@@ -274,44 +284,47 @@ class Trainer:
 
     def save(self, folder: Path) -> Future[None]:
         assert not self._saver.busy, "the one before must have ended"
-        command = commands.Save(str(folder), renew=self._saver.broken)
-        self._tell(command)
+        command = Save(str(folder), renew=self._saver.broken)
+        self._ranks.commands.send(command)
         return self._save(command)
 
     def load(self, folder: Path) -> None:
-        self._tell(commands.LoadCheckpoint(str(folder)))
+        self._ranks.commands.send(LoadCheckpoint(str(folder)))
         self._load(folder)
 
     def follow(self) -> None:
-        while (body := self._ranks.commands.next()) is not None:
-            command = commands.DECODER.decode(body)
-            if isinstance(command, commands.Train):
+        while (command := self._ranks.commands.next()) is not None:
+            if isinstance(command, Train):
                 self._follow_step(command)
-            elif isinstance(command, commands.Reference):
+            elif isinstance(command, Reference):
                 # Without a local name, so that a used parcel is freed before the next command.
                 self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
-            elif isinstance(command, commands.Gather):
+            elif isinstance(command, Gather):
                 with self._phase("copy"):
                     self._assembly.begin(command.purpose, take_part)
-            elif isinstance(command, commands.ScoreProbe):
+            elif isinstance(command, ScoreProbe):
                 self._score_probe(command.sequences)
-            elif isinstance(command, commands.See):
+            elif isinstance(command, See):
                 self._look(Path(command.path))
-            elif isinstance(command, commands.Save):
+            elif isinstance(command, Save):
                 # Rank 0 learns how it ends.
                 self._save(command)
-            elif isinstance(command, commands.LoadCheckpoint):
+            elif isinstance(command, LoadCheckpoint):
                 # Nothing was changed: rank 0 continues with another one.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
             else:
                 return
 
-    def _follow_step(self, command: commands.Train) -> None:
+    def _follow_step(self, command: Train) -> None:
         kind, step = self._next(command.warm)
         result = self._step(command, self._receive(command.parcel_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
+
+    def _pack(self, of_ranks: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
+        """A parcel for each rank; that of rank 0, which has the micro-batches, is empty."""
+        return [pack(()), *map(pack, of_ranks[1:])]
 
     def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
         return unpack(self._ranks.scatter(None, parcel_bytes[self._rank], what))
@@ -323,7 +336,7 @@ class Trainer:
     def stop(self) -> None:
         if self._met is not None:
             if self._rank == 0:
-                self._tell(commands.StopRank())
+                self._ranks.commands.send(StopRank())
             if hasattr(self, "_assembly"):
                 self._assembly.close()
                 self._saver.close()
@@ -343,14 +356,11 @@ class Trainer:
         finally:
             self.on_phase("")
 
-    def _tell(self, command: commands.Command) -> None:
-        self._ranks.commands.tell(msgspec.msgpack.encode(command))
-
     def _look(self, path: Path) -> list[str]:
         problem = None if path.exists() else f"learner/{self._rank} does not see a file that learner/0 wrote there"
         return self._ranks.agree(problem, "the folder of checkpoints")
 
-    def _save(self, command: commands.Save) -> Future[None]:
+    def _save(self, command: Save) -> Future[None]:
         return self._saver.save(
             Path(command.folder),
             self.policy,
@@ -374,7 +384,7 @@ class Trainer:
                 device=self._ranks.device,
             )
 
-    def _step(self, command: commands.Train, batches: Sequence[MicroBatch]) -> StepResult:
+    def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
         """This rank's part of a step; the same result on all ranks."""
         kind, step = self._next(command.warm)
         sft = self._config.sft

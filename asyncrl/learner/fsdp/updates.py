@@ -21,52 +21,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
-from asyncrl.learner.algorithm.batch import UpdatePlan
 from asyncrl.learner.algorithm.losses import TokenBatch, supervised
 from asyncrl.learner.algorithm.objective import Objective, TokenSums, token_sums
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
-from asyncrl.learner.fsdp.ranks.ranks import Ranks
-
-
-class TermShape(msgspec.Struct, frozen=True):
-    """Shape of the policy's loss in an update, or of its supervised term, as all ranks know it."""
-
-    micro_batches: int
-    """Micro-batches of each rank."""
-    denominator: float
-    sequences: int
-    """Sequences of all ranks."""
-
-
-class UpdateShape(msgspec.Struct, frozen=True):
-    """Shape of an update as all ranks know it; a rank has the policy's micro-batches first, then the others."""
-
-    policy: TermShape
-    supervised: TermShape | None = None
-    coefficient: float = 0.0
-    """Factor of the supervised term."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of each rank, policy's and supervised ones."""
-        return self.policy.micro_batches + (self.supervised.micro_batches if self.supervised is not None else 0)
-
-
-def shape_of_update(update: UpdatePlan) -> UpdateShape:
-    """Shape of an update, as the other ranks are told it."""
-    policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
-    if term is None:
-        return UpdateShape(policy)
-    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
-
+from asyncrl.learner.fsdp.ranks.ranks import Ranks, TermShape, UpdateShape
 
 SUPERVISED_LOSS = "supervised loss"
 SUPERVISED_TEMPERATURE = 1.0

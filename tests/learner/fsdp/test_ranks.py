@@ -2,27 +2,44 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from learner.learner_cases import build_step, make_config, random_groups
 from learner.rank_pool import RANK_WAIT_S, TIMEOUT_S, RankPool, meet
 
 from asyncrl.core.errors import DeadlineExceeded
-from asyncrl.learner.fsdp.ranks import ranks as rendezvous
+from asyncrl.learner.fsdp.ranks.ranks import CommandLine, Gather, Ranks, See, StopRank, of_step, pack, unpack
 from asyncrl.weights.broadcast import listen, open_store
 
 
-def test_a_follower_that_comes_late_hears_every_word_and_the_store_keeps_none_that_was_heard() -> None:
-    store, words = open_store("127.0.0.1", 5.0), [b"first", b"second", b"third"]
-    speaks, hears = (rendezvous.StoreLine("command", rank, 2, client=store, interrupter=store) for rank in range(2))
+def test_a_follower_that_comes_late_gets_every_command_and_the_store_keeps_none() -> None:
+    store, commands = open_store("127.0.0.1", 5.0), [See("first"), Gather("export"), StopRank()]
+    sender, follower = (CommandLine(rank, 2, client=store, interrupter=store) for rank in range(2))
     before = store.num_keys()
-    for word in words:
-        speaks.tell(word)
-    assert [hears.next() for _ in words] == words
+    for command in commands:
+        sender.send(command)
+    assert [follower.next() for _ in commands] == commands
     assert store.num_keys() == before
+
+
+def test_micro_batches_keep_types_shapes_and_bits_in_a_parcel() -> None:
+    """I8: on every rank the same bits are trained."""
+    config = make_config(ranks=2)
+    plan = build_step(random_groups(0, 4), version=0, config=config, world_size=2, packed=True, shared=True)
+    batches = of_step(plan, 1)
+    assert batches
+    for got, sent in zip(unpack(pack(batches)), batches, strict=True):
+        for item in fields(sent):
+            ours, theirs = getattr(got, item.name), getattr(sent, item.name)
+            assert (ours.dtype, ours.shape, ours.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+            # torch warns of tensors that cannot be written to.
+            assert ours.flags.writeable
+    assert unpack(pack([])) == []
 
 
 def _long_run(rank: int, addresses: Any) -> list[Any]:
@@ -30,7 +47,7 @@ def _long_run(rank: int, addresses: Any) -> list[Any]:
     if rank == 0:
         # Longer than the collective timeout, as when there are no groups.
         time.sleep(1.5 * TIMEOUT_S)
-        ranks.commands.tell(b"first")
+        ranks.commands.send(See("first"))
     else:
         said.append(ranks.commands.next())
     mine = [np.arange(3, dtype=np.uint8), np.arange(5, dtype=np.uint8)]
@@ -55,7 +72,7 @@ def _long_run(rank: int, addresses: Any) -> list[Any]:
 
 def test_a_follower_waits_as_long_as_it_takes_and_no_longer_than_it_should(pools) -> None:
     first, (command, *second) = pools.play(2, _long_run)
-    assert command == b"first"
+    assert command == See("first")
     words = ["wörd", [[0.0, 0.1], [1.0, 0.1]], [], ["wrong at 1"]]
     assert first == [[0, 1, 2], *words]
     *second, error = second
@@ -73,7 +90,7 @@ def _misses(rank: int, addresses: Any, dead: int) -> tuple[str, int, bool, bool]
         with listen("127.0.0.1") as gone:
             port, store = gone.getsockname()[1], None
     with pytest.raises(DeadlineExceeded) as failure:
-        rendezvous.Ranks(1 - dead, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
+        Ranks(1 - dead, 2, "127.0.0.1", port, device=torch.device("cpu"), timeout_s=TIMEOUT_S, store=store)
     return str(failure.value), port, failure.value.restartable, dist.is_initialized()
 
 

@@ -1,11 +1,12 @@
 """The ranks of the learner: rendezvous, commands of rank 0, exchanges of bytes; torch.distributed without pickle.
 
 Rank 0 opens a TCPStore on a port that it has bound itself; the other ranks learn the port from the controller. The
-store is the rendezvous of the process group and carries the commands (StoreLine). No collective runs between two
-commands, so the collective timeout does not limit the wait for the next one: ranks enter a collective only after a
-command.
+store is the rendezvous of the process group and carries the commands (CommandLine). A command comes before the
+collectives that it announces, and holds everything that a rank needs to take part: ranks decide nothing themselves. No
+collective runs between two commands, so the collective timeout does not limit the wait for the next one. A command that
+cannot be decoded ends the rank, since all ranks run one release.
 
-Parcels travel as raw bytes (commands.py) over gloo, which both backends have.
+Micro-batches travel as parcels of bytes over gloo, which both backends have.
 
 Fails with DeadlineExceeded when ranks do not meet, or do not enter a collective, in time; otherwise with torch's
 RuntimeError and a note on where. A wait that torch does not end, as under NCCL, ends the process (hang_watch.py).
@@ -13,19 +14,26 @@ RuntimeError and a note on where. A wait that torch does not end, as under NCCL,
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from datetime import timedelta
+from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
+from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
+from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0
@@ -35,6 +43,122 @@ LEAVE_WAIT_S = 5.0
 _LOG = logging.getLogger(__name__)
 IDLE_WAIT_S = 300.0
 """Length of one wait of a rank for the next command; it is repeated."""
+
+
+class TermShape(msgspec.Struct, frozen=True):
+    """Shape of the policy's loss in an update, or of its supervised term, as all ranks know it."""
+
+    micro_batches: int
+    """Micro-batches of each rank."""
+    denominator: float
+    sequences: int
+    """Sequences of all ranks."""
+
+
+class UpdateShape(msgspec.Struct, frozen=True):
+    """Shape of an update as all ranks know it; a rank has the policy's micro-batches first, then the others."""
+
+    policy: TermShape
+    supervised: TermShape | None = None
+    coefficient: float = 0.0
+    """Factor of the supervised term."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of each rank, policy's and supervised ones."""
+        return self.policy.micro_batches + (self.supervised.micro_batches if self.supervised is not None else 0)
+
+
+def shape_of_update(update: UpdatePlan) -> UpdateShape:
+    """Shape of an update, as the other ranks are told it."""
+    policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
+    if term is None:
+        return UpdateShape(policy)
+    return UpdateShape(policy, TermShape(len(term.ranks[0]), term.denominator, len(term.places)), term.coefficient)
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a step; a parcel of micro-batches follows for each rank."""
+
+    parcel_bytes: list[int]
+    """Bytes of each rank's parcel."""
+    updates: list[UpdateShape]
+    temperature: float
+    fresh: bool
+    warm: bool
+    """Whether this is a supervised step before the first of the run."""
+
+
+class Reference(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a scoring pass by the reference; a parcel of micro-batches follows for each rank."""
+
+    parcel_bytes: list[int]
+    """Bytes of each rank's parcel."""
+    tokens: int
+    """Tokens of the rank that has the most."""
+    temperature: float
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Take part in gathering the weights."""
+
+    purpose: Literal["version", "export"]
+
+
+class ScoreProbe(msgspec.Struct, frozen=True, tag=True):
+    """Take part in scoring the probe."""
+
+    sequences: list[ProbeSequence]
+
+
+class See(msgspec.Struct, frozen=True, tag=True):
+    """Check whether a file is there."""
+
+    path: str
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Take part in writing a checkpoint."""
+
+    folder: str
+    renew: bool
+
+
+class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Take part in reading a checkpoint."""
+
+    folder: str
+
+
+class StopRank(msgspec.Struct, frozen=True, tag=True):
+    """End: no more commands follow."""
+
+
+Command = Train | Reference | Gather | ScoreProbe | See | Save | LoadCheckpoint | StopRank
+DECODER = msgspec.msgpack.Decoder(Command)
+
+
+def pack(batches: Sequence[MicroBatch]) -> np.ndarray:
+    """A parcel of micro-batches, uint8: their arrays, one after the other in NumPy's format."""
+    stream = io.BytesIO()
+    for batch in batches:
+        for item in fields(MicroBatch):
+            np.save(stream, getattr(batch, item.name), allow_pickle=False)
+    return np.frombuffer(stream.getbuffer(), np.uint8)
+
+
+def unpack(parcel: np.ndarray) -> list[MicroBatch]:
+    """The micro-batches of a parcel, with the types, shapes and bits that were packed."""
+    stream, found = io.BytesIO(parcel.data), list[MicroBatch]()
+    while stream.tell() < len(parcel):
+        found.append(MicroBatch(*(np.load(stream, allow_pickle=False) for _ in fields(MicroBatch))))
+    return found
+
+
+def of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
+    """Micro-batches of a rank, one update's after the other's; in each the policy's before the supervised ones."""
+    terms = [term for update in plan.updates for term in (update, update.supervised) if term is not None]
+    return [batch for term in terms for batch in term.ranks[rank]]
 
 
 class Ranks:
@@ -85,7 +209,7 @@ class Ranks:
                 timeout_s,
                 str(error),
             ) from error
-        self.commands = StoreLine("command", rank, world_size, client=self._told, interrupter=self._interrupter)
+        self.commands = CommandLine(rank, world_size, client=self._told, interrupter=self._interrupter)
         self._watch: HangWatch | None = None
         if world_size > 1:
             self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
@@ -224,56 +348,56 @@ def _broadcast(data: bytes, source: int) -> bytes:
     return bytes(buffer.numpy())
 
 
-class StoreLine:
-    """Messages of rank 0 to all other ranks, in order, through the store of their rendezvous.
+class CommandLine:
+    """The commands of rank 0 to all other ranks, in order, through the store of their rendezvous.
 
-    One thread uses an end, except for ``interrupt``. Message n for rank r is the key ``NAME/r/n``. A rank waits for its
-    next key without a limit, in repeated waits of IDLE_WAIT_S; no collective runs meanwhile. The wait ends at once when
-    the key is set, when the connection to rank 0 breaks, or when ``interrupt`` sets the key. Invariant: each message is
-    received once, in order, however late, and then deleted from the store.
+    One thread uses an end, except for ``interrupt``. Command n for rank r is the key ``command/r/n``. A rank waits for
+    its next key without a limit, in repeated waits of IDLE_WAIT_S; no collective runs meanwhile. The wait ends at once
+    when the key is set, when the connection to rank 0 breaks, or when ``interrupt`` sets the key. Invariant: each
+    command is received once, in order, however late, and then deleted from the store.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int, *, client: TCPStore, interrupter: TCPStore) -> None:
-        """``name`` is what is awaited, for errors; while this end waits it blocks ``client``."""
-        self._name, self._rank, self._world_size = name, rank, world_size
+    def __init__(self, rank: int, world_size: int, *, client: TCPStore, interrupter: TCPStore) -> None:
+        """While this end waits it blocks ``client``."""
+        self._rank, self._world_size = rank, world_size
         self._client, self._interrupter = client, interrupter
         self._count = 0
         self._interrupted = threading.Event()
 
-    def tell(self, body: bytes) -> None:
-        """Rank 0: send a message to every other rank."""
+    def send(self, command: Command) -> None:
+        """Rank 0: send a command to every other rank."""
         self._count += 1
+        body = msgspec.msgpack.encode(command)
         for rank in range(1, self._world_size):
-            self._client.set(self._key(rank, self._count), body)  # type: ignore[arg-type]
+            self._client.set(_key(rank, self._count), body)  # type: ignore[arg-type]
 
-    def next(self) -> bytes | None:
-        """Ranks above 0: the next message, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
+    def next(self) -> Command | None:
+        """Ranks above 0: the next command, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
         self._count += 1
-        key = self._key(self._rank, self._count)
+        key = _key(self._rank, self._count)
         while not self._interrupted.is_set():
             try:
                 self._client.wait([key], timedelta(seconds=IDLE_WAIT_S))
                 body = bytes(self._client.get(key))
-                # The reader deletes it: rank 0 does not wait for the others after each message.
+                # The reader deletes it: rank 0 does not wait for the others after each command.
                 self._client.delete_key(key)
-                # ``interrupt`` sets an empty message.
-                return body or None
+                # ``interrupt`` sets an empty one.
+                return DECODER.decode(body) if body else None
             except DistStoreError:
-                # No message yet: wait again.
+                # No command yet: wait again.
                 continue
             except DistNetworkError as error:
-                raise ActorFailed(
-                    "learner/0", f"gone while learner/{self._rank} awaited its next {self._name}"
-                ) from error
+                raise ActorFailed("learner/0", f"gone while learner/{self._rank} awaited its next command") from error
         return None
 
     def interrupt(self) -> None:
         """From any thread: end ``next``, at once if it waits."""
         self._interrupted.set()
-        # Only if rank 0 has not set it, so that no message is lost. ``next`` counts up before it waits, so it waits for
+        # Only if rank 0 has not set it, so that no command is lost. ``next`` counts up before it waits, so it waits for
         # the first of these keys, or is about to wait for the second.
         for count in (self._count, self._count + 1):
-            self._interrupter.compare_set(self._key(self._rank, count), "", "")
+            self._interrupter.compare_set(_key(self._rank, count), "", "")
 
-    def _key(self, rank: int, count: int) -> str:
-        return f"{self._name}/{rank}/{count}"
+
+def _key(rank: int, count: int) -> str:
+    return f"command/{rank}/{count}"
