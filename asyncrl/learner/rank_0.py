@@ -31,8 +31,8 @@ from asyncrl.learner.groups.deliveries import ComponentNames, Deliveries
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.learner.groups.notices import GraceWatch
-from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.group_records import GroupRecords
@@ -79,7 +79,7 @@ class Rank0:
     ) -> None:
         """``send_line`` sends a metrics line to the controller; ``published`` is called with each new version."""
         state = restored.state if restored is not None else None
-        self.progress = progress = Progress(step=state.step if state is not None else 0)
+        self.progress = progress = TrainingProgress(step=state.step if state is not None else 0)
         self._config, self._services, self._tasks, self._run_dir = config, services, tasks, run_dir
         self._group_log, self._send_line = GroupLog(services.name), send_line
         self._controller, self._writer, self._reports = controller, writer, reports

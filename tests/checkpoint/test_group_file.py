@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_group import make_group
 
-from asyncrl.checkpoint import group_file
-from asyncrl.checkpoint.group_file import pack_group, read_groups
+from asyncrl.checkpoint import contents
+from asyncrl.checkpoint.contents import pack_group, read_groups
 from asyncrl.core.errors import DataError
 
 
@@ -104,7 +104,7 @@ def test_reading_continues_from_the_file_position_and_holds_one_record_at_a_time
     [["object", [1], b"12345678"], ["int32", [2], b"1234"], ["int32", [-1], b""], ["int32", [1], "text"], 5],
 )
 def test_bytes_that_are_no_array_are_refused(array):
-    body = msgpack.unpackb(pack_group(make_group())[group_file.HEAD.size :])
+    body = msgpack.unpackb(pack_group(make_group())[contents.HEAD.size :])
     assert read(framed(msgpack.packb(body)))
     body["ticket"]["prompt_ids"] = array
     with pytest.raises(DataError):
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_array_are_refused(array):
 
 
 def framed(body):
-    return group_file.HEAD.pack(0x92, 0xCF, group_file.xxhash.xxh3_64_intdigest(body), 0xC6, len(body)) + body
+    return contents.HEAD.pack(0x92, 0xCF, contents.xxhash.xxh3_64_intdigest(body), 0xC6, len(body)) + body
 
 
 @pytest.mark.parametrize("array", [np.array([object()]), np.array(["text"])])

@@ -26,7 +26,7 @@ from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, end_of_run, room, waits_for_room
 from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.rpc.services import ActorServices
 
 GRACE_SHARE = 0.3
@@ -44,7 +44,7 @@ class FinalWrites:
         run_dir: Path,
         backend: Backend,
         thread: Executor,
-        progress: Progress,
+        progress: TrainingProgress,
         checkpoints: RunCheckpoints,
         writer: CheckpointWriter,
     ) -> None:

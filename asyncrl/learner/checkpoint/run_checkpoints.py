@@ -18,7 +18,7 @@ from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept, checkpoi
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.deliveries import ComponentNames
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages import Request
@@ -95,7 +95,7 @@ class RunCheckpoints:
         services: ActorServices,
         *,
         writer: CheckpointWriter,
-        progress: Progress,
+        progress: TrainingProgress,
         intake: Intake,
         dataloader: DataloaderLink,
         components: ComponentNames,

@@ -21,7 +21,7 @@ from asyncrl.core.errors import ConfigError, DeadlineExceeded, RemoteError, Rest
 from asyncrl.learner.exchange.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages import Request
 from asyncrl.messages.dataloader import (
     OutcomesSeen,
@@ -55,7 +55,7 @@ class DataloaderLink:
         learner: LearnerConfig,
         services: ActorServices,
         *,
-        progress: Progress,
+        progress: TrainingProgress,
         intake: Intake,
         evals: EvalCollector,
         restored: CheckpointState | None = None,

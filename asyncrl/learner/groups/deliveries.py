@@ -21,8 +21,8 @@ from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.notices import LearningWatch, TruncationWatch
-from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages.actors import Notice
 from asyncrl.messages.groups import Group
 from asyncrl.messages.reward import MOST_NAMES, PENALTY_COMPONENT, TIMED_OUT_COMPONENT
@@ -109,7 +109,7 @@ class Deliveries:
         services: ActorServices,
         *,
         tasks: asyncio.TaskGroup,
-        progress: Progress,
+        progress: TrainingProgress,
         intake: Intake,
         evals: EvalCollector,
         components: ComponentNames,

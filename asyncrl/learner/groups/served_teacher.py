@@ -18,8 +18,8 @@ from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.core.errors import ActorFailed
 from asyncrl.learner.algorithm.batch import GroupScores
 from asyncrl.learner.algorithm.scoring import by_group, sampled_sequences
-from asyncrl.learner.groups.progress import News
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
+from asyncrl.learner.groups.training_progress import News
 from asyncrl.messages.groups import Group
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.messages.trajectories import sampled_positions

@@ -45,12 +45,12 @@ class _Logprob(msgspec.Struct):
     logprob: float | None = None
 
 
-class _Choice(msgspec.Struct):
+class _ScoredPrompt(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Logprob] | None] | None = None
 
 
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+class _ScoredPrompts(msgspec.Struct):
+    choices: list[_ScoredPrompt]
 
 
 class _Model(msgspec.Struct):
@@ -111,7 +111,7 @@ class TeacherClient:
         url = f"{self.url}/completions"
         # Servers want at least one token to sample; it is thrown away.
         body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer: _Completion = _read(await self._ask("POST", url, body), _Completion, url)
+        answer: _ScoredPrompts = _read(await self._ask("POST", url, body), _ScoredPrompts, url)
         found = answer.choices[0].prompt_logprobs if answer.choices else None
         if found is None:
             told = "answers without prompt_logprobs: it must be a server that scores prompts, as vLLM's"

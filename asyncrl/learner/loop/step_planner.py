@@ -33,8 +33,8 @@ from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import GroupBuffer, Intake
-from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.messages.groups import Group
 from asyncrl.observe.trace import Track
@@ -53,7 +53,7 @@ class NextStep:
     """Steps trained since that version."""
 
     @classmethod
-    def of(cls, progress: Progress) -> NextStep:
+    def of(cls, progress: TrainingProgress) -> NextStep:
         """The step that comes next, if it began now."""
         return cls(progress.step + 1, progress.version, progress.unpublished)
 
@@ -171,7 +171,7 @@ class StepPlanner:
         config: Config,
         services: ActorServices,
         *,
-        progress: Progress,
+        progress: TrainingProgress,
         backend: Backend,
         thread: ThreadPoolExecutor,
         intake: Intake,

@@ -39,8 +39,8 @@ from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import MASKED, Intake
-from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.groups.served_teacher import ServedTeacher
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.step_planner import NextStep, StepPlanner
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.learner.metrics.step_lines import StepLines, TrainedStep
@@ -62,7 +62,7 @@ class Training:
         config: Config,
         services: ActorServices,
         *,
-        progress: Progress,
+        progress: TrainingProgress,
         backend: Backend,
         thread: ThreadPoolExecutor,
         intake: Intake,

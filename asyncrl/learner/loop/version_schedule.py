@@ -18,7 +18,7 @@ from asyncrl.core.errors import ActorFailed, AsyncRLError
 from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.rpc.services import ActorServices
 
@@ -36,7 +36,7 @@ class VersionSchedule:
         config: Config,
         services: ActorServices,
         *,
-        progress: Progress,
+        progress: TrainingProgress,
         intake: Intake,
         dataloader: DataloaderLink,
         published: Callable[[int], None],

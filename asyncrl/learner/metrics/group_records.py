@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector, eval_metrics
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.messages.dataloader import Outcome
 from asyncrl.observe.group_log import EVALUATED, NOT_TRAINED, GroupLog
@@ -29,7 +29,7 @@ class GroupRecords:
         self,
         config: Config,
         *,
-        progress: Progress,
+        progress: TrainingProgress,
         intake: Intake,
         evals: EvalCollector,
         dataloader: DataloaderLink,

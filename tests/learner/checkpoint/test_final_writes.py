@@ -22,7 +22,7 @@ from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.rpc.services import Clock
 
 WAIT_S = 30.0
@@ -59,7 +59,7 @@ class Scene:
         checkpoint = config.checkpoint.model_copy(update={"room_wait_s": room_wait_s})
         self.config = config.model_copy(update={"checkpoint": checkpoint})
         self.backend = Backend(self.config)
-        self.progress = Progress(version=4, step=4)
+        self.progress = TrainingProgress(version=4, step=4)
         self.told: list[str] = []
         self.meanwhile = self.waits_for = ""
         self.on_notice: Callable[[], object] = lambda: None

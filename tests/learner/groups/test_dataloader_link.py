@@ -12,7 +12,7 @@ from asyncrl.core.errors import DeadlineExceeded, RemoteError, RestoreNeeded
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.messages.dataloader import Outcomes, OutcomesSeen, Restored, Resumed, Supply, WatchSupply
 from asyncrl.rpc.calls.retry import DEADLINE
 
@@ -69,7 +69,7 @@ class StartingAgain:
 @pytest.mark.parametrize("lost", [set(), {1}, {1, 2}, {0, 1, 2, 3}])
 def test_a_dataloader_that_acknowledges_less_than_was_reported_is_told_where_the_run_stands(lost):
     async def main():
-        dataloader, intake, progress = Dataloader(lost), Intake(LearnerConfig()), Progress(version=0)
+        dataloader, intake, progress = Dataloader(lost), Intake(LearnerConfig()), TrainingProgress(version=0)
         link = DataloaderLink(
             dataloader.call,
             LearnerConfig(),
@@ -97,7 +97,7 @@ def test_what_comes_while_a_dataloader_is_told_where_the_run_stands_is_reported_
     """At the end of the training: without further steps no later report would follow."""
 
     async def main():
-        dataloader, intake, progress = StartingAgain(), Intake(LearnerConfig()), Progress(version=9)
+        dataloader, intake, progress = StartingAgain(), Intake(LearnerConfig()), TrainingProgress(version=9)
         link = DataloaderLink(
             dataloader.call,
             LearnerConfig(),
@@ -137,7 +137,7 @@ def test_a_dataloader_whose_data_are_large_is_given_the_time_that_it_needs(late)
             lambda request, patience=1.0: asyncio.ensure_future(look(request, patience)),
             LearnerConfig(),
             services(clock=LoopClock()),
-            progress=Progress(version=0),
+            progress=TrainingProgress(version=0),
             intake=Intake(LearnerConfig()),
             evals=EvalCollector(),
         )

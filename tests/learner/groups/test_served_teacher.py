@@ -26,9 +26,9 @@ from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ActorFailed, ConfigError
 from asyncrl.learner.groups import served_teacher
-from asyncrl.learner.groups.progress import News
 from asyncrl.learner.groups.served_teacher import ServedTeacher
 from asyncrl.learner.groups.teacher import TeacherClient, TeacherFailed
+from asyncrl.learner.groups.training_progress import News
 from asyncrl.messages.trajectories import sampled_positions
 from asyncrl.observe.metrics import Counters
 

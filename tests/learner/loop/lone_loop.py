@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from asyncrl.learner.groups.progress import Progress
+
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.messages.dataloader import Supply

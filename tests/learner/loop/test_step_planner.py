@@ -29,7 +29,7 @@ from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.groups.intake import GroupBuffer, Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.step_planner import NextStep, PlanInputs, StepPlanner
 from asyncrl.messages.dataloader import Supply
 from asyncrl.messages.groups import Group
@@ -212,7 +212,7 @@ class Planner:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or configure()
-        self.progress, self.intake, shared = Progress(version=0), Intake(self.config.learner), services()
+        self.progress, self.intake, shared = TrainingProgress(version=0), Intake(self.config.learner), services()
         self.counters = shared.counters
         self.error: Exception | None = None
         self.plan_s = 0.0

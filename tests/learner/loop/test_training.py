@@ -17,7 +17,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ActorFailed
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.groups.intake import Intake
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import RETRY_S, VersionSchedule
 from asyncrl.messages.dataloader import Supply
@@ -96,7 +96,7 @@ class Scene:
         async def begin() -> None:
             self.written.append(self.progress.step)
 
-        self.progress, shared = Progress(step=step), services(clock=clock)
+        self.progress, shared = TrainingProgress(step=step), services(clock=clock)
         schedule = VersionSchedule(
             config,
             shared,

@@ -10,7 +10,7 @@ from learner.learner_cases import make_config
 from services import services
 from structlog.testing import capture_logs
 
-from asyncrl.learner.groups.progress import Progress
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 
 MARK = "/no/such/folder/version_mark.json"
@@ -41,7 +41,7 @@ def test_a_version_that_cannot_be_published_says_what_helps(error, to_do, waits_
     schedule = VersionSchedule(
         make_config(),
         services(notify=notify, log=structlog.get_logger()),
-        progress=Progress(),
+        progress=TrainingProgress(),
         intake=None,  # type: ignore[arg-type]
         dataloader=None,  # type: ignore[arg-type]
         published=lambda version: None,

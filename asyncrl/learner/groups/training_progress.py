@@ -28,7 +28,7 @@ class News:
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Progress of the training of a run."""
 
     step: int = 0
