@@ -16,7 +16,7 @@ from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
 
 from asyncrl.core.errors import RewardFailed
-from asyncrl.learner.groups import component_names
+from asyncrl.learner.groups import deliveries
 from asyncrl.messages.actors import NOTICE
 from asyncrl.messages.reward import MOST_NAMES
 from asyncrl.workers import memory, user_code
@@ -205,7 +205,7 @@ async def test_names_of_components_that_follow_from_the_data_do_not_grow_the_met
         looked_up_in.append(threading.current_thread())
         return user_code.find_place(spec)
 
-    monkeypatch.setattr(component_names, "find_place", find_place)
+    monkeypatch.setattr(deliveries, "find_place", find_place)
     path = tmp_path / "many_rewards.py"
     path.write_text("""
 import zlib

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from asyncrl.learner.groups.progress import Progress
-
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.backends.sim import SimTrainer
 from asyncrl.learner.groups.intake import Intake
+from asyncrl.learner.groups.training_progress import TrainingProgress
 from asyncrl.learner.loop.training import Training
 from asyncrl.learner.loop.version_schedule import VersionSchedule
 from asyncrl.messages.dataloader import Supply
@@ -98,7 +97,7 @@ class Loop:
         self._intake = Intake(config.learner)
         trace = Trace(clock.now, clock.wall, window_s=0.0)
 
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         shared = ActorServices(
             name="learner/0",
             clock=clock,
