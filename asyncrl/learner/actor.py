@@ -11,34 +11,21 @@ a surviving rank fails in the next collective, or is ended before.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from asyncrl.checkpoint.contents import Contents
-from asyncrl.checkpoint.folder import checkpoint_dir
-from asyncrl.checkpoint.origin import Origin
 from asyncrl.core.errors import NonFiniteStep, NotLeased
 from asyncrl.learner.backends.backend import Backend, create
-from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
-from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports
 from asyncrl.learner.controller_link import RANK_0, ControllerLink
-from asyncrl.learner.groups.dataloader_link import DATALOADER
 from asyncrl.learner.groups.deliveries import Deliveries
-from asyncrl.learner.metrics.records import RecordFiles
-from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
 from asyncrl.learner.rank_0 import Rank0
-from asyncrl.messages import Request
 from asyncrl.messages.groups import fits
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
-from asyncrl.messages.monitor import MetricsLine, ResourceRecord
-from asyncrl.observe.trace import CHECKPOINTS, PHASES, Track
-from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.observe.trace import PHASES, Track
+from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.server import REFUSED
-from asyncrl.text.sft.conversations import Conversations, load_conversations
-
-PARAMETER_SERVER = "parameter_server/0"
 
 PHASE_STATES = {"copy": "publishing", "probe": "publishing"}
 """State of a rank above 0 during a part of the work; it trains during all others."""
@@ -55,9 +42,8 @@ class Learner(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
-        self._controller = ControllerLink(self._call_controller, self.services)
+        self._controller = ControllerLink(self)
         self._backend: Backend | None = None
-        self._writer: CheckpointWriter | None = None
         self._rank_0: Rank0 | None = None
         """The parts of rank 0, once they are made."""
 
@@ -83,87 +69,10 @@ class Learner(Actor):
             self.states.enter("starting", "model")
             await self._on_thread(lambda: backend.setup(host, port))
             return
-        run_dir = self.context.run_dir
-        # Before anything slow: without the mark nothing can be published.
-        mark = await self._on_thread(self._read_numbers)
-        start = await self._on_thread(mark.begin)
-        if mark.problem:
-            above = f"new versions are above {mark.version}, the highest in checkpoints and metrics"
-            self.notify("version mark", f"{run_dir / FILE} {mark.problem}; {above}")
-        host, port = await self._on_thread(lambda: backend.open_store(self.context.host))
-        # The other ranks find the store by these facts; ``setup`` of the backend waits for them.
-        self.facts = {"store_host": host, "store_port": port}
-        await self.publish_facts()
-        self.states.enter("starting", "model")
-        await self._on_thread(lambda: backend.setup(host, port))
-        for index, text in enumerate(backend.given_up):
-            self.notify(f"start-up check {index}", text)
-        files = await asyncio.to_thread(RecordFiles, run_dir, start)
-        track = self.trace.track("checkpoint", CHECKPOINTS)
-        reports = CheckpointReports(self.services, self._controller.report, tasks=self.tasks, track=track)
-        self._writer = self._make_writer(backend, reports)
-        self._rank_0 = Rank0(
-            self.config,
-            self.services,
-            trace=self.trace,
-            tasks=self.tasks,
-            backend=backend,
-            thread=self._thread,
-            run_dir=run_dir,
-            host=self.context.host,
-            start=start,
-            incarnation=self.context.incarnation,
-            files=files,
-            mark=mark,
-            writer=self._writer,
-            reports=reports,
-            restored=await self._restore(self._writer, reports),
-            origin=await asyncio.to_thread(Origin.recorded, self.config, run_dir),
-            conversations=await self._load_conversations(),
-            controller=self._controller,
-            call_dataloader=self._call_dataloader,
-            call_parameter_server=self._call_parameter_server,
-            send_line=self._send_line,
-            published=self._published,
-        )
-        await self._rank_0.start()
-
-    def _make_writer(self, backend: Backend, reports: CheckpointReports) -> CheckpointWriter:
-        return CheckpointWriter(
-            checkpoint_dir(self.config, self.context.run_dir),
-            self.context.incarnation,
-            backend,
-            self._thread,
-            keep=self.config.checkpoint.keep,
-            keep_every_steps=self.config.checkpoint.keep_every_steps,
-            tasks=self.tasks,
-            clock=self.clock,
-            on_written=reports.written,
-            on_failed=reports.failed,
-        )
-
-    async def _restore(self, writer: CheckpointWriter, reports: CheckpointReports) -> Contents | None:
-        """The contents of the newest whole checkpoint; the backend has loaded its part of it."""
-        self.states.enter("starting", "checkpoint")
-        contents = await writer.restore()
-        for name, text in writer.damaged.items():
-            self.notify(f"damaged {name}", text)
-        if contents is not None and writer.damaged:
-            # The controller may have found the damaged one.
-            reports.announce(contents.state.version, contents.state.step, contents.path)
-        return contents
-
-    async def _load_conversations(self) -> Conversations | None:
-        """Conversations of sft.data; None without. Raises DataError."""
-        if self.config.sft.data is None:
-            return None
-        self.states.enter("starting", "conversations")
-        found = await asyncio.to_thread(load_conversations, self.config)
-        if found.skipped:
-            rows = f"{found.skipped} of the {found.skipped + len(found.rows)} rows of {self.config.sft.data}"
-            text = f"{rows} are left out under sft.on_bad_row, the first: {found.first_skipped}"
-            self.notify("conversations", text)
-        return found
+        rank_0 = Rank0(self, backend, self._thread, self._controller)
+        await rank_0.setup()
+        self._rank_0 = rank_0
+        await rank_0.start()
 
     def _phase(self, track: Track, name: str) -> None:
         """Note that this rank begins a part of the work, or ends the last one. Called by the training thread."""
@@ -174,10 +83,6 @@ class Learner(Actor):
         # The loop of rank 0 sets its states itself, and ``setup`` those of a start.
         if not self._is_rank_0 and self.ready:
             self.states.enter(PHASE_STATES.get(name, "training") if name else "following", "" if name else RANK_0)
-
-    def _read_numbers(self) -> VersionNumbers:
-        run_dir = self.context.run_dir
-        return VersionNumbers(run_dir, find_used(run_dir, checkpoint_dir(self.config, run_dir)))
 
     async def run(self) -> None:
         if self._rank_0 is None:
@@ -221,8 +126,6 @@ class Learner(Actor):
         if self._backend is not None:
             self._backend.interrupt()
             await self._on_thread(self._backend.stop)
-        if self._writer is not None:
-            self._writer.close()
         if self._rank_0 is not None:
             await self._rank_0.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -260,21 +163,3 @@ class Learner(Actor):
         """Take a rollouter's statistics since its last report."""
         if self._rank_0 is not None:
             self._rank_0.lines.stats(caller.name, caller.incarnation, request)
-
-    def _send_line(self, line: dict[str, Any]) -> None:
-        self.peer(CONTROLLER).cast(MetricsLine(line=line))
-
-    def _published(self, version: int) -> None:
-        self.param_version = version
-
-    def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:
-        timeout_s = self.config.network.call_timeout_s
-        # With more patience, only while it says that it has the call.
-        silence = timeout_s if patience > 1.0 else math.inf
-        return self.peer(DATALOADER).call(request, patience * timeout_s, silence=silence)
-
-    def _call_parameter_server(self, request: Request) -> asyncio.Future[Any]:
-        return self.peer(PARAMETER_SERVER).call(request)
-
-    def _call_controller(self, request: Request) -> asyncio.Future[Any]:
-        return self.peer(CONTROLLER).call(request)

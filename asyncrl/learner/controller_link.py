@@ -9,25 +9,23 @@ with Refused when rank 0 is of a newer generation: this rank must start again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.actors import ActorRecord, Resolve, Resolved
-from asyncrl.rpc.actor import CONTROLLER
+from asyncrl.rpc.actor import CONTROLLER, Actor
 from asyncrl.rpc.calls.retry import is_refusal, wait_out
-from asyncrl.rpc.services import ActorServices
 
 RANK_0 = "learner/0"
 
 
 class ControllerLink:
-    """The link to the controller; ``call`` sends it one request."""
+    """The link of an actor to the controller."""
 
-    def __init__(self, call: Callable[[Request], asyncio.Future[Any]], services: ActorServices) -> None:
-        self._call, self._name = call, services.name
-        self._awaits, self._log = services.awaits, services.log
+    def __init__(self, actor: Actor) -> None:
+        self._actor, self._name = actor, actor.name
+        self._awaits, self._log = actor.awaits, actor.log
 
     async def report(self, request: Request) -> None:
         """Send a request until it is answered. Raises RemoteError."""
@@ -49,7 +47,7 @@ class ControllerLink:
     async def _ask(self, request: Request) -> Any:
         """The reply; None if the controller, or its successor, must be asked again. Raises RemoteError."""
         try:
-            return await self._call(request)
+            return await self._actor.peer(CONTROLLER).call(request)
         except (DeadlineExceeded, RemoteError) as error:
             if is_refusal(error):
                 raise

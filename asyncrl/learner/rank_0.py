@@ -1,4 +1,4 @@
-"""Rank 0 of the learner: makes the parts of the loop, each from those before it, and runs it from start to end.
+"""Rank 0 of the learner: restores the run, makes the parts of the loop, each from those before it, and runs it.
 
 The order of a run: warm steps, the first version, the state of the run for the dataloader, the steps, the last
 evaluations, the last checkpoint and the exported model, the report of the end.
@@ -10,14 +10,14 @@ ranks start again.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.checkpoint.contents import Contents
+from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.checkpoint.origin import Origin
-from asyncrl.config import Config
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
@@ -26,7 +26,7 @@ from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports, RunCheckpoints
 from asyncrl.learner.controller_link import ControllerLink
-from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderCall, DataloaderLink
+from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.deliveries import ComponentNames, Deliveries
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
@@ -39,51 +39,116 @@ from asyncrl.learner.metrics.group_records import GroupRecords
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.learner.metrics.step_lines import StepLines
 from asyncrl.learner.publishing.version_maker import VersionMaker
-from asyncrl.learner.publishing.version_numbers import VersionNumbers
+from asyncrl.learner.publishing.version_numbers import FILE, VersionNumbers, find_used
 from asyncrl.messages import Request
 from asyncrl.messages.actors import RunFinished
+from asyncrl.messages.monitor import MetricsLine
 from asyncrl.observe.group_log import RESTORED, GroupLog
-from asyncrl.observe.trace import STEPS, WEIGHTS, Trace
-from asyncrl.rpc.services import ActorServices
-from asyncrl.text.sft.conversations import Conversations
+from asyncrl.observe.trace import CHECKPOINTS, STEPS, WEIGHTS
+from asyncrl.rpc.actor import CONTROLLER, Actor
+from asyncrl.text.sft.conversations import Conversations, load_conversations
+
+PARAMETER_SERVER = "parameter_server/0"
+
+T = TypeVar("T")
 
 
 class Rank0:
-    """The parts of rank 0. ``thread`` is that of ``backend``; the calls send one request each."""
+    """The parts of rank 0. ``thread`` is that of ``backend``."""
 
-    def __init__(
+    progress: TrainingProgress
+    intake: Intake
+    lines: StepLines
+    deliveries: Deliveries
+    """All parts exist once ``setup`` has returned."""
+
+    def __init__(self, actor: Actor, backend: Backend, thread: ThreadPoolExecutor, controller: ControllerLink) -> None:
+        self._actor, self._backend, self._thread, self._controller = actor, backend, thread, controller
+        self._config, self._services, self._run_dir = actor.config, actor.services, actor.context.run_dir
+        self._group_log, self._grace_watch = GroupLog(actor.name), GraceWatch(actor.config)
+
+    async def setup(self) -> None:
+        """Meet the other ranks, restore the run, and make the parts. Fails as Backend.setup and StepBack do."""
+        actor, config, services = self._actor, self._config, self._services
+        # Before anything slow: without the mark nothing can be published.
+        mark = await self._on_thread(self._read_numbers)
+        start = await self._on_thread(mark.begin)
+        if mark.problem:
+            above = f"new versions are above {mark.version}, the highest in checkpoints and metrics"
+            actor.notify("version mark", f"{self._run_dir / FILE} {mark.problem}; {above}")
+        await self._meet()
+        files = await asyncio.to_thread(RecordFiles, self._run_dir, start)
+        self._reports = reports = CheckpointReports(
+            services, self._controller.report, tasks=actor.tasks, track=actor.trace.track("checkpoint", CHECKPOINTS)
+        )
+        self._writer = CheckpointWriter(
+            checkpoint_dir(config, self._run_dir),
+            actor.context.incarnation,
+            self._backend,
+            self._thread,
+            keep=config.checkpoint.keep,
+            keep_every_steps=config.checkpoint.keep_every_steps,
+            tasks=actor.tasks,
+            clock=actor.clock,
+            on_written=reports.written,
+            on_failed=reports.failed,
+        )
+        restored = await self._restore()
+        origin = await asyncio.to_thread(Origin.recorded, config, self._run_dir)
+        conversations = await self._load_conversations()
+        self._make(mark, start, files, restored, origin, conversations)
+
+    async def _meet(self) -> None:
+        """Open the store, and set up the backend together with the other ranks."""
+        actor, backend = self._actor, self._backend
+        host, port = await self._on_thread(lambda: backend.open_store(actor.context.host))
+        # The other ranks find the store by these facts; ``setup`` of the backend waits for them.
+        actor.facts = {"store_host": host, "store_port": port}
+        await actor.publish_facts()
+        actor.states.enter("starting", "model")
+        await self._on_thread(lambda: backend.setup(host, port))
+        for index, text in enumerate(backend.given_up):
+            actor.notify(f"start-up check {index}", text)
+
+    def _read_numbers(self) -> VersionNumbers:
+        return VersionNumbers(self._run_dir, find_used(self._run_dir, checkpoint_dir(self._config, self._run_dir)))
+
+    async def _restore(self) -> Contents | None:
+        """The contents of the newest whole checkpoint; the backend has loaded its part of it."""
+        self._actor.states.enter("starting", "checkpoint")
+        contents = await self._writer.restore()
+        for name, text in self._writer.damaged.items():
+            self._actor.notify(f"damaged {name}", text)
+        if contents is not None and self._writer.damaged:
+            # The controller may have found the damaged one.
+            self._reports.announce(contents.state.version, contents.state.step, contents.path)
+        return contents
+
+    async def _load_conversations(self) -> Conversations | None:
+        """Conversations of sft.data; None without. Raises DataError."""
+        if self._config.sft.data is None:
+            return None
+        self._actor.states.enter("starting", "conversations")
+        found = await asyncio.to_thread(load_conversations, self._config)
+        if found.skipped:
+            rows = f"{found.skipped} of the {found.skipped + len(found.rows)} rows of {self._config.sft.data}"
+            text = f"{rows} are left out under sft.on_bad_row, the first: {found.first_skipped}"
+            self._actor.notify("conversations", text)
+        return found
+
+    def _make(
         self,
-        config: Config,
-        services: ActorServices,
-        *,
-        trace: Trace,
-        tasks: asyncio.TaskGroup,
-        backend: Backend,
-        thread: ThreadPoolExecutor,
-        run_dir: Path,
-        host: str,
-        start: int,
-        incarnation: int,
-        files: RecordFiles,
         mark: VersionNumbers,
-        writer: CheckpointWriter,
-        reports: CheckpointReports,
+        start: int,
+        files: RecordFiles,
         restored: Contents | None,
         origin: Origin,
         conversations: Conversations | None,
-        controller: ControllerLink,
-        call_dataloader: DataloaderCall,
-        call_parameter_server: Callable[[Request], asyncio.Future[Any]],
-        send_line: Callable[[dict[str, Any]], None],
-        published: Callable[[int], None],
     ) -> None:
-        """``send_line`` sends a metrics line to the controller; ``published`` is called with each new version."""
+        actor, config, services, backend = self._actor, self._config, self._services, self._backend
+        thread, tasks, trace, writer = self._thread, actor.tasks, actor.trace, self._writer
         state = restored.state if restored is not None else None
         self.progress = progress = TrainingProgress(step=state.step if state is not None else 0)
-        self._config, self._services, self._tasks, self._run_dir = config, services, tasks, run_dir
-        self._group_log, self._send_line = GroupLog(services.name), send_line
-        self._controller, self._writer, self._reports = controller, writer, reports
-        self._grace_watch = GraceWatch(config)
         self.intake = intake = Intake(
             config.learner, self._restore_groups(restored, origin), samples=config.run.samples_per_step
         )
@@ -109,7 +174,7 @@ class Rank0:
             for group in intake.buffer.groups:
                 self._teacher.begin(group)
         self._dataloader = dataloader = DataloaderLink(
-            call_dataloader,
+            self._call_dataloader,
             config.learner,
             services,
             progress=progress,
@@ -130,15 +195,15 @@ class Rank0:
             group_log=self._group_log,
         )
         schedule = VersionSchedule(
-            config, services, progress=progress, intake=intake, dataloader=dataloader, published=published
+            config, services, progress=progress, intake=intake, dataloader=dataloader, published=self._published
         )
         self._versions = VersionMaker(
             config,
             backend,
             thread,
             mark,
-            host=host,
-            call=call_parameter_server,
+            host=actor.context.host,
+            call=self._call_parameter_server,
             tasks=tasks,
             log=services.log,
             on_spoiled=progress.news.announce,
@@ -173,7 +238,7 @@ class Rank0:
             origin=origin,
             conversations=fingerprint,
             start=start,
-            incarnation=incarnation,
+            incarnation=actor.context.incarnation,
         )
         self._training = Training(
             config,
@@ -195,7 +260,7 @@ class Rank0:
         self._final_writes = FinalWrites(
             config,
             services,
-            run_dir=run_dir,
+            run_dir=self._run_dir,
             backend=backend,
             thread=thread,
             progress=progress,
@@ -230,7 +295,7 @@ class Rank0:
         """Train from here to the end of the run, and report the end."""
         states, config = self._services.states, self._config
         for work in (self.lines.run(), self.lines.retry(), self._records.run()):
-            self._tasks.create_task(work)
+            self._actor.tasks.create_task(work)
         training = self._training
         self.deliveries.notify(self.deliveries.learning.at_start())
         warmed = await training.warm_up()
@@ -244,7 +309,7 @@ class Rank0:
             states.enter("checkpointing")
             await self._checkpoints.begin()
         for work in (self._dataloader.report(), self._dataloader.watch(), training.plan_early()):
-            self._tasks.create_task(work)
+            self._actor.tasks.create_task(work)
         try:
             await training.run()
         except CannotLearn:
@@ -283,6 +348,7 @@ class Rank0:
 
     async def close(self) -> None:
         """End what ``run`` began; its tasks have ended."""
+        self._writer.close()
         await self._versions.close()
         if self._teacher is not None:
             await self._teacher.close()
@@ -298,7 +364,7 @@ class Rank0:
         }
 
     def _line_written(self, line: dict[str, Any]) -> None:
-        self._send_line(line)
+        self._actor.peer(CONTROLLER).cast(MetricsLine(line=line))
         if line["kind"] == "train":
             self.deliveries.notify([*self.deliveries.learning.after_step(line), *self._grace_watch.after_step(line)])
 
@@ -314,3 +380,18 @@ class Rank0:
         else:
             text = f"lines of {files} were written late, when there was room again; none is lost"
             self._services.notify("records", text)
+
+    def _published(self, version: int) -> None:
+        self._actor.param_version = version
+
+    def _call_dataloader(self, request: Request, patience: float = 1.0) -> asyncio.Future[Any]:
+        timeout_s = self._config.network.call_timeout_s
+        # With more patience, only while it says that it has the call.
+        silence = timeout_s if patience > 1.0 else math.inf
+        return self._actor.peer(DATALOADER).call(request, patience * timeout_s, silence=silence)
+
+    def _call_parameter_server(self, request: Request) -> asyncio.Future[Any]:
+        return self._actor.peer(PARAMETER_SERVER).call(request)
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
