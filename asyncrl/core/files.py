@@ -3,6 +3,7 @@
 A file is durable once it and the folder that names it have been flushed; the functions say which of the two they do.
 A lock is flock's, on a file that is there for nothing else: it goes with the process that holds it. Records that a full
 disk refuses wait in memory (``KeptWrites``). ``find_source`` finds the file of a user's module without importing it.
+Every fault of JSON from an unknown source is a ValueError.
 
 Fails with OSError, as the operating system says it.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import xxhash
@@ -256,3 +259,22 @@ def lock_is_free(path: Path) -> bool:
             return is_free
     except OSError as error:
         return isinstance(error, FileNotFoundError)
+
+
+def from_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for invalid JSON, too many digits and too deep nesting."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises OSError, and ValueError, which names the file."""
+    try:
+        found = from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found

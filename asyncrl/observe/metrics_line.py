@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.json_text import from_json
+from asyncrl.core.files import from_json
 
 Line = Mapping[str, Any]
 WHOLE = ("step", "start", "weights/version")

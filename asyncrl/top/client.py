@@ -21,7 +21,7 @@ import msgspec
 from msgspec.structs import replace
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
-from asyncrl.core.json_text import read_json_object
+from asyncrl.core.files import read_json_object
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.messages.snapshot import OVER, Snapshot
 from asyncrl.observe.snapshots.recording import decode, decode_snapshot, read_latest

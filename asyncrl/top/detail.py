@@ -16,7 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Resize
 from textual.screen import ModalScreen
 
-from asyncrl.core.json_text import from_json
+from asyncrl.core.files import from_json
 from asyncrl.core.numbers import ABSENT, count, duration, fixed, percent, size
 from asyncrl.messages.snapshot import ActorView, Resource
 from asyncrl.top.bottleneck import by_kind, kind_of

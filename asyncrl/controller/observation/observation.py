@@ -19,7 +19,7 @@ from asyncrl.controller.observation.recent_lines import RecentEvents, RecentMetr
 from asyncrl.controller.observation.snapshots import Snapshots, view_actor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.disk import in_words
-from asyncrl.core.phase import phase_and_reason
+from asyncrl.core.errors import phase_and_reason
 from asyncrl.messages.monitor import EventRecord, Heartbeat
 from asyncrl.messages.snapshot import ActorView, Snapshot
 from asyncrl.observe.snapshots.recording import Recorder, is_wall, last_recorded

@@ -19,11 +19,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.errors import UsageError
-from asyncrl.core.files import replace_file
-from asyncrl.core.json_text import read_json_object
+from asyncrl.core.errors import UsageError, phase_and_reason
+from asyncrl.core.files import read_json_object, replace_file
 from asyncrl.core.numbers import exact, fixed, percent
-from asyncrl.core.phase import phase_and_reason
 from asyncrl.messages.snapshot import Event, Snapshot
 from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_first
 from asyncrl.observe.report import charts
