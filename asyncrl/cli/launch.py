@@ -11,13 +11,12 @@ import shlex
 import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.cli import live_run_commands
-from asyncrl.cli.command_line import Parser, complain, flushed, split_flags, split_ssh_args
+from asyncrl.cli.command_line import Parser, complain, flushed, seconds, split_flags, split_ssh_args
 from asyncrl.core.printable import say
 from asyncrl.launcher.common.signals import heeded
 
@@ -110,9 +109,9 @@ def _main(argv: list[str]) -> int:
     given = parser.parse_args(rest)
     if given.help_config:
         return _print_keys()
-    speaks_to_live_run = live_run_commands.is_meant(given)
+    speaks_to_live_run = _speaks_to_live_run(given)
     if speaks_to_live_run:
-        live_run_commands.check(parser, given, overrides)
+        _check_live_run_flags(parser, given, overrides)
     elif not given.configs:
         parser.error(f"no CONFIG file is given; for example: {PROGRAM} configs/NAME.toml")
 
@@ -134,7 +133,7 @@ def _main(argv: list[str]) -> int:
         detached = answer
     try:
         if speaks_to_live_run:
-            return live_run_commands.run(given)
+            return _speak_to_live_run(given)
         if given.slurm:
             return _submit(given, overrides)
         return _run(given, overrides, detached, without_resume(argv))
@@ -173,7 +172,7 @@ def _parser() -> Parser:
     for what, meaning in ALLOWED:
         parser.add_argument(f"--allow-changed-{what}", action="store_true", help=f"resume although {meaning} changed")
     parser.add_host_arguments("run on")
-    live_run_commands.add_arguments(parser)
+    _add_live_run_arguments(parser)
     parser.add_argument("--slurm", action="store_true", help="submit this as a job of SLURM")
     parser.add_argument("--nodes", metavar="N", type=int, help="of the job")
     parser.add_argument("--sbatch-args", metavar="ARGS", help="further arguments of sbatch, as in --time=4:00:00")
@@ -311,6 +310,77 @@ def _submit(given: argparse.Namespace, overrides: dict[str, str]) -> int:
     job, path, output = submit(config, script)
     print(f"submitted job {job} ({path}); its output goes to {output}")
     return 0
+
+
+# --- a live run ---
+
+
+def _add_live_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --stop, --join, --leave and --bring-back."""
+    parser.add_argument("--stop", metavar="RUN", help="preempt this live run, by its folder or its name under runs/")
+    parser.add_argument("--join", metavar="RUN", help="add the hosts of --hosts to the run in this folder")
+    parser.add_argument("--leave", metavar="HOST", help="drain this host; the run folder follows")
+    parser.add_argument("--bring-back", metavar="NAME", help="start a replica again that the run has set aside")
+    parser.add_argument("--within", metavar="SECONDS", type=seconds(0, 86400), help="time that --leave gives to finish")
+
+
+def _speaks_to_live_run(given: argparse.Namespace) -> bool:
+    return any(value is not None for value in (given.stop, given.join, given.leave, given.bring_back, given.within))
+
+
+def _check_live_run_flags(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, overrides: Mapping[str, str]
+) -> None:
+    """Ends the program on wrong usage."""
+    chosen = {"--bring-back": given.bring_back, "--stop": given.stop, "--join": given.join, "--leave": given.leave}
+    named = [flag for flag, value in chosen.items() if value is not None]
+    which = named[0] if named else "--leave"
+    if given.resume or given.slurm or given.inside_slurm or given.detach:
+        parser.error(f"{which} is for a live run; --resume, --detach, --slurm and --inside-slurm start one")
+    if overrides:
+        parser.error(f"{which}: the configuration is that of the run, so --{next(iter(overrides))} has no place here")
+    if not named:
+        parser.error("--within SECONDS belongs to --leave HOST")
+    has_choice = bool(given.hosts or given.include or given.exclude or given.ssh_args)
+    alone = len(named) == 1 and (given.within is None or which == "--leave")
+    if which == "--join":
+        if not alone or given.configs:
+            parser.error("--join RUN --hosts FILE: only --include, --exclude, --ssh-args and --dry-run go with it")
+        if given.hosts is None:
+            parser.error("--join RUN: name the hosts by --hosts FILE")
+    elif not alone or given.dry_run or has_choice or len(given.configs) != (which != "--stop"):
+        parser.error(
+            {
+                "--stop": "--stop RUN: name one run folder, and nothing else",
+                "--leave": "--leave HOST RUN: name one run folder after the host; only --within SECONDS goes with it",
+                "--bring-back": "--bring-back NAME RUN: name one run folder after the replica, and nothing else",
+            }[which]
+        )
+
+
+def _speak_to_live_run(given: argparse.Namespace) -> int:
+    """The exit code. Raises AsyncRLError or OSError."""
+    import asyncio
+
+    from asyncrl.cli.which_run import named
+    from asyncrl.launcher.live import commands
+    from asyncrl.launcher.live.live_run import find_live_run
+
+    place = next((place for place in (given.stop, given.join) if place is not None), None)
+    live = find_live_run(named(given.configs[0] if place is None else place))
+    if given.stop is not None:
+        return asyncio.run(commands.stop_run(live))
+    if given.bring_back is not None:
+        return asyncio.run(commands.bring_back(live, given.bring_back))
+    if given.join is None:
+        return asyncio.run(commands.leave_run(live, given.leave, given.within))
+    from asyncrl.launcher.hosts.hostfile import read_hostfile, select_hosts
+    from asyncrl.launcher.hosts.start import SshStart
+    from asyncrl.launcher.live.join import join_run
+
+    lines = select_hosts(read_hostfile(given.hosts), given.include, given.exclude)
+    start = SshStart(live.config.supervision.start_timeout_s, split_ssh_args(given.ssh_args))
+    return join_run(live, lines, start, dry_run=given.dry_run)
 
 
 def _with_allowed(given: argparse.Namespace, overrides: dict[str, str]) -> dict[str, str]:

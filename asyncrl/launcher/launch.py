@@ -431,7 +431,7 @@ def plan_rows(
     resumption: Resumption | None,
     hosts: Sequence[str] = (),
 ) -> list[str]:
-    """What ``--dry-run`` shows; ``hosts`` has a row for each of several hosts. A finished run has no findings."""
+    """The rows of ``--dry-run``; ``hosts`` has a row for each of several hosts. A finished run has no findings."""
     found = describe(config, placed)
     found += ["", "checks:", *(f"  {row}" for row in rows(findings))] if findings else []
     found += ["", "hosts:", *hosts] if hosts else []

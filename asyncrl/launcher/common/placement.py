@@ -1,24 +1,23 @@
-"""The host of each actor, its GPUs and its environment: a pure function of config and hosts.
+"""The host, the GPUs and the environment of each actor: a pure function of the configuration and the hosts.
 
-The first host is the head: the controller, the dataloader, the learner's rank 0 and the parameter server beside it are
-there. The learner's ranks fill the GPUs of the first hosts, as far as leaves room for the engines; ranks of a host
-follow one another. An engine never spans hosts; each goes where most GPUs are free, and an episode host beside it.
-Ranks and engines that compute on CPUs go where they get most cores, so such runs are spread evenly. Where there
-are episodes, each host with neither GPUs (``slots=0`` says so of one that has some) nor rank nor engine has an episode
-host as well, or the first ``episode.extra_hosts`` of them. Actors of a role whose place is "free cores", as reward
-pools, go to different hosts as far as there are hosts, each to the one with most cores free, counting one for each
-actor there. All others are on the head. Where hosts are equal the earlier one is taken, and replicas are numbered in
-the order of the hosts.
+The first host is the head. It has the controller, the dataloader, the learner's rank 0, the parameter server, and every
+role without another place.
 
-On each host GPUs go to the learner's ranks first, in order, then to the engines; no GPU is shared. Every learner rank
-of a host sees all the learner's GPUs there and takes one of its own, as under torchrun; an engine sees its own alone;
-everybody else sees none. A run that does not fit is refused with the sum that does not.
+* Learner ranks with a GPU fill the first hosts, as long as the engines fit on the rest.
+* An engine never spans hosts. Each goes where most GPUs are free, together with its episode host.
+* Ranks and engines on CPUs go where they get most cores.
+* With episodes, a host without GPUs, rank and engine gets an episode host too, up to ``episode.extra_hosts`` of them.
+* Roles with the place "free cores", such as reward pools, go to the hosts with most cores free, one for each actor.
 
-Threads: engines get an even share of their host's cores, counting the learner's ranks there; so do ranks with a GPU.
-Ranks that train on the CPU share all of its cores among themselves: an engine beside them mostly has nothing to do for
-as long as a slow learner trains, and the kernel divides the cores where it has. So what a learner computes depends, in
-the last bits, on the cores of its host and on its ranks there (or on learner.threads), and not on how many engines
-there are. Every other actor gets one thread.
+Between equal hosts the earlier one is chosen. Ranks and replicas are numbered in the order of the hosts.
+
+The GPUs of a host go to the learner's ranks first, then to the engines, and none is shared. A rank sees all GPUs of the
+learner on its host and takes one, as under torchrun. An engine sees its own GPUs, and every other actor sees none. A
+run that does not fit is refused with the sum.
+
+Engines and ranks with a GPU get an even share of their host's threads. Ranks that train on the CPU share all cores,
+because engines are mostly idle while a slow learner trains. So the last bits of what a learner computes depend on the
+cores and ranks of its host (or on learner.threads), and not on the number of engines. Other actors get one thread.
 """
 
 from __future__ import annotations
@@ -111,8 +110,9 @@ def with_gpus(config: Config, hosts: Sequence[PlacementHost]) -> Config:
 
 
 def with_episode_hosts(config: Config, hosts: Sequence[PlacementHost]) -> Config:
-    """The config with the number of hosts that play episodes beside those of the rollouters: all that can, where the
-    user does not say. ``config`` is that of ``with_gpus``. Raises ConfigError.
+    """The config with the number of extra episode hosts: by default every host that can be one.
+
+    ``config`` is that of ``with_gpus``. Raises ConfigError.
     """
     wanted = config.episode.extra_hosts
     if config.episode.kind == "single" or wanted == 0:
@@ -209,7 +209,7 @@ def _split_ranks(config: Config, hosts: Sequence[PlacementHost], each: int) -> l
     Raises ConfigError where there is no such split.
     """
     ranks, replicas = config.learner.ranks, config.rollout.replicas if each else 0
-    # most[i][n]: the most engines that fit on the hosts from i on beside n ranks there; None: the ranks do not fit.
+    # most[i][n]: the most engines that fit on the hosts from i on with n ranks there; None: the ranks do not fit.
     most: list[list[int | None]] = [[0] + [None] * ranks]
     for host in reversed(hosts):
         rest, here = most[0], len(host.gpus)

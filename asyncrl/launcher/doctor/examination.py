@@ -47,7 +47,6 @@ from asyncrl.launcher.doctor.orders import (
     Mark,
     Marked,
     ReadClock,
-    Seen,
     Time,
 )
 from asyncrl.launcher.host_part import passed_on
@@ -297,8 +296,8 @@ class Examination:
         path = next((each.path for each in marked.values()), "")
         if not path:
             return {}
-        seen = await self._ask_all(lambda contact: contact.ask(Look(path=path), Seen))
-        return {host: answer.there for host, answer in seen.items()}
+        seen = await self._ask_all(lambda contact: contact.ask(Look(path=path), Marked))
+        return {host: bool(answer.path) for host, answer in seen.items()}
 
     # --- connections between the hosts ---
 

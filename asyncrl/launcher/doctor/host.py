@@ -48,7 +48,6 @@ from asyncrl.launcher.doctor.orders import (
     Mark,
     Marked,
     ReadClock,
-    Seen,
     Time,
 )
 from asyncrl.launcher.hosts.addresses import find_routes
@@ -110,7 +109,7 @@ def main() -> int:
             Listen: partial(listen, left=left),
             Connect: connect,
             Mark: partial(mark, left=left),
-            Look: lambda order: Seen(there=Path(order.path).exists()),
+            Look: lambda order: Marked(path=order.path if Path(order.path).exists() else ""),
         }
         return serve(facts, {kind: partial(in_time, answer) for kind, answer in answers.items()}, output)
 

@@ -108,18 +108,12 @@ class Mark(Struct, frozen=True, kw_only=True, tag="mark"):
 
 
 class Marked(Struct, frozen=True, kw_only=True, tag="marked"):
-    """Path of the file; empty if it could not be written."""
+    """Path of the file; empty if it could not be written, or is not there."""
 
     path: str
 
 
 class Look(Struct, frozen=True, kw_only=True, tag="look"):
-    """Asks whether there is such a file. The answer is Seen."""
+    """Asks whether there is such a file. The answer is Marked, with an empty path if there is none."""
 
     path: str
-
-
-class Seen(Struct, frozen=True, kw_only=True, tag="seen"):
-    """Whether it exists."""
-
-    there: bool

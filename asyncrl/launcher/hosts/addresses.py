@@ -117,5 +117,5 @@ def usable(facts: HostOffer) -> Sequence[str]:
 
 
 def _reaches(route: Routes, address: str) -> bool:
-    # Its own address is no way to somebody else, as where two hosts number their containers alike.
+    # Its own address leads to no other host, as where two hosts number their containers alike.
     return route.via.get(address, address) != address

@@ -1,9 +1,8 @@
 """A host's entry point into a run: ``python -m asyncrl.launcher.hosts.remote``, started by ssh or srun.
 
-It says what the host offers, answers orders (see ``spec``), and becomes the guard of the host's agent, in the same
-process and with the same standard input and output. Its orders come through standard input alone. Until it has
-become the guard it ends when standard input does, or when no order comes for ORDER_S, and leaves nothing behind. The
-doctor's entry point serves its own orders by ``serve``.
+It says what the host offers, answers orders (common/agent_messages.py), and becomes the guard of the host's agent with
+the same standard input and output. Until it has become the guard it ends when standard input does, or when no order
+comes for ORDER_S, and leaves nothing behind. The doctor's entry point serves its own orders by ``serve``.
 
 Where the run folder of the launcher is seen, by the run's id in it, that folder is used. Elsewhere one is made at the
 same place and marked as the part of another host's run; a folder that is there already without such a mark is left
@@ -176,7 +175,7 @@ def _make_part(run_dir: Path, spec: HostSpec) -> None:
 
 
 def end(order: EndOrder) -> HostEnded:
-    """Carry out an EndOrder. The guard's argument tells it apart from every other process."""
+    """Carry out an EndOrder. The guard is found by its argument."""
     run_dir, private = Path(order.run_dir), private_name(order.index)
     if order.preempt:
         _signal_agents(str(run_dir / private), signal.SIGTERM)

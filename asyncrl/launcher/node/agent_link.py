@@ -74,7 +74,7 @@ class AgentLink(Actor):
             self._on_state(state)
 
     async def tell(self, message: Request, timeout: float | None = None) -> Any:
-        """The controller's reply; None if it does not answer. What is lost is reported again to its successor."""
+        """The controller's reply; None if it does not answer. A lost report goes to its successor again."""
         try:
             return await self.peer(CONTROLLER).call(message, timeout=timeout)
         except WireError as error:

@@ -5,13 +5,10 @@ a death, the policy decides between a restart and the end of the run. A condemne
 any other death. A replica that is set aside starts again when the controller asks for it. While the controller is
 restarted the others continue; its successor gets every end that it may not know, and a request to preempt the run.
 
-Invariants:
-- only the process that is condemned is killed for it;
-- nothing starts once the run is ending, or this host leaves;
-- everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end;
-- a preempted run is ending at the latest ``grace_s`` and ``drain_s`` after the request;
-- the first failure that this host or the controller knows is the one that is reported;
-- the host is finished only when no process is left.
+Invariants: only the process that is condemned is killed for it. Nothing starts once the run is ending, or this host
+leaves. Everything that is left is killed at ``deadline``, at most ``drain_s`` after the run began to end. A preempted
+run is ending at the latest ``grace_s`` and ``drain_s`` after the request. The first failure that this host or the
+controller knows is the one that is reported. The host is finished only when no process is left.
 
 If this host was cut off from the controller for so long that it may count as lost, its actors are started again without
 counting that as a failure. An end with exit code 0 is a death only if the controller says that it did not ask for it,
@@ -64,7 +61,7 @@ class KillAll:
 
 
 Instruction = Spawn | Kill | KillAll | ActorStarted | ActorEnded | StopRun | RestartEvent
-"""What the agent does next. Messages are sent: RestartEvent to the launcher, and the others to the controller."""
+"""The next action of the agent. Messages are sent: RestartEvent to the launcher, and the others to the controller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class AgentState:
     _guard_lost: bool = False
     _stop_asked: bool = False
     _preempted_by: str = ""
-    """Who preempted the run; empty if it is not preempted."""
+    """Name of the asker that preempted the run; empty if it is not preempted."""
     _preempted_until: float | None = None
     """Time by which the run must have made way, if it is to."""
     _checkpoint: bool = False
@@ -236,7 +233,7 @@ class AgentState:
         if end is None or self.ending or self.leaving:
             return []
         report = self._judge(name, 0, end.hint, now, end.blameless)
-        # A restart has been told: as a plain end.
+        # The end was reported already, and a restart changes nothing in it.
         return [report] if report.fatal else []
 
     def _judge(self, name: str, exit_code: int, hint: str, now: float, blameless: bool) -> ActorEnded:
@@ -248,7 +245,7 @@ class AgentState:
             return self._report(name, exit_code, False, reason)
         reason = _join(decision.reason, hint)
         if is_set_aside(name, is_healable=exit_code not in UNHEALABLE_EXITS):
-            # The run may go on without it, says the controller.
+            # The controller decides whether the run continues without it.
             self._aside[name] = False
         else:
             self._fail(name, reason, exit_code)

@@ -53,7 +53,7 @@ from asyncrl.rpc.lifecycle.incarnations import Incarnations
 
 LOOK_FOR_CONTROLLER_S = 0.02
 STACKS_S = 5.0
-"""Time that an actor has to write its stacks, beside that of four heartbeats."""
+"""Time that an actor has to write its stacks, in addition to four heartbeats."""
 FAREWELL_S = 2.0
 ASK_STOP_S = 2.0
 
@@ -106,7 +106,7 @@ class HostAgent:
                     await self._wait_for_news()
                     self._news.clear()
                     self._carry_out(self._host.tick(time.monotonic()))
-                # Their processes are gone, so that the stacks known by now are all that will be.
+                # Their processes are gone, so no more stacks will come.
                 await self._stuck.wait(FAREWELL_S)
                 if self._link is not None and not self._host.is_head and self._has_parted():
                     await self._say_farewell(self._link)

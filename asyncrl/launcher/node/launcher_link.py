@@ -45,7 +45,7 @@ class LauncherLink:
             self._output.write(msgspec.json.encode(event) + b"\n")
 
     async def beat(self, every_s: float) -> None:
-        """Tell the launcher that this agent lives, until cancelled."""
+        """Send heartbeats, until cancelled."""
         while True:
             self.emit(BeatEvent())
             await asyncio.sleep(every_s)

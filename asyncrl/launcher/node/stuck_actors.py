@@ -52,7 +52,7 @@ class StuckActors:
         self._log = get_logger(agent)
 
     def hear(self, stuck: Sequence[Stuck], children: Mapping[str, Child]) -> None:
-        """The controller's reports, all that hold; each is shown once."""
+        """Take all reports of the controller that hold; each is shown once."""
         before, self._stuck = self._stuck, {}
         for actor in stuck:
             key = (actor.name, actor.incarnation, actor.number)
