@@ -93,7 +93,7 @@ class Net:
     ) -> CallServer:
         server = CallServer(
             self.endpoint(name, incarnation, **changes),
-            owner,
+            (owner,),
             lambda kind, error: self.errors.append((kind, error)),
             lambda name, incarnation: self.replaced.append((name, incarnation)),
             is_set_up=is_set_up,

@@ -161,7 +161,7 @@ class System:
         """A host joins. Its rollouters start once every actor knows of them, and its agent is heard."""
         controller = self.actors[CONTROLLER]
         asked = Join(ask=f"{host:x<16}", hosts=[NewHost(host=host, replicas=replicas)])
-        while (joined := await controller.join(asked, self.caller(LAUNCHER))).waiting_for:
+        while (joined := await controller.members.join(asked, self.caller(LAUNCHER))).waiting_for:
             pass
         (found,) = joined.hosts
         facts = {"actors": found.actors, "host": host}
@@ -174,7 +174,9 @@ class System:
     async def leave(self, host: MemberHost, within_s: float, answer_s: float = 20.0) -> None:
         """A joined host leaves. Its agent reports it when its rollouters have ended. Raises InvalidRequest."""
         controller = self.actors[CONTROLLER]
-        await controller.leave(Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s))
+        await controller.members.leave(
+            Leave(host=host.host, within_s=within_s), self.caller(LAUNCHER, within_s=answer_s)
+        )
         await asyncio.wait([self._lives[name] for name in host.actors])
         await controller.host_left(HostLeft(), self.caller(host.agent))
 

@@ -13,6 +13,7 @@ each actor that it hears of.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -49,18 +50,8 @@ from asyncrl.messages.actors import (
     StopRun,
     WatchRun,
 )
-from asyncrl.messages.hosts import HostLeft, Join, Joined, Leave, MemberHost, Members, WatchMembers
-from asyncrl.messages.monitor import (
-    Heartbeat,
-    Metrics,
-    MetricsLine,
-    RequestTrace,
-    SnapshotTaken,
-    TracePart,
-    TraceWritten,
-    WatchMetrics,
-    WatchSnapshot,
-)
+from asyncrl.messages.hosts import HostLeft
+from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
@@ -121,9 +112,9 @@ class Controller(Actor):
             # Functions, since the failure detector and the members are made below.
             stalled=lambda: self._failures.stalled,
             sink=self._sinks.snapshot,
-            is_gone=lambda name: self._members.is_gone(name),
+            is_gone=lambda name: self.members.is_gone(name),
         )
-        self._traces = Traces(self, self._registry.ready, self._ask_for_trace)
+        self.traces = Traces(self, self._registry.ready, self._ask_for_trace)
         self._aside_notices = AsideNotices()
         self._changed = asyncio.Event()
         self._gathered = asyncio.Event()
@@ -132,13 +123,13 @@ class Controller(Actor):
         self._followers = ParkingLot()
         """Calls that also wait for metrics, notices, and actors that get ready."""
         self._registered = ParkingLot()
-        self._members = HostChanges(self, self._registry, self._run, self._hosts, changed=self._members_changed)
+        self.members = HostChanges(self, self._registry, self._run, self._hosts, changed=self._members_changed)
         self._failures = FailureDetector(
             self,
             self._registry,
             self._run,
             self._hosts,
-            self._members,
+            self.members,
             self._observation,
             tell=self._tell,
             changed=self._registry_changed,
@@ -148,8 +139,8 @@ class Controller(Actor):
             self._registry.recall(self._earlier.newest, self._earlier.generations)
             self._run.set_generations(self._registry.generations)
         # Before the first bind: a host that has joined knows the address and connects as soon as it is bound.
-        self._members.recall()
-        self.roster.take_in(self._members.members)
+        self.members.recall()
+        self.roster.take_in(self.members.members)
 
     async def setup(self) -> None:
         """Write the address file."""
@@ -217,6 +208,9 @@ class Controller(Actor):
             return -1
         return found.version if found is not None else -1
 
+    def handling_parts(self) -> Iterable[object]:
+        return (self, self.members, self._observation.snapshots, self._sinks, self.traces)
+
     async def close(self) -> None:
         """Count the lines that the sinks have not taken."""
         self._sinks.close()
@@ -227,7 +221,7 @@ class Controller(Actor):
         self.tasks.create_task(self._keep())
         self.tasks.create_task(self._follow_registry())
         self.tasks.create_task(self._observation.run())
-        self.tasks.create_task(self._members.run())
+        self.tasks.create_task(self.members.run())
         while not self._run.final:
             deadline = self._run.next_deadline()
             try:
@@ -239,7 +233,7 @@ class Controller(Actor):
             if self._run.tick(self.clock.now()):
                 self._tell()
         await self._observation.conclude()
-        await self._traces.finish()
+        await self.traces.finish()
         await asyncio.sleep(FAREWELL_S)
 
     # --- registry ---
@@ -249,7 +243,7 @@ class Controller(Actor):
         """Take in an actor's record. Raises Refused for one of an older incarnation."""
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
-        if self._members.is_gone(request.record.name):
+        if self.members.is_gone(request.record.name):
             raise Refused(self.name, "name", ours="one of the run's", theirs=f"{request.record.name}, which has left")
         try:
             self._registry.register(request.record, self.clock.now())
@@ -301,7 +295,7 @@ class Controller(Actor):
 
         A caller that does not ask for metrics gets no answer for each actor that gets ready.
         """
-        self._members.taken_in(caller.name, caller.incarnation, request.members)
+        self.members.taken_in(caller.name, caller.incarnation, request.members)
         if request.seen_line < 0:
 
             def matters() -> RunState | None:
@@ -395,7 +389,7 @@ class Controller(Actor):
         asked = role_of(request.name) in self._run.draining or request.name in leaving
         newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
         # An actor of a joined host that has never served does not end the run.
-        if newest and not (request.fatal and self._members.given_up(request)):
+        if newest and not (request.fatal and self.members.given_up(request)):
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
             self._run.ended(*end, now, incarnation=request.incarnation)
         self._registry_changed()
@@ -419,57 +413,17 @@ class Controller(Actor):
             self._tell()
         return Done()
 
-    # --- viewers and sinks ---
-
-    @handler
-    async def watch_snapshot(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Park until there is a newer snapshot of the run."""
-        return await self._observation.snapshots.watch(request, caller)
-
-    @handler
-    async def watch_metrics(self, request: WatchMetrics, caller: Caller) -> Metrics:
-        """Park until there are new metrics for the sinks."""
-        return await self._sinks.watch(request, caller)
-
-    # --- the timeline ---
-
-    @handler
-    async def request_trace(self, request: RequestTrace, caller: Caller) -> TraceWritten:
-        """Collect the recent spans of all actors and write them to a file."""
-        return await self._traces.write(self.tasks, caller.park_s)
-
-    @handler
-    async def trace_part(self, request: TracePart, caller: Caller) -> Done:
-        """Take in spans of an actor. Raises InvalidRequest."""
-        await self._traces.take(caller.name, request)
-        return Done()
+    # --- the timeline, and hosts that join and leave ---
 
     def _ask_for_trace(self, number: int) -> None:
         if self._run.want_trace(number):
             self._tell()
 
-    # --- hosts that join and leave ---
-
-    @handler
-    async def join(self, request: Join, caller: Caller) -> Joined:
-        """Admit hosts to the run. Raises InvalidRequest."""
-        return await self._members.join(request, caller.park_s)
-
-    @handler
-    async def leave(self, request: Leave, caller: Caller) -> MemberHost:
-        """Drain a host and remove it from the run. Raises InvalidRequest."""
-        return await self._members.leave(request, caller.park_s)
-
-    @handler
-    async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
-        """Park until the members have changed."""
-        return await self._members.watch(request.seen, caller.park_s)
-
     @handler
     async def host_left(self, request: HostLeft, caller: Caller) -> Done:
         """Note that everything has ended on a host that leaves."""
         try:
-            await self._members.host_left(caller.name, caller.park_s)
+            await self.members.host_left(caller.name, caller.park_s)
         finally:
             # Also if that is not on disk in time: the actors of the host have ended.
             self._registry_changed()
@@ -500,7 +454,7 @@ class Controller(Actor):
         """Update the run's state from the registry, and wake the calls that wait for either."""
         ready = self._registry.ready()
         # First: actors that have joined belong to the run from here on.
-        self._members.ready(ready)
+        self.members.ready(ready)
         if self._numbered != self._registry.changes:
             self._numbered = self._registry.changes
             self._to_keep.set()
@@ -534,4 +488,4 @@ class Controller(Actor):
         self._changed.set()
         self._watchers.wake()
         self._followers.wake()
-        self._members.wake()
+        self.members.wake()

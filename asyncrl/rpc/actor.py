@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -242,6 +242,10 @@ class Actor:
         """Whether this actor is to end."""
         return self._drained.is_set()
 
+    def handling_parts(self) -> Iterable[object]:
+        """The objects whose handlers it serves: itself and, in a class that overrides it, parts of it."""
+        return (self,)
+
     def pulse(self) -> tuple[object, ...]:
         """Values that change whenever this actor does something; called from any thread.
 
@@ -301,7 +305,11 @@ class Actor:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
                     self._server = CallServer(
-                        self._endpoint, self, self._handler_failed, self._note_death, is_set_up=lambda: self.ready
+                        self._endpoint,
+                        self.handling_parts(),
+                        self._handler_failed,
+                        self._note_death,
+                        is_set_up=lambda: self.ready,
                     )
                     self.address = self._bind(self._server)
                     await self._live()

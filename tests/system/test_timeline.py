@@ -119,7 +119,7 @@ def test_a_trace_on_demand_shows_that_moment_and_the_run_continues(tmp_path, log
         # Both may wait for prompts at one moment.
         while not (traces and running()) and learner.step < STEPS:
             asked += 1
-            written = await system.actors[CONTROLLER].request_trace(RequestTrace(), system.caller(VIEWER))
+            written = await system.actors[CONTROLLER].traces.write(RequestTrace(), system.caller(VIEWER))
             assert isinstance(written, TraceWritten) and not written.error and not written.missing
             assert written.path == str(system.run_dir / "trace" / f"trace-{asked:03}.json")
             assert set(written.actors) == set(system.config.actors)

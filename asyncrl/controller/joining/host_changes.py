@@ -21,8 +21,8 @@ from asyncrl.core.errors import InvalidRequest, NotKept
 from asyncrl.core.files import replace_file
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import ActorEnded
-from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, Members
-from asyncrl.rpc.actor import Actor
+from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, Members, WatchMembers
+from asyncrl.rpc.actor import Actor, Caller, handler
 from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.rpc.parking import ParkingLot
@@ -181,14 +181,15 @@ class HostChanges:
 
     # --- requests ---
 
-    async def join(self, request: Join, park_s: float) -> Joined:
+    @handler
+    async def join(self, request: Join, caller: Caller) -> Joined:
         """Let hosts take part. Raises InvalidRequest."""
 
         def joined() -> Joined | None:
             answer = self._join(request)
             return None if answer.waiting_for else answer
 
-        return await self._watchers.until(joined, park_s) or self._join(request)
+        return await self._watchers.until(joined, caller.park_s) or self._join(request)
 
     def _join(self, request: Join) -> Joined:
         self._check_run("join")
@@ -205,7 +206,8 @@ class HostChanges:
             waiting_for=self._without(max(host.number for host in hosts)),
         )
 
-    async def leave(self, request: Leave, park_s: float) -> MemberHost:
+    @handler
+    async def leave(self, request: Leave, caller: Caller) -> MemberHost:
         """Let a host go; answered once that is kept. Raises InvalidRequest, NotKept."""
         if self._membership.departure(request.host) is None:
             self._check_run("leave")
@@ -215,15 +217,17 @@ class HostChanges:
         if self._membership.number != before:
             self._log.info("host leaves", host=member.host, actors=member.actors, within_s=request.within_s)
             self._part_with(member)
-        await self._until_kept(park_s)
+        await self._until_kept(caller.park_s)
         return self._membership.described(member)
 
-    async def watch(self, seen: int, park_s: float) -> Members:
+    @handler
+    async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
         """Park until the members are others."""
-        return (
-            await self._watchers.until(lambda: self.members if self.members.number != seen else None, park_s)
-            or self.members
-        )
+
+        def news() -> Members | None:
+            return self.members if self.members.number != request.seen else None
+
+        return await self._watchers.until(news, caller.park_s) or self.members
 
     def wake(self) -> None:
         """The run or the registry has changed."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.messages.monitor import Metrics, WatchMetrics
 from asyncrl.observe.metrics_line import room_for
-from asyncrl.rpc.calls.handlers import Caller
+from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.parking import ParkingLot
 
 DROPPED, RESTARTS = "sinks/dropped", "sinks/restarts"
@@ -67,6 +67,7 @@ class SinksFeed:
             self._counters[DROPPED] += len(self._lines)
             self._lines.clear()
 
+    @handler
     async def watch(self, request: WatchMetrics, caller: Caller) -> Metrics:
         """Answer the sinks once there is something new, or when their time is over."""
         if caller.incarnation > self._asker:

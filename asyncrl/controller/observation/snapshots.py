@@ -31,7 +31,7 @@ from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.messages.snapshot import ActorView, Resource, RunView, Snapshot, Wait
 from asyncrl.rpc.actor import Actor
-from asyncrl.rpc.calls.handlers import Caller, Connection
+from asyncrl.rpc.calls.handlers import Caller, Connection, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, HeardResource, Registry
 from asyncrl.rpc.parking import ParkingLot
@@ -124,6 +124,7 @@ class Snapshots:
             except TimeoutError:
                 await self.take(record=self._now() >= self._record_due)
 
+    @handler
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Answer a viewer once there is a new snapshot, or when its time is over."""
         was_watched = self._is_watched

@@ -23,9 +23,10 @@ import msgspec
 
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.core.roles import ROLES, role_of
-from asyncrl.messages.monitor import TracePart, TraceSpan, TraceWritten
+from asyncrl.messages import Done
+from asyncrl.messages.monitor import RequestTrace, TracePart, TraceSpan, TraceWritten
 from asyncrl.observe.trace import SPANS_KEPT, process_events, span_events, track_events
-from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.actor import Actor, Caller, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 
 FOLDER = "trace"
@@ -183,27 +184,30 @@ class Traces:
         self._last: _Collection | None = None
         """Spans that actors that have ended handed in."""
 
-    async def write(self, tasks: asyncio.TaskGroup, within_s: float) -> TraceWritten:
+    @handler
+    async def write(self, request: RequestTrace, caller: Caller) -> TraceWritten:
         """Write a trace now; a caller gets the one that is being written, or a refusal soon after one."""
         if not self._actor.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
             if refusal := self._refusal(self._actor.clock.now()):
                 return TraceWritten(path="", error=refusal)
-            self._writing = tasks.create_task(self._collect(min(WAIT_S, within_s)))
+            self._writing = self._actor.tasks.create_task(self._collect(min(WAIT_S, caller.park_s)))
         # Shielded: a caller that goes away does not take the trace from the others.
         return await asyncio.shield(self._writing)
 
-    async def take(self, actor: str, part: TracePart) -> None:
+    @handler
+    async def take(self, request: TracePart, caller: Caller) -> Done:
         """Add a part; a part of a finished trace is dropped. Raises InvalidRequest."""
-        if role_of(actor) not in ROLES:
-            raise InvalidRequest(f"{actor} has no timeline")
-        if not part.number:
+        if role_of(caller.name) not in ROLES:
+            raise InvalidRequest(f"{caller.name} has no timeline")
+        if not request.number:
             if self._last is None:
                 self._last = self._new(0)
-            await self._last.add(actor, part.spans, last=part.last)
-        elif self._wanted is not None and self._wanted.number == part.number:
-            await self._wanted.add(actor, part.spans, last=part.last)
+            await self._last.add(caller.name, request.spans, last=request.last)
+        elif self._wanted is not None and self._wanted.number == request.number:
+            await self._wanted.add(caller.name, request.spans, last=request.last)
+        return Done()
 
     async def finish(self) -> None:
         """The run is over: write what those that have ended handed in."""

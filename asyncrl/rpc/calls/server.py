@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,12 +98,12 @@ class _Session:
 
 
 class CallServer:
-    """Serves the handlers of one object."""
+    """Serves the handlers of some objects: an actor and its parts."""
 
     def __init__(
         self,
         endpoint: Endpoint,
-        owner: object,
+        owners: Iterable[object],
         on_error: Callable[[str, BaseException], None],
         on_replaced: Callable[[str, int], None],
         *,
@@ -114,7 +114,7 @@ class CallServer:
         self._loop = asyncio.get_running_loop()
         self._on_error = on_error
         self._on_replaced = on_replaced
-        self._handlers = handlers_of(owner)
+        self._handlers = {name: found for owner in owners for name, found in handlers_of(owner).items()}
         self._sessions: dict[bytes, _Session] = {}
         self._by_name: dict[str, dict[bytes, _Session]] = {}
         """Sessions by the name of the caller: a HELLO looks at its own alone."""

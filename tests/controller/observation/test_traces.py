@@ -21,9 +21,14 @@ from asyncrl.controller.observation.traces import (
     remove_unfinished,
 )
 from asyncrl.core.errors import InvalidRequest
-from asyncrl.messages.monitor import TracePart, TraceSpan
+from asyncrl.messages.monitor import RequestTrace, TracePart, TraceSpan
 from asyncrl.observe.logging import get_logger
+from asyncrl.rpc.actor import Caller
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
+
+
+def caller(name, park_s):
+    return Caller(name, 1, -1, asyncio.get_running_loop().time() + park_s / 0.45)
 
 
 def span(name, began=WALL, seconds=1.0, track="state", order=0, **facts):
@@ -53,13 +58,14 @@ def test_a_trace_has_a_track_for_each_actor_with_its_activity(tmp_path):
 class Scene:
     """A controller's traces, without the controller."""
 
-    def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0")):
+    def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0"), tasks=None):
         self.time, trace = make_trace()
         trace.track("state", 0).enter("ready")
         self.asked, self.told, self.living = [], [], set(actors)
         self.now = None
-        actor = SimpleNamespace(
+        self.actor = SimpleNamespace(
             name="controller/0",
+            tasks=tasks,
             config=SimpleNamespace(run=SimpleNamespace(name="demo"), actors=actors),
             context=SimpleNamespace(run_dir=run_dir, incarnation=1),
             trace=trace,
@@ -67,16 +73,19 @@ class Scene:
             clock=SimpleNamespace(now=lambda: time.monotonic() if self.now is None else self.now),
             notify=lambda key, text: self.told.append((key, text)),
         )
-        self.traces = Traces(actor, lambda: self.living, self.asked.append)
+        self.traces = Traces(self.actor, lambda: self.living, self.asked.append)
+
+    async def take(self, actor, part):
+        await self.traces.take(part, caller(actor, 5.0))
 
     async def hand_in(self, actor, number, *names):
         for name in names:
-            await self.traces.take(actor, TracePart(number=number, spans=[span(name)]))
-        await self.traces.take(actor, TracePart(number=number, spans=[], last=True))
+            await self.take(actor, TracePart(number=number, spans=[span(name)]))
+        await self.take(actor, TracePart(number=number, spans=[], last=True))
 
-    async def write(self, tasks):
+    async def write(self):
         """A learner that hands in at once when it is asked."""
-        writing = tasks.create_task(self.traces.write(tasks, 5.0))
+        writing = asyncio.create_task(self.traces.write(RequestTrace(), caller("viewer/0", 5.0)))
         for _ in range(10):
             await asyncio.sleep(0)
         if self.asked and self.asked[-1]:
@@ -97,8 +106,8 @@ with_tasks = played(run)
 
 @with_tasks()
 async def test_a_trace_on_demand_waits_for_all_ready_actors_and_is_shared_by_its_viewers(tasks, tmp_path):
-    scene = Scene(tmp_path)
-    writing = [tasks.create_task(scene.traces.write(tasks, 10.0)) for _ in range(2)]
+    scene = Scene(tmp_path, tasks=tasks)
+    writing = [tasks.create_task(scene.traces.write(RequestTrace(), caller("viewer/0", 10.0))) for _ in range(2)]
     await until(lambda: scene.asked)
     number = scene.asked[0]
     assert number > numbers_begin_above(1)
@@ -118,9 +127,9 @@ async def test_a_trace_on_demand_waits_for_all_ready_actors_and_is_shared_by_its
 
 @with_tasks()
 async def test_a_joined_actor_is_in_the_traces_and_one_that_does_not_answer_is_missing(tasks, tmp_path):
-    scene = Scene(tmp_path)
+    scene = Scene(tmp_path, tasks=tasks)
     scene.living |= {"rollouter/7", "agent/3"}
-    writing = tasks.create_task(scene.traces.write(tasks, 1.0))
+    writing = tasks.create_task(scene.traces.write(RequestTrace(), caller("viewer/0", 1.0)))
     await until(lambda: scene.asked)
     number = scene.asked[0]
     await scene.hand_in("learner/0", number, "x")
@@ -145,7 +154,7 @@ def test_a_trace_on_a_disk_full_from_the_first_byte_leaves_no_file(tmp_path):
 async def test_a_trace_without_room_on_disk_is_reported_to_the_user(tasks, tmp_path):
     with small_disk(tmp_path / "disk", 1 << 16) as disk:
         fill(disk)
-        scene = Scene(disk)
+        scene = Scene(disk, tasks=tasks)
         await scene.hand_in("learner/0", 0, "train")
         await scene.traces.finish()
     assert scene.told == [("trace", f"no trace is written to {disk / 'trace'}: No space left on device")]
@@ -155,7 +164,7 @@ async def test_a_trace_without_room_on_disk_is_reported_to_the_user(tasks, tmp_p
 async def test_parts_that_actors_hand_in_at_their_end_become_one_file_at_the_end_of_the_run(tasks, tmp_path):
     scene = Scene(tmp_path)
     await scene.hand_in("rollouter/0", 0, "the first life")
-    await scene.traces.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
+    await scene.take("rollouter/0", TracePart(number=0, spans=[span("the second", WALL + 5)], last=True))
     await scene.hand_in("learner/0", 0, "train")
     await scene.traces.finish()
     # Parts that come after the end start no file.
@@ -170,12 +179,12 @@ async def test_unknown_senders_and_floods_are_refused(tasks, tmp_path):
     scene = Scene(tmp_path)
     for stranger in ("viewer/0", "agent/0", "launcher/0"):
         with pytest.raises(InvalidRequest):
-            await scene.traces.take(stranger, TracePart(number=0, spans=[]))
+            await scene.take(stranger, TracePart(number=0, spans=[]))
     many = SimpleNamespace(number=0, spans=[span("x")] * (MOST_SPANS // 2), last=False)
     for _ in range(2):
-        await scene.traces.take("learner/0", many)
+        await scene.take("learner/0", many)
     with pytest.raises(InvalidRequest):
-        await scene.traces.take("learner/0", many)
+        await scene.take("learner/0", many)
 
 
 def test_unfinished_files_of_a_dead_controller_are_removed(tmp_path):
@@ -198,19 +207,19 @@ def test_a_viewer_that_asks_repeatedly_gets_one_trace_and_when_to_ask_again(tmp_
         (tmp_path / "trace").write_text("in the way")
 
     async def main(tasks):
-        scene = Scene(tmp_path, LEARNER_ALONE)
+        scene = Scene(tmp_path, LEARNER_ALONE, tasks=tasks)
         scene.now = 100.0
-        first = await scene.write(tasks)
+        first = await scene.write()
         assert bool(first.path) == (not is_full)
         said = f"failed: {first.error}" if is_full else f"was written: {first.path}"
         scene.now = 103.0
-        others = [await scene.write(tasks) for _ in range(50)]
+        others = [await scene.write() for _ in range(50)]
         assert sum(number > 0 for number in scene.asked) == 1
         assert {(other.path, other.error) for other in others} == {("", f"a trace 3 s ago {said}; ask again in 7 s")}
         scene.now = 99.9 + PAUSE_S
-        assert (await scene.write(tasks)).error == f"a trace 10 s ago {said}; ask again in 1 s"
+        assert (await scene.write()).error == f"a trace 10 s ago {said}; ask again in 1 s"
         scene.now = 100.0 + PAUSE_S
-        await scene.write(tasks)
+        await scene.write()
         assert sum(number > 0 for number in scene.asked) == 2
 
     run(tmp_path, main)
@@ -223,9 +232,9 @@ def test_the_newest_traces_are_kept_and_other_files_stay(tmp_path, monkeypatch):
     (tmp_path / "trace" / "trace-001.json").write_text("of the attempt before")
 
     async def main(tasks):
-        scene = Scene(tmp_path, LEARNER_ALONE)
+        scene = Scene(tmp_path, LEARNER_ALONE, tasks=tasks)
         for _ in range(KEPT + 5):
-            assert (await scene.write(tasks)).path
+            assert (await scene.write()).path
         left = sorted(int(path.name[6:9]) for path in (tmp_path / "trace").iterdir())
         assert left == [1, *range(7, KEPT + 7)]
 
