@@ -75,7 +75,7 @@ def serve(job: Job) -> Served:
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.inputs import tokens_input
 
-    from asyncrl.rollouter.engines.vllm.adapter import adapter_request
+    from asyncrl.rollouter.engines.vllm.launch import adapter_request
     from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 
     def chosen(entries: Any) -> list[float]:

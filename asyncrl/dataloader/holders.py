@@ -56,7 +56,7 @@ class PromptLease:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CallNumbers:
     """The numbers of an incarnation's requests for leases."""
 
     incarnation: int
@@ -91,7 +91,7 @@ class Holders:
         self._leaving: set[str] = set()
         """Rollouters that ask no more, and live until they are removed."""
         self._out: dict[str, PromptLease] = {}
-        self._calls: dict[str, Calls] = {}
+        self._calls: dict[str, CallNumbers] = {}
         """Requests by rollouter."""
         self.outstanding = 0
         """Training prompts among those that are out."""
@@ -154,9 +154,9 @@ class Holders:
         """
         self._calls = dict(before._calls)
 
-    def _calls_of(self, ask: Ask) -> Calls:
+    def _calls_of(self, ask: Ask) -> CallNumbers:
         found = self._calls.get(ask.rollouter)
-        return found if found is not None and found.incarnation == ask.incarnation else Calls(ask.incarnation)
+        return found if found is not None and found.incarnation == ask.incarnation else CallNumbers(ask.incarnation)
 
     def update(self, ask: Ask) -> None:
         """Take note of a call of a rollouter whose older incarnations have been ``remove``d."""

@@ -2,8 +2,8 @@
 
 The parts call one another in one direction:
 
-    Rollouter -> HeldLeases   requests, deliveries, returns
-              -> GroupRunner  -> SingleTurn | EpisodePlayer -> Sessions -> Policy -> EngineHost -> Engine
+    Rollouter -> GroupRunner  -> HeldLeases   requests, deliveries, returns
+                              -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
                               -> RewardPools
               -> UpdateFollower -> EngineHost
 
@@ -21,11 +21,9 @@ from collections.abc import Collection
 
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
-from asyncrl.messages.groups import Group, Lease
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
 from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.weights import Chunk, FetchChunk
-from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.episode.figures import EpisodeFaults, EpisodeFigures
@@ -35,8 +33,7 @@ from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.groups import GroupRunner, RewardPools
 from asyncrl.rollouter.leases import DATALOADER, LEARNER, HeldLeases
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.group_events import GroupAccount
-from asyncrl.rollouter.serving.policy import Player, Policy, SingleTurn
+from asyncrl.rollouter.serving.generation import ServedPolicy, SingleTurn
 from asyncrl.rollouter.updating.update_follower import UpdateFollower
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.text.chat.renderer import make_renderer
@@ -45,8 +42,6 @@ from asyncrl.text.tokenizer import tokenizer_of
 from asyncrl.weights.segments import host_id
 
 PARAMETER_SERVER = "parameter_server/0"
-STORY_S = 30.0
-"""Interval at which groups that run are logged, for questions before they end, or after a death."""
 STATS_S = 0.5
 """Interval of statistics to the learner while anything is generated."""
 IDLE_STATS_S = 10.0
@@ -63,10 +58,9 @@ class Rollouter(Actor):
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._group_log = GroupLog(self.name)
         config, services = self.config, self.services
         self._host = EngineHost(config, lambda: make_engine(config, self.name), self.clock, self.states, self.awaits)
-        self._policy = Policy(config, services, self._host, self.trace)
+        self._policy = ServedPolicy(config, services, self._host, self.trace)
         self._leases = HeldLeases(config, services, self.peer, self._host, self._policy.places)
         self._pools = RewardPools(config, services, self.peer, self.roster, self._number)
         self._groups: GroupRunner
@@ -81,14 +75,8 @@ class Rollouter(Actor):
             track=self.trace.track("weights", WEIGHTS),
             place=host_id(),
         )
-        self._running: set[asyncio.Task[None]] = set()
-        """Tasks of groups, each by the name of its lease."""
-        self._accounts: dict[str, GroupAccount] = {}
-        """Accounts of the groups that run."""
         self._leaves = False
         """Whether it leaves while the run continues."""
-        self._stats_due = asyncio.Event()
-        """Set when statistics are to be sent at once."""
         self._updates: list[UpdateTimes] = []
         self._stall_s: float | None = None
         """Stall (s) of the newest update."""
@@ -109,7 +97,7 @@ class Rollouter(Actor):
         if self.config.rollout.stops:
             self.log.info("responses end at", token_ids=stops.token_ids, strings=stops.strings)
         single = self.config.episode.kind == "single"
-        player: Player = SingleTurn(self._policy, stops) if single else await self._episodes(stops)
+        player = SingleTurn(self._policy, stops, self._policy.tokenizer) if single else await self._episodes(stops)
         self._pools.connect()
         self._groups = GroupRunner(self.config, self.services, player, self._pools, self._leases)
         self.states.enter("starting", "engine")
@@ -142,14 +130,15 @@ class Rollouter(Actor):
         return EpisodePlayer(self.config, self._sessions, hosts, clock=self.clock, places=places, faults=faults)
 
     async def run(self) -> None:
-        work = [self._follower.run(), self._take_leases(), self._report_stats(), self._log_running()]
+        groups = self._groups
+        work = [self._follower.run(), groups.take_leases(self.tasks), groups.log_running(), self._report_stats()]
         if self.config.rollout.concurrency == "auto":
             work.append(self._policy.adapt(self._leases.ask_again))
         tasks = [self.tasks.create_task(item) for item in work]
         await self.drained()
         # Before their tasks are cancelled: a task that ends counts its trajectories as generated.
         ungenerated = {uid for uid in self._leases.held if self._leases.ungenerated[uid]}
-        ending = [*tasks, *self._running]
+        ending = [*tasks, *self._groups.running]
         for task in ending:
             task.cancel()
         await asyncio.wait(ending)
@@ -162,7 +151,7 @@ class Rollouter(Actor):
     def preempted(self) -> None:
         """Generate nothing any more; generated samples are scored and delivered, for the learner's checkpoint."""
         self._leases.close()
-        given_up = [task for task in self._running if self._leases.ungenerated[task.get_name()]]
+        given_up = [task for task in self._groups.running if self._leases.ungenerated[task.get_name()]]
         for task in given_up:
             task.cancel()
         self.tasks.create_task(self._return_ungenerated(given_up), name="return what is not generated")
@@ -177,9 +166,10 @@ class Rollouter(Actor):
         self.tasks.create_task(self._finish(within_s), name="finish")
 
     async def _finish(self, within_s: float) -> None:
-        if self._running:
-            await asyncio.wait(self._running, timeout=within_s)
-        self.log.info("nothing more is begun", unfinished=len(self._running))
+        running = self._groups.running
+        if running:
+            await asyncio.wait(running, timeout=within_s)
+        self.log.info("nothing more is begun", unfinished=len(running))
         self.begin_drain()
 
     async def close(self) -> None:
@@ -199,28 +189,6 @@ class Rollouter(Actor):
 
     def resources(self) -> list[ResourceRecord]:
         return [self.states.record("engine")]
-
-    # --- groups ---
-
-    async def _take_leases(self) -> None:
-        async with contextlib.aclosing(self._leases.received()) as leases:
-            async for lease in leases:
-                self._stats_due.set()
-                task = self.tasks.create_task(self._run_group(lease), name=lease.uid)
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-
-    async def _run_group(self, lease: Lease) -> None:
-        """Generate and score a group, and have the learner acknowledge it."""
-        account = self._accounts[lease.uid] = GroupAccount(lease, self.clock.now, self.clock.wall)
-        end = "given up"
-        try:
-            group: Group = await self._leases.deliver(await self._groups.run(lease, account))
-            self.progress()
-            end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
-        finally:
-            del self._accounts[lease.uid]
-            self._group_log.write(GENERATED, **account.facts(end))
 
     @handler
     def open_leases(self, request: OpenLeases, caller: Caller) -> LeasesHeld:
@@ -271,21 +239,15 @@ class Rollouter(Actor):
     def _committed(self, version: int) -> None:
         self.param_version = version
         self._leases.ask_again()
-        self._stats_due.set()
+        self._leases.news.set()
         self.progress()
 
     def _updated(self, times: UpdateTimes) -> None:
         self._updates.append(times)
         self._stall_s = times.stall_s
-        self._stats_due.set()
+        self._leases.news.set()
 
     # --- statistics ---
-
-    async def _log_running(self) -> None:
-        while True:
-            await asyncio.sleep(STORY_S)
-            for account in self._accounts.values():
-                self._group_log.write(GENERATED, **account.facts("running"))
 
     async def _report_stats(self) -> None:
         while True:
@@ -308,10 +270,10 @@ class Rollouter(Actor):
                 await asyncio.sleep(STATS_S)
                 continue
             # Nothing is awaited between the look and this, so no ``set`` is lost.
-            self._stats_due.clear()
+            self._leases.news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(IDLE_STATS_S):
-                    await self._stats_due.wait()
+                    await self._leases.news.wait()
 
     def pulse(self) -> tuple[object, ...]:
         return *super().pulse(), self._leases.generating, len(self._leases.held)

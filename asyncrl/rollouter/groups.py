@@ -1,4 +1,4 @@
-"""From a lease to a finished prompt group: trajectories, scores, retries.
+"""From a lease to a delivered prompt group: trajectories, scores, retries.
 
 Failure is per trajectory: only it is tried again, with backoff, up to ``rollout.max_attempts``. One that failed for
 good quarantines its group with the reason, or is left out where the configuration says so. The death of an engine is
@@ -14,6 +14,7 @@ for good, and with Refused where this rollouter counts as dead.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -24,13 +25,13 @@ from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, RemoteError, Re
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.reward import TIMED_OUT_COMPONENT, Completion, Score, Scores
 from asyncrl.messages.trajectories import sampled_tokens
+from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed
 from asyncrl.rollouter.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
 from asyncrl.rollouter.leases import HeldLeases
-from asyncrl.rollouter.serving.generation import TrajectoryFailed
+from asyncrl.rollouter.serving.generation import Player, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
-from asyncrl.rollouter.serving.policy import Player
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.retry import LONGEST_AWAY_S, backoff, backoffs, is_refusal
 from asyncrl.rpc.lifecycle.roster import Roster
@@ -114,6 +115,8 @@ T = TypeVar("T")
 
 OF_THE_TRAJECTORY = (RewardFailed.code, "invalid", "too_large")
 """Codes with which the reward pool's actor speaks of the trajectory; all others are its own trouble."""
+LOG_S = 30.0
+"""Interval at which groups that run are logged, for questions before they end, or after a death."""
 EPISODE = "episode"
 """The component that holds an episode's own reward, where the group is judged."""
 
@@ -126,8 +129,40 @@ class GroupRunner:
     ) -> None:
         self._config, self._player, self._pools, self._leases = config, player, pools, leases
         self._clock, self._counters, self._histograms = services.clock, services.counters, services.histograms
+        self._progress, self._log = services.progress, GroupLog(services.name)
+        self.running: set[asyncio.Task[None]] = set()
+        """Tasks of groups, each by the name of its lease."""
+        self._accounts: dict[str, GroupAccount] = {}
+        """Accounts of the groups that run."""
         self._has_worked = False
         """Whether the reward function has ever given a reward."""
+
+    async def take_leases(self, tasks: asyncio.TaskGroup) -> None:
+        """Run the groups of new leases, each in one of these tasks, until no lease is requested any more."""
+        async with contextlib.aclosing(self._leases.received()) as leases:
+            async for lease in leases:
+                task = tasks.create_task(self._deliver(lease), name=lease.uid)
+                self.running.add(task)
+                task.add_done_callback(self.running.discard)
+
+    async def _deliver(self, lease: Lease) -> None:
+        """Generate and score a group, and have the learner acknowledge it."""
+        account = self._accounts[lease.uid] = GroupAccount(lease, self._clock.now, self._clock.wall)
+        end = "given up"
+        try:
+            group = await self._leases.deliver(await self.run(lease, account))
+            self._progress()
+            end = "delivered" if group.failure is None else f"delivered as failed: {group.failure}"
+        finally:
+            del self._accounts[lease.uid]
+            self._log.write(GENERATED, **account.facts(end))
+
+    async def log_running(self) -> None:
+        """Log the groups that run, from time to time, for ever."""
+        while True:
+            await asyncio.sleep(LOG_S)
+            for account in self._accounts.values():
+                self._log.write(GENERATED, **account.facts("running"))
 
     async def run(self, lease: Lease, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError and Refused."""

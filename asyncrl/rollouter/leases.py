@@ -25,7 +25,7 @@ from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.policy import Slots
+from asyncrl.rollouter.serving.generation import Slots
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.retry import AWAY_S, log_away, pause, wait_out
 from asyncrl.rpc.services import ActorServices
@@ -60,6 +60,8 @@ class HeldLeases:
         self._requests = 0
         self._dataloader = self._learner = 0
         """Incarnations below which no dataloader and no learner lives any more."""
+        self.news = asyncio.Event()
+        """Set when the learner's statistics are due, as when a lease was received."""
         self._room = asyncio.Event()
         self._ask_again = asyncio.Event()
         self._draws = random.Random(f"deliveries to {LEARNER}")
@@ -140,6 +142,7 @@ class HeldLeases:
         self.taken_at[lease.uid] = self._clock.now()
         self.ungenerated[lease.uid] = lease.samples
         self.generating += lease.samples
+        self.news.set()
 
     def generated(self, lease: Lease) -> None:
         """A trajectory was generated, or has failed: its room is for another group."""

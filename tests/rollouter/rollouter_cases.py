@@ -119,7 +119,7 @@ class Ears:
 
 
 class ScriptedGroups:
-    """In place of a GroupRunner: groups finish at once, or at the event that ``gates`` has for them."""
+    """In place of ``GroupRunner.run``: groups finish at once, or at the event that ``gates`` has for them."""
 
     def __init__(self):
         self.gates, self.leases = {}, None
@@ -139,7 +139,7 @@ class ScriptedRollouter(actor.Rollouter):
 
     async def setup(self):
         await super().setup()
-        self._groups, self.script.leases = self.script, self._leases
+        self._groups.run, self.script.leases = self.script.run, self._leases
 
 
 class Life:

@@ -44,7 +44,7 @@ from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, TrajectoryFailed, single_turn
+from asyncrl.rollouter.serving.generation import PolicyCall, SingleTurn, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.linux import die_with_parent
@@ -181,7 +181,7 @@ class Generator:
     async def _trajectory(self, lease: Lease, account: Any) -> Trajectory:
         if self._renderer is not None:
             return await self._episode(lease)
-        return await single_turn(self.call(lease, account.call()), lease, account.sample, self._stops, self.tokenizer)
+        return await SingleTurn(self, self._stops, self.tokenizer).play(lease, account)
 
     def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
         """A place for one call; the engine queues those beyond its own limit."""

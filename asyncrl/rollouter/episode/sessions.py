@@ -16,8 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.stages import Stages
-from asyncrl.rollouter.serving.generation import GrowingText, Phase, Response, TrajectoryFailed
+from asyncrl.rollouter.serving.generation import Phase, Response, TrajectoryFailed, TurnPolicy
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import normalise_messages, normalise_tools
@@ -124,23 +123,6 @@ class _Call:
         self.reply: ChatReply | None = None
 
 
-class OneCall(Protocol):
-    """One call of the policy; a PolicyCall."""
-
-    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """Sample an answer, as PolicyCall.generate."""
-
-
-class SessionPolicy(Protocol):
-    """The policy, as sessions call it."""
-
-    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
-        """A place in the engine for one call."""
-
-    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> OneCall:
-        """A call, to be made in that place."""
-
-
 class Sessions:
     """All sessions of a rollouter, whose calls ``policy`` answers."""
 
@@ -151,7 +133,7 @@ class Sessions:
         renderer: Renderer,
         tokenizer: Tokenizer,
         stops: Stops,
-        policy: SessionPolicy,
+        policy: TurnPolicy,
         hosts: EpisodeHosts,
         figures: EpisodeFigures,
         clock: Clock,
@@ -403,6 +385,31 @@ class Sessions:
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+class GrowingText:
+    """The text that ``decode`` makes of tokens."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._context = 0
+        """The first token that is decoded."""
+        self._read = 0
+        """The first token behind the last one that ended with a whole character."""
+        self._told = 0
+        """Characters behind that one which were returned."""
+
+    def more(self, tokens: Sequence[int]) -> str:
+        """The text that is new with ``tokens``, all there are by now."""
+        before = len(self._decode(tokens[self._context : self._read])) + self._told
+        text = self._decode(tokens[self._context :])
+        whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new = whole[before:]
+        if len(whole) == len(text):
+            self._context, self._read, self._told = self._read, len(tokens), 0
+        else:
+            self._told += len(new)
+        return new
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""Calls of the policy: from token ids to a finished answer, and the response to a prompt as the simplest episode.
+"""The policy: a slot of the engine, and from token ids to a finished answer. The number of slots may adapt.
+
+    GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
 
 ``PolicyCall.generate`` hides that weights change, and that engines are paused and die: it returns a finished piece of
 text. A response is put together from one or more submissions to engines.
@@ -7,28 +9,40 @@ Invariants: tokens, log-probs and version spans always cover the same positions;
 version that sampled it, over aborts, resumes and the death of an engine; there are never more than ``max_tokens``. A
 token is given up only if its version is unknown: see ``Response.cut_submission``.
 
-Fails with TrajectoryFailed when engines have died of the prompt too often (messages/groups.py). Any other death
-counts as no attempt, and costs no token that was handed over: the next engine samples after those.
+Slots are places in the engine for calls. Places are those of open episodes; several may share a slot. Under
+``rollout.concurrency = "auto"`` the limit of slots is raised while all slots are used and the engine has room: first by
+a share of itself, and from the first cut on by a constant. It is cut by a share where the engine preempts a request,
+which then computes its context again, or where its KV cache is nearly full. After a cut the same pressure cuts nothing
+more: not before the calls that run are within the limit. The limit stays within its bounds, is raised by no more than
+GROWTH at a time, and only a look that sees pressure cuts it.
+
+Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death counts as
+no attempt, and costs no token that was handed over: the next engine samples after those.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+import heapq
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from asyncrl.config import Config
+from asyncrl.config.rollout import AUTO_START
 from asyncrl.core.errors import EngineDied
 from asyncrl.messages.groups import Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.observe.trace import FIRST_SLOT, Trace
+from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.group_events import CallAccount
+from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
+from asyncrl.rpc.services import ActorServices
 from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import Tokenizer
 
@@ -38,6 +52,16 @@ Phase = Literal["queue", "engine", "paused"]
 MARGIN = 8
 """Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
 there, join it with punctuation, or see only the last bytes of a character."""
+LOOK_S = 1.0
+"""Pause between two looks."""
+ROOM, FULL = 0.85, 0.95
+"""Shares of the KV cache: below the first there is room for more, from the second on it is as good as full."""
+GROWTH = 0.25
+"""Share by which it grows before its first cut."""
+STEPS = 16
+"""Looks, about, in which the limit regains from one cut to the next what was cut."""
+CUT = 0.8
+"""Share of the limit that a cut leaves."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,34 +183,6 @@ def _contains(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
 
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-class GrowingText:
-    """The text that ``decode`` makes of tokens."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._context = 0
-        """The first token that is decoded."""
-        self._read = 0
-        """The first token behind the last one that ended with a whole character."""
-        self._told = 0
-        """Characters behind that one which were returned."""
-
-    def more(self, tokens: Sequence[int]) -> str:
-        """The text that is new with ``tokens``, all there are by now."""
-        before = len(self._decode(tokens[self._context : self._read])) + self._told
-        text = self._decode(tokens[self._context :])
-        whole = text.rstrip(_INCOMPLETE)
-        new = whole[before:]
-        if len(whole) == len(text):
-            self._context, self._read, self._told = self._read, len(tokens), 0
-        else:
-            self._told += len(new)
-        return new
-
-
 class TrajectoryFailed(Exception):
     """A trajectory failed for good; the text is the reason."""
 
@@ -287,27 +283,214 @@ class PolicyCall:
             raise TrajectoryFailed(failure)
 
 
-async def single_turn(call: PolicyCall, lease: Lease, sample: int, stops: Stops, tokenizer: Tokenizer) -> Trajectory:
-    """One prompt, one response. Raises TrajectoryFailed."""
-    response = Response(max_tokens=lease.max_tokens, stops=stops)
-    await call.generate(lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1")
-    assert response.finish_reason is not None
-    return Trajectory(
-        sample=sample,
-        sequences=[
-            TokenSequence(
-                tokens=np.array(response.tokens, np.int32),
-                logprobs=np.array(response.logprobs, np.float32),
-                spans=response.spans,
-            )
-        ],
-        finish_reason=response.finish_reason,
-        text=tokenizer.decode(response.tokens),
-        resumes=response.submissions - 1,
-    )
-
-
 def request_seed(run_seed: int, key: str) -> int:
     """Seed of a response: siblings differ. 63 bits."""
     digest = hashlib.blake2b(f"{run_seed}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+class Concurrency:
+    """The limit, between ``least`` and ``most``."""
+
+    def __init__(self, least: int, most: int, start: int) -> None:
+        assert 1 <= least <= most
+        self._least, self._most = least, most
+        self.limit = min(most, max(least, start))
+        self.cuts = 0
+        self._settling = False
+        """Whether it was cut, and more calls are still running than are allowed."""
+        self._preemptions = 0
+
+    def look(self, load: EngineLoad, *, running: int) -> int:
+        """The limit from now on. ``running`` calls have a slot.
+
+        ``load.preemptions`` counts up; where it has become less, the engine is another.
+        """
+        preempted = load.preemptions > self._preemptions
+        self._preemptions = load.preemptions
+        self._settling = self._settling and running > self.limit
+        if preempted or load.kv_use >= FULL:
+            self._cut(running)
+        elif load.kv_use < ROOM and not load.queued and running >= self.limit:
+            share = GROWTH if not self.cuts else (1 - CUT) / STEPS
+            self.limit = min(self._most, self.limit + max(1, int(share * self.limit)))
+        return self.limit
+
+    def engine_reloaded(self, load: EngineLoad) -> None:
+        """Take its count of preemptions: recomputing keys and values under new weights is no pressure."""
+        self._preemptions = load.preemptions
+
+    def _cut(self, running: int) -> None:
+        if self._settling:
+            return
+        # Slots that were not used say nothing of what the cache bears.
+        self.limit = max(self._least, int(CUT * min(self.limit, max(1, running))))
+        self.cuts += 1
+        self._settling = running > self.limit
+
+
+class Slots:
+    """Places of things that run at a time, numbered so that the lowest free one is taken; ``resize`` changes ``size``.
+
+    Invariant: a number belongs to one taker until it is given back; waiters come in the order of asking. Where there
+    are fewer slots than are taken, those that have one keep it, and no other comes before enough are given back.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.taken = 0
+        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._returned: list[int] = []
+        self._unused = 0
+        """Number from which on none has been given out."""
+
+    def resize(self, size: int) -> None:
+        """Have ``size`` of them from now on."""
+        self.size = size
+        self._admit()
+
+    @asynccontextmanager
+    async def take(self) -> AsyncIterator[int]:
+        """Wait for a free slot and hold it; gives its number."""
+        await self._enter()
+        number = self._number()
+        try:
+            yield number
+        finally:
+            heapq.heappush(self._returned, number)
+            self._leave()
+
+    def _number(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self._unused += 1
+        return self._unused - 1
+
+    async def _enter(self) -> None:
+        if self.taken < self.size and not self._waiters:
+            self.taken += 1
+            return
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            if waiter.cancelled():
+                # ``_admit`` may have taken it out already.
+                with suppress(ValueError):
+                    self._waiters.remove(waiter)
+            else:
+                # It was given one in the same moment.
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        self.taken -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiters and self.taken < self.size:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                self.taken += 1
+                waiter.set_result(None)
+
+
+class Player(Protocol):
+    """Makes a trajectory of a sample."""
+
+    async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+        """One attempt. Raises TrajectoryFailed where nothing can come of the lease any more."""
+
+
+class ServedPolicy:
+    """The policy of one rollouter. ``tokenizer`` is set before the first call."""
+
+    tokenizer: Tokenizer
+
+    def __init__(self, config: Config, services: ActorServices, host: EngineHost, trace: Trace) -> None:
+        self._config, self._host, self._trace, self._log = config, host, trace, services.log
+        self._concurrency = Concurrency(*config.rollout.concurrency_bounds, start=AUTO_START)
+        self.slots = Slots(self._concurrency.limit)
+        """Slots of the engine."""
+        self.places = Slots(config.episodes_open(self.slots.size))
+        """Places of open episodes."""
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Callable[[Any], None]) -> PolicyCall:
+        """A call of the policy, to be made in a slot."""
+        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+
+    @asynccontextmanager
+    async def slot(self, account: CallAccount) -> AsyncIterator[None]:
+        """A slot of the engine for one call."""
+        async with self.slots.take() as slot:
+            account.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
+            try:
+                yield
+            finally:
+                account.left_slot()
+
+    async def adapt(self, resized: Callable[[], None]) -> None:
+        """Adapt the number of slots for ever; ``resized`` is called after each change."""
+        loads = self._host.loads
+        while True:
+            await asyncio.sleep(LOOK_S)
+            load = self._host.load_now
+            if load is None:
+                continue
+            if loads != self._host.loads:
+                loads = self._host.loads
+                self._concurrency.engine_reloaded(load)
+            before = self.slots.size
+            limit = self._concurrency.look(load, running=self.slots.taken)
+            if limit != before:
+                self._log.debug("concurrency", limit=limit, kv_use=load.kv_use, preemptions=load.preemptions)
+                self.slots.resize(limit)
+                self.places.resize(self._config.episodes_open(limit))
+                resized()
+
+
+class OneCall(Protocol):
+    """One call of the policy; a PolicyCall."""
+
+    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+        """Sample an answer, as PolicyCall.generate."""
+
+
+class TurnPolicy(Protocol):
+    """The policy, as single turns and sessions call it; a ServedPolicy."""
+
+    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
+        """A place in the engine for one call."""
+
+    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> OneCall:
+        """A call, to be made in that place."""
+
+
+class SingleTurn:
+    """The player of prompts with one response, the simplest episode."""
+
+    def __init__(self, policy: TurnPolicy, stops: Stops, tokenizer: Tokenizer) -> None:
+        self._policy, self._stops, self._tokenizer = policy, stops, tokenizer
+
+    async def play(self, lease: Lease, account: SampleAccount) -> Trajectory:
+        """One response. Raises TrajectoryFailed."""
+        call, sample = account.call(), account.sample
+        response = Response(max_tokens=lease.max_tokens, stops=self._stops)
+        async with self._policy.slot(call):
+            policy = self._policy.call(lease, call)
+            await policy.generate(lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1")
+        assert response.finish_reason is not None
+        return Trajectory(
+            sample=sample,
+            sequences=[
+                TokenSequence(
+                    tokens=np.array(response.tokens, np.int32),
+                    logprobs=np.array(response.logprobs, np.float32),
+                    spans=response.spans,
+                )
+            ],
+            finish_reason=response.finish_reason,
+            text=self._tokenizer.decode(response.tokens),
+            resumes=response.submissions - 1,
+        )

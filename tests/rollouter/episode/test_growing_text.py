@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.rollouter.serving.generation import GrowingText
+from asyncrl.rollouter.episode.sessions import GrowingText
 from asyncrl.text.tokenizer import ByteTokenizer
 
 WHOLE = st.text(alphabet="aü世🙂 ", max_size=30).map(lambda text: list(text.encode()))

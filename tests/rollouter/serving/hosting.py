@@ -1,6 +1,7 @@
 """An engine host on its event loop's time over simulated engines, and their answers to one prompt."""
 
 import asyncio
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from virtual import LoopClock
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.sim import SimEngine
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, single_turn
+from asyncrl.rollouter.serving.generation import PolicyCall, SingleTurn
 from asyncrl.rollouter.serving.group_events import SampleAccount
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.stops import Stops
@@ -74,4 +75,7 @@ class Hosted:
 
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         lease, call = self.call(uid, tokens, sample, prompt, **changes)
-        return await single_turn(call, lease, sample, Stops(strings=tuple(self.config.rollout.stop)), Letters())
+        account = SampleAccount(uid, sample, asyncio.get_running_loop().time)
+        policy = SimpleNamespace(slot=lambda account: nullcontext(), call=lambda *_: call)
+        stops = Stops(strings=tuple(self.config.rollout.stop))
+        return await SingleTurn(policy, stops, Letters()).play(lease, account)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from inprocess import System, sim_config
 
 from asyncrl.rollouter.engines.base import EngineLoad
-from asyncrl.rollouter.serving import policy
-from asyncrl.rollouter.serving.policy import FULL, GROWTH, ROOM, Concurrency, Slots
+from asyncrl.rollouter.serving import generation
+from asyncrl.rollouter.serving.generation import FULL, GROWTH, ROOM, Concurrency, Slots
 
 
 def load(kv_use=0.0, queued=0, preemptions=0):
@@ -78,7 +78,7 @@ def test_preemptions_by_an_update_do_not_count_as_pressure():
 
 def test_a_rollouter_finds_the_concurrency_that_its_engine_can_serve(tmp_path, monkeypatch):
     """Its cache holds some 30 of these calls, and the run starts with 64."""
-    monkeypatch.setattr(policy, "LOOK_S", 0.01)
+    monkeypatch.setattr(generation, "LOOK_S", 0.01)
     limits, watched = [], Concurrency.look
 
     def look(self, load, *, running):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_group import make_group
 
-from asyncrl.rollouter.serving.suspects import EngineTurns, SuspectLeases
+from asyncrl.rollouter.serving.engine_host import EngineTurns, SuspectLeases
 
 
 def lease(uid, **changes):

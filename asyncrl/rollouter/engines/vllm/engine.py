@@ -10,6 +10,7 @@ requests are in flight; with WeightsCorrupt when a version cannot be staged or l
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import msgspec
 import xxhash
 
 from asyncrl.config import Config
@@ -31,8 +33,7 @@ from asyncrl.rollouter.engines.base import FIRST, EngineLoad, GenerationRequest,
 from asyncrl.rollouter.engines.vllm import checkpoint
 from asyncrl.rollouter.engines.vllm.checkpoint import check_adapters
 from asyncrl.rollouter.engines.vllm.options import environment, make_scratch_folder, on_cpu, threads_on_cpu
-from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes
-from asyncrl.rollouter.engines.vllm.watch import Watch
+from asyncrl.rollouter.engines.vllm.processes import ClaimedCores, Processes, Watch
 from asyncrl.weights.held_version import HeldVersion, Layout, check_complete
 
 CLOSE_GRACE_S = 5.0
@@ -82,7 +83,7 @@ class VllmEngine:
         self._cores: list[BaseProcess] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tick: asyncio.TimerHandle | None = None
-        # vLLM's own classes are known only once it is imported; see adapter.py.
+        # vLLM's own classes are known only once it is imported; see launch.py.
         self._llm: Any = None
         self._adapter: Any = None
         self._load_logger: Any = None
@@ -108,7 +109,7 @@ class VllmEngine:
         async with self._watch.guard("its start", self._config.supervision.start_timeout_s):
             model = await asyncio.to_thread(self._read_model)
             # Apart from the launch: errors that vLLM's modules keep from being imported keep their whole stack alive.
-            self._vllm = await asyncio.to_thread(_import_adapter)
+            self._vllm = await asyncio.to_thread(_import_vllm)
             self._folder, self._folder_lock = make_scratch_folder()
             # Children of others, which a close during the launch leaves alone.
             self._others = multiprocessing.active_children()
@@ -229,7 +230,7 @@ class VllmEngine:
         try:
             outputs = llm.generate(
                 vllm.tokens_input(_plain(request.prompt_ids), cache_salt=request.cache_salt or None),
-                vllm.sampling(request, self._eos_token_ids, self._stream_interval),
+                sampling(vllm, request, self._eos_token_ids, self._stream_interval),
                 request.id,
                 lora_request=self._adapter,
                 priority=request.priority,
@@ -274,7 +275,7 @@ class VllmEngine:
         async with self._control("a score", self._timeout_s):
             try:
                 prompt = self._vllm.tokens_input(_plain(ids))
-                params = self._vllm.scoring()
+                params = scoring(self._vllm)
                 name = f"score/{self._scores}"
                 outputs = self._llm.generate(prompt, params, name, lora_request=self._adapter, priority=FIRST)
                 async for output in outputs:
@@ -360,12 +361,12 @@ class VllmEngine:
         """Let the workers load the weights; the reason that one of them could not, else empty."""
         if self._loads_adapters:
             assert isinstance(weights, HeldVersion), "adapters are not broadcast"
-            update = self._vllm.adapter_update(weights, self._config)
+            update = adapter_update(weights, self._config)
             return _first(await self._llm.collective_rpc("load_adapter", kwargs=update))
         if not self._update_open:
             self._update_open = True
             await self._llm.start_weight_update()
-        info = {"version": weights.version, **self._vllm.update_info(weights)}
+        info = {"version": weights.version, **update_info(weights)}
         await self._llm.update_weights(self._vllm.WeightTransferUpdateRequest(update_info=info))
         return _first(await self._llm.collective_rpc("update_failure"))
 
@@ -376,10 +377,10 @@ class VllmEngine:
         return xxhash.xxh3_64_hexdigest(json.dumps([workers, self._checksums], sort_keys=True).encode())
 
 
-def _import_adapter() -> Any:
-    from asyncrl.rollouter.engines.vllm import adapter
+def _import_vllm() -> Any:
+    from asyncrl.rollouter.engines.vllm import launch
 
-    return adapter
+    return launch
 
 
 def _first(failures: list[str]) -> str:
@@ -399,3 +400,60 @@ def _spans(versions: Any, flight: _Flight) -> list[VersionSpan]:
 def _plain(ids: Sequence[int]) -> list[int]:
     # vLLM's serialiser does not know numpy's integers.
     return ids.tolist() if hasattr(ids, "tolist") else list(ids)
+
+
+def sampling(vllm: Any, request: GenerationRequest, eos_token_ids: list[int], stream_interval: int) -> Any:
+    """Parameters of a request: nothing but temperature shapes the distribution, so that log-probs are the policy's."""
+    return vllm.SamplingParams(
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        seed=submission_seed(request),
+        stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
+        # 0 asks for the sampled token's alone.
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=vllm.RequestOutputKind.DELTA,
+        stream_interval=stream_interval,
+        # Made for this one request, so vLLM need not copy it.
+        skip_clone=True,
+    )
+
+
+def submission_seed(request: GenerationRequest) -> int | None:
+    """Seed of a submission, 63 bits: vLLM restarts its noise with each request, so a resume has one of its own."""
+    if request.seed is None or not request.held:
+        return request.seed
+    digest = hashlib.blake2b(f"{request.seed}/{request.held}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def update_info(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
+    """Arguments of a load for the workers; see weights.py."""
+    if isinstance(weights, HeldVersion):
+        return {"manifest": _manifest(weights)}
+    return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, probe=None)).decode()}
+
+
+def adapter_update(weights: HeldVersion, config: Config) -> dict[str, Any]:
+    """Arguments of the workers' ``load_adapter``; see lora.py."""
+    return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
+
+
+def _manifest(weights: HeldVersion) -> str:
+    # Workers do not need the probe, and JSON cannot hold its arrays.
+    return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
+
+
+def scoring(vllm: Any) -> Any:
+    """Parameters of a request that only scores its prompt."""
+    return vllm.SamplingParams(
+        temperature=1.0,
+        # vLLM samples at least one token, which is not used.
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )

@@ -63,12 +63,12 @@ async def check_alarm(
     temperature, it does not.
     """
     # vLLM is imported by those who run these tests alone: every worker collects them.
-    from asyncrl.rollouter.engines.vllm import adapter
+    from asyncrl.rollouter.engines.vllm import engine as module
 
-    sampling: Callable[..., Any] = adapter.sampling
+    sampling: Callable[..., Any] = module.sampling
 
-    def cooler(request: Any, *arguments: Any) -> Any:
-        return sampling(replace(request, temperature=0.9 * request.temperature), *arguments)
+    def cooler(vllm: Any, request: Any, *arguments: Any) -> Any:
+        return sampling(vllm, replace(request, temperature=0.9 * request.temperature), *arguments)
 
     for noise, sample, verdict, cause in (
         *[(0.0, sampling, "agrees", "")] * 3,
@@ -80,7 +80,7 @@ async def check_alarm(
         assert manifest.probe is not None
         await load(engine, manifest)
         with monkeypatch.context() as patched:
-            patched.setattr(adapter, "sampling", sample)
+            patched.setattr(module, "sampling", sample)
             drift = await probe_engine(engine, manifest.probe, version=version, temperature=learner.temperature)
         assert judge(drift, limits) == verdict, drift
         assert cause in explain(drift)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncrl.core.errors import ConfigError
-from asyncrl.rollouter.engines.vllm.adapter import _require_lora_support
-from asyncrl.rollouter.engines.vllm.architectures import WITHOUT_ADAPTERS
+from asyncrl.rollouter.engines.vllm.launch import _require_lora_support
+from asyncrl.rollouter.engines.vllm.options import WITHOUT_ADAPTERS
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID, _layers, _replace
 
 RANK, ROOM, WIDTH = 3, 8, 5

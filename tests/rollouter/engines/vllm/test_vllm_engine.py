@@ -35,8 +35,8 @@ from asyncrl.core.errors import BroadcastFailed, ConfigError, EngineDied
 from asyncrl.messages.groups import VersionSpan
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import EngineLoad
-from asyncrl.rollouter.engines.vllm.adapter import AsyncLLM, LoadLogger, submission_seed
-from asyncrl.rollouter.engines.vllm.engine import VllmEngine
+from asyncrl.rollouter.engines.vllm.engine import VllmEngine, submission_seed
+from asyncrl.rollouter.engines.vllm.launch import AsyncLLM, LoadLogger
 from asyncrl.rollouter.serving import generation
 from asyncrl.rollouter.serving.drift import ROUNDING
 from asyncrl.weights.broadcast import Sender

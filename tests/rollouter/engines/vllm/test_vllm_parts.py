@@ -27,8 +27,7 @@ from asyncrl.core.errors import ConfigError, EngineDied
 from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.engines.vllm import checkpoint, options
 from asyncrl.rollouter.engines.vllm.engine import VllmEngine
-from asyncrl.rollouter.engines.vllm.processes import Processes
-from asyncrl.rollouter.engines.vllm.watch import Watch
+from asyncrl.rollouter.engines.vllm.processes import Processes, Watch
 
 RUN = run_virtual
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -1,4 +1,4 @@
-"""Everything that needs vLLM's own classes: building the engine and the parameters of its requests.
+"""The start of an AsyncLLM, and the names of vLLM that its engine uses.
 
 Importing this module imports vLLM, which takes seconds and reads the environment: set ``options.environment``
 first, and import it in a thread.
@@ -6,13 +6,11 @@ first, and import it in a thread.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -30,12 +28,10 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from asyncrl.config import Config
 from asyncrl.core.errors import ConfigError, EngineDied
-from asyncrl.messages.weights import BroadcastPart
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
+from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.engines.vllm import options
 from asyncrl.rollouter.engines.vllm.plugin import BACKEND
 from asyncrl.rollouter.engines.vllm.worker.lora import ADAPTER_ID
-from asyncrl.weights.held_version import HeldVersion
 
 __all__ = [
     "AsyncLLM",
@@ -47,13 +43,9 @@ __all__ = [
     "VLLMClientError",
     "WeightTransferUpdateRequest",
     "adapter_request",
-    "adapter_update",
     "kv_tokens",
     "launch",
-    "sampling",
-    "scoring",
     "tokens_input",
-    "update_info",
 ]
 
 
@@ -142,60 +134,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[variable]
             else:
                 os.environ[variable] = value
-
-
-def sampling(request: GenerationRequest, eos_token_ids: list[int], stream_interval: int) -> SamplingParams:
-    """Parameters of a request: nothing but temperature shapes the distribution, so that log-probs are the policy's."""
-    return SamplingParams(
-        temperature=request.temperature,
-        max_tokens=request.max_tokens,
-        seed=submission_seed(request),
-        stop_token_ids=[*eos_token_ids, *request.stop_token_ids],
-        # 0 asks for the sampled token's alone.
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        stream_interval=stream_interval,
-        # Made for this one request, so vLLM need not copy it.
-        skip_clone=True,
-    )
-
-
-def submission_seed(request: GenerationRequest) -> int | None:
-    """Seed of a submission, 63 bits: vLLM restarts its noise with each request, so a resume has one of its own."""
-    if request.seed is None or not request.held:
-        return request.seed
-    digest = hashlib.blake2b(f"{request.seed}/{request.held}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def update_info(weights: HeldVersion | BroadcastPart) -> dict[str, Any]:
-    """Arguments of a load for the workers; see weights.py."""
-    if isinstance(weights, HeldVersion):
-        return {"manifest": _manifest(weights)}
-    return {"broadcast": msgspec.json.encode(msgspec.structs.replace(weights, probe=None)).decode()}
-
-
-def adapter_update(weights: HeldVersion, config: Config) -> dict[str, Any]:
-    """Arguments of the workers' ``load_adapter``; see lora.py."""
-    return {"manifest": _manifest(weights), "scaling": config.lora.alpha / config.lora.rank}
-
-
-def _manifest(weights: HeldVersion) -> str:
-    # Workers do not need the probe, and JSON cannot hold its arrays.
-    return msgspec.json.encode(msgspec.structs.replace(weights.manifest, probe=None)).decode()
-
-
-def scoring() -> SamplingParams:
-    """Parameters of a request that only scores its prompt."""
-    return SamplingParams(
-        temperature=1.0,
-        # vLLM samples at least one token, which is not used.
-        max_tokens=1,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
