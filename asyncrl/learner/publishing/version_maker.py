@@ -123,46 +123,29 @@ class VersionMaker:
 
         Raises OSError when it cannot be begun.
         """
+        self._track.enter("publish")
         try:
-            return await self._make(probed)
+            # On the thread that an ending actor waits for: no number is given after its successor has begun.
+            version = await self._on_thread(self._numbers.advance)
+            probe = await self._on_thread(lambda: self._backend.probe(probed))
+            # The new copy overwrites the one before, so an assembly slower than a step is waited for here.
+            await self.settled()
+            queue = None
+            if self._broadcaster is not None:
+                queue = self._broadcaster.begin(version, probe, self._tasks)
+            self._track.enter(f"copy v{version}", version=version)
+            on_sealed = None if queue is None else queue.put
+            try:
+                assembly = await self._on_thread(lambda: self._backend.publish(version, probe, on_sealed))
+            except Exception as error:
+                _fail(queue, error)
+                raise
         finally:
             self._track.leave()
-
-    async def _make(self, probed: Sequence[ProbeSequence]) -> int:
-        self._track.enter("publish")
-        # On the thread that an ending actor waits for: no number is given after its successor has begun.
-        version = await self._on_thread(self._numbers.advance)
-        probe = await self._on_thread(lambda: self._backend.probe(probed))
-        # The new copy overwrites the one before, so an assembly slower than a step is waited for here.
-        await self.settled()
-        queue = None
-        if self._broadcaster is not None:
-            queue = self._broadcaster.begin(version, probe, self._tasks)
-        self._track.enter(f"copy v{version}", version=version)
-        on_sealed = None if queue is None else queue.put
-        copying = asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: self._backend.publish(version, probe, on_sealed)
-        )
-        try:
-            assembly = await asyncio.shield(copying)
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError):
-                # The thread continues, and nothing else closes its result.
-                copying.add_done_callback(_close_when_copied)
-            _fail(queue, error)
-            raise
         self._failed = False
-
-        def ended(task: asyncio.Task[None]) -> None:
-            # Also if it was cancelled before it began. The thread continues, and nothing else closes its result.
-            if task.cancelled():
-                _fail(queue, asyncio.CancelledError())
-                assembly.add_done_callback(_close)
-
         self._assembling = self._tasks.create_task(
             self._assemble(version, assembly, queue), name=f"assembly of version {version}"
         )
-        self._assembling.add_done_callback(ended)
         return version
 
     async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue | None) -> None:
@@ -196,19 +179,9 @@ class VersionMaker:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _fail(queue: BucketQueue | None, error: BaseException) -> None:
+def _fail(queue: BucketQueue | None, error: Exception) -> None:
     if queue is not None:
         queue.fail(f"the learner could not assemble it: {str(error) or type(error).__name__}")
-
-
-def _close_when_copied(copying: asyncio.Future[Future[HeldVersion]]) -> None:
-    if not copying.cancelled() and copying.exception() is None:
-        copying.result().add_done_callback(_close)
-
-
-def _close(assembly: Future[HeldVersion]) -> None:
-    if assembly.exception() is None:
-        assembly.result().close()
 
 
 class Publisher:
