@@ -118,14 +118,8 @@ class RelativeJudge:
 
     def outcomes(self, request: Score, answers: Sequence[list[float]]) -> list[Outcome]:
         """The rewards of the completions, by the answers to at least one vote."""
-        found = []
-        for at in range(len(request.completions)):
-            votes = [answer[at] for answer in answers]
-            components = {JUDGE_COMPONENT: sum(votes) / len(votes)}
-            if self.options.votes > 1:
-                components[SPREAD_COMPONENT] = max(votes) - min(votes)
-            found.append((components[JUDGE_COMPONENT], components))
-        return found
+        found = [_judged([answer[at] for answer in answers], self.options) for at in range(len(request.completions))]
+        return [(components[JUDGE_COMPONENT], components) for components in found]
 
 
 def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[float]:
@@ -180,16 +174,19 @@ class Rubric:
 
     def outcomes(self, request: Score, answers: Sequence[dict[str, float]]) -> list[Outcome]:
         criteria = self._criteria(request.row)
-        rewards = [rubric_reward(criteria, answer) for answer in answers]
-        components = {JUDGE_COMPONENT: sum(rewards) / len(rewards)}
-        if self.options.votes > 1:
-            components[SPREAD_COMPONENT] = max(rewards) - min(rewards)
+        components = _judged([rubric_reward(criteria, answer) for answer in answers], self.options)
         for criterion in self.options.rubric:
             components[criterion.name] = sum(answer[criterion.name] for answer in answers) / len(answers)
         return [(components[JUDGE_COMPONENT], components)]
 
 
 Judge = RelativeJudge | Rubric
+
+
+def _judged(votes: Sequence[float], options: JudgeOptions) -> dict[str, float]:
+    """The components that follow from the votes on a trajectory."""
+    spread = {SPREAD_COMPONENT: max(votes) - min(votes)} if options.votes > 1 else {}
+    return {JUDGE_COMPONENT: sum(votes) / len(votes), **spread}
 
 
 def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:

@@ -52,10 +52,10 @@ class Pending(asyncio.Future[Scores]):
 
     __slots__ = ("place", "pool", "request", "size")
 
-    pool: RewardPool
-    request: Score
-    place: RewardPlace | None
-    size: int
+    def __init__(self, pool: RewardPool, request: Score) -> None:
+        super().__init__()
+        self.pool, self.request, self.size = pool, request, 0
+        self.place: RewardPlace | None = None
 
     def fail(self, error: AsyncRLError) -> None:
         if not self.done():
@@ -154,7 +154,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         """
         if self._end.done():
             raise self._ended_error()
-        pending = self._pending(request)
+        pending = Pending(self, request)
         self._queue.append(pending)
         if self._idle:
             self._feed(self._idle.pop())
@@ -407,7 +407,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         place.given = deque([first])
         for pending in others:
             # A cancelled task in its place: this worker's answer to it is ignored.
-            ghost = self._pending(pending.request)
+            ghost = Pending(self, pending.request)
             ghost.size = pending.size
             ghost.cancel()
             place.given.append(ghost)
@@ -422,11 +422,6 @@ class RewardPool(WorkerPool[RewardPlace]):
         elif place.given and place.given[0] is pending:
             place.forsaken = time.monotonic()
             self._set_timer(place)
-
-    def _pending(self, request: Score) -> Pending:
-        pending = Pending(loop=self._loop)
-        pending.pool, pending.request, pending.place, pending.size = self, request, None, 0
-        return pending
 
     def _fail_queue(self) -> None:
         while self._queue:
