@@ -81,23 +81,26 @@ def eval_names(line: Line) -> list[str]:
     return sorted(key.removeprefix("eval/").removesuffix("/mean") for key in filter(is_eval_mean, line))
 
 
-def eval_numbers(line: Line, name: str) -> dict[str, float]:
-    """The numbers of the evaluation ``name`` in a line of kind eval, by their names without it: pass_at/4, mean."""
-    beginning = f"eval/{name}/"
+def numbers_after(line: Line, beginning: str) -> dict[str, float]:
+    """The numbers of a line whose keys begin so, by the rest of their keys."""
     found = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
     return {key: value for key, value in found.items() if value is not None}
 
 
+def eval_numbers(line: Line, name: str) -> dict[str, float]:
+    """The numbers of the evaluation ``name`` in a line of kind eval, by their names without it: pass_at/4, mean."""
+    return numbers_after(line, f"eval/{name}/")
+
+
 def pass_at_numbers(numbers: Mapping[str, float]) -> dict[int, float]:
     """pass@k by k in order, of ``eval_numbers``."""
-    found = {key.removeprefix("pass_at/"): value for key, value in numbers.items() if key.startswith("pass_at/")}
+    found = numbers_after(numbers, "pass_at/")
     return {int(k): found[k] for k in sorted(filter(str.isdecimal, found), key=int)}
 
 
 def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
     """Means of components by name, of ``eval_numbers``."""
-    beginning = "component/"
-    return {key.removeprefix(beginning): value for key, value in numbers.items() if key.startswith(beginning)}
+    return numbers_after(numbers, "component/")
 
 
 def served_versions(line: Line) -> tuple[int, int] | None:

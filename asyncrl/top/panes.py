@@ -16,6 +16,7 @@ from asyncrl.observe.metrics_line import (
     eval_names,
     eval_numbers,
     number_in,
+    numbers_after,
     pass_at_numbers,
 )
 from asyncrl.observe.metrics_line import Line as MetricsLine
@@ -42,7 +43,7 @@ from asyncrl.top.draw import (
     warned,
 )
 from asyncrl.top.pipeline import header, pipeline, staleness_limit
-from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone, numbers
+from asyncrl.top.view import CONTROLLER, SnapshotView, is_gone
 
 LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "bad", "critical": "bad"}
 
@@ -137,7 +138,7 @@ def _cut(share: float | None) -> Line:
 
 def _components(view: SnapshotView, width: int) -> list[Line]:
     """Means of the reward's components in the newest step."""
-    found = sorted(numbers(view.last, "reward/component/").items())
+    found = sorted(numbers_after(view.last, "reward/component/").items())
     parts = [said(name, fixed(value, 3)) for name, value in found[:COMPONENTS]]
     if (more := len(found) - COMPONENTS) > 0:
         parts.append([(f"and {more} more", "dim")])

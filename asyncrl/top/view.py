@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 from asyncrl.messages.snapshot import ENDING, OVER, ActorView, Resource, RunView, Snapshot
 from asyncrl.observe.catalogue import edges_of
@@ -79,12 +78,6 @@ def family(actors: Iterable[ActorView], prefix: str) -> dict[str, float]:
                 name = name.removeprefix(prefix)
                 found[name] = found.get(name, 0.0) + value
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def numbers(line: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Numbers of a line of metrics whose keys begin with ``prefix``, by the rest of the key."""
-    found = {key.removeprefix(prefix): number_in(line, key) for key in line if key.startswith(prefix)}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 # --- history ---

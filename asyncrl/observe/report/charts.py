@@ -92,7 +92,7 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
             notes = notes if len(notes) == len(x) else []
             name = key.removesuffix("/mean")
             curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
-    return _unless_empty(Panel(curves=curves, unit="reward"))
+    return _drawn(Panel(curves=curves, unit="reward"))
 
 
 def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
@@ -118,7 +118,7 @@ def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
                 for curve in _curve(rows, key, words, colour)
             ]
             panels.append(Panel(curves=drawn, title=f"{name}: {title}", unit=unit, width=THIRD, height=210))
-    return [panel for given in panels for panel in _unless_empty(given)]
+    return _drawn(*panels)
 
 
 class _StepsOfVersions:
@@ -146,28 +146,26 @@ class _StepsOfVersions:
 
 def learning(train: Sequence[Line]) -> list[Panel]:
     """Panels that show whether the policy learns."""
-    return [
-        panel
-        for title, unit, zero, curves in (
-            ("Loss", "nats", False, _curve(train, "loss/policy", "loss", BLUE)),
-            ("Loss of conversations", "nats", True, _curve(train, "loss/sft", "loss", BLUE)),
-            ("Gradient norm before the clip", "", True, _curve(train, "policy/grad_norm", "gradient norm", PURPLE)),
-            ("Entropy", "nats", True, _curve(train, "policy/entropy", "entropy", TEAL)),
-            (
-                "KL",
-                "nats",
-                True,
-                [
-                    *_curve(train, "policy/behaviour_kl", "of the policy that sampled", ORANGE),
-                    *_curve(train, "policy/engine_kl", "of the engine, at equal weights", GREY),
-                    *_curve(train, "policy/reference_kl", "from the reference, in the reward", PURPLE),
-                ],
-            ),
-            ("Effective share of the sample", "", True, _curve(train, "policy/ess", "effective share", GREEN)),
-            ("Learning rate", "", True, _curve(train, "learner/lr", "learning rate", BROWN)),
-        )
-        for panel in _unless_empty(Panel(curves=curves, title=title, unit=unit, zero=zero, width=THIRD, height=210))
+    kl = [
+        *_curve(train, "policy/behaviour_kl", "of the policy that sampled", ORANGE),
+        *_curve(train, "policy/engine_kl", "of the engine, at equal weights", GREY),
+        *_curve(train, "policy/reference_kl", "from the reference, in the reward", PURPLE),
     ]
+    shown = (
+        ("Loss", "nats", False, _curve(train, "loss/policy", "loss", BLUE)),
+        ("Loss of conversations", "nats", True, _curve(train, "loss/sft", "loss", BLUE)),
+        ("Gradient norm before the clip", "", True, _curve(train, "policy/grad_norm", "gradient norm", PURPLE)),
+        ("Entropy", "nats", True, _curve(train, "policy/entropy", "entropy", TEAL)),
+        ("KL", "nats", True, kl),
+        ("Effective share of the sample", "", True, _curve(train, "policy/ess", "effective share", GREEN)),
+        ("Learning rate", "", True, _curve(train, "learner/lr", "learning rate", BROWN)),
+    )
+    return _drawn(
+        *(
+            Panel(curves=curves, title=title, unit=unit, zero=zero, width=THIRD, height=210)
+            for title, unit, zero, curves in shown
+        )
+    )
 
 
 def staleness(train: Sequence[Line]) -> list[Panel]:
@@ -177,7 +175,7 @@ def staleness(train: Sequence[Line]) -> list[Panel]:
         *_curve(train, "staleness/token_max", "max", ORANGE, join=max),
         *_curve(train, "staleness/limit", "limit", RED, dashed=True),
     ]
-    return _unless_empty(Panel(curves=curves, unit="versions"))
+    return _drawn(Panel(curves=curves, unit="versions"))
 
 
 def utilisation(found: Sequence[Span]) -> list[Panel]:
@@ -228,7 +226,7 @@ def step_breakdown(train: Sequence[Line]) -> list[Panel]:
     widths = [1.0, *(after - before for before, after in pairwise(steps))]
     # A bar is as wide as the steps that it stands for, and its middle is at its step.
     widths[0] = widths[1] if len(widths) > 1 else 1.0
-    return _unless_empty(Panel(curves=curves, unit="seconds", stack="bars", widths=widths[: len(steps)]))
+    return _drawn(Panel(curves=curves, unit="seconds", stack="bars", widths=widths[: len(steps)]))
 
 
 OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
@@ -248,7 +246,7 @@ def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
     whole = _curve(train, "weights/stall_s", "sum of a step", PURPLE)
     each = Panel(curves=curves, title="Each update", unit="seconds", across="weights version", width=HALF)
     together = Panel(curves=whole, title="All replicas together", unit="seconds", width=HALF)
-    return [panel for given in (each, together) for panel in _unless_empty(given)]
+    return _drawn(each, together)
 
 
 def lengths(train: Sequence[Line]) -> list[Panel]:
@@ -258,7 +256,7 @@ def lengths(train: Sequence[Line]) -> list[Panel]:
         *_curve(train, "rollout/length_p95", "95th percentile", ORANGE),
         *_curve(train, "rollout/granted_length_mean", "mean of all delivered", GREY, dashed=True),
     ]
-    return _unless_empty(Panel(curves=curves, unit="tokens"))
+    return _drawn(Panel(curves=curves, unit="tokens"))
 
 
 def episodes(train: Sequence[Line]) -> list[Panel]:
@@ -277,19 +275,15 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
         for name, (x, y) in found.items()
         if any(y)
     ]
-    return [
-        panel
-        for given in (
-            Panel(curves=turns, title="Turns", unit="turns", width=HALF),
-            Panel(curves=stages, title="Time by stage", stack="areas", shares=True, width=HALF),
-        )
-        for panel in _unless_empty(given)
-    ]
+    return _drawn(
+        Panel(curves=turns, title="Turns", unit="turns", width=HALF),
+        Panel(curves=stages, title="Time by stage", stack="areas", shares=True, width=HALF),
+    )
 
 
 def tokens(train: Sequence[Line]) -> list[Panel]:
     """Tokens sampled a second, by all engines."""
-    return _unless_empty(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
+    return _drawn(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
 
 
 def ledger(train: Sequence[Line]) -> list[Panel]:
@@ -305,7 +299,7 @@ def ledger(train: Sequence[Line]) -> list[Panel]:
         x, y = series(rows, kind)
         if any(y):
             curves.append(Curve(name=kind, colour=colour, x=x, y=y))
-    return _unless_empty(Panel(curves=curves, unit="groups", stack="areas"))
+    return _drawn(Panel(curves=curves, unit="groups", stack="areas"))
 
 
 def _curve(
@@ -322,8 +316,8 @@ def _curve(
     return [Curve(name=name, colour=colour, x=x, y=y, marks="dashes" if dashed else "line")] if x else []
 
 
-def _unless_empty(panel: Panel) -> list[Panel]:
-    return [] if panel.is_empty else [panel]
+def _drawn(*panels: Panel) -> list[Panel]:
+    return [panel for panel in panels if any(curve.x for curve in panel.curves)]
 
 
 def _state_order(state: str) -> tuple[int, str]:

@@ -67,14 +67,19 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             "Mean over everything scored since the last step. An evaluation stands at the step that made the newest of "
             "the weights that sampled it.",
         ),
-        *_evaluations(train, evals),
+        (
+            "Evaluations",
+            charts.evaluations(train, evals),
+            "",
+            "A sample passes from a reward of eval.NAME.pass_at on.",
+        ),
         ("Learning", charts.learning(train), no_lines, "Values of each step."),
         ("Staleness", charts.staleness(train), no_lines, "Versions between sampling and training of a token."),
         ("Utilisation", charts.utilisation(spans(snapshots)), no_recording, "Shares of time by state (UTC)."),
         ("Step", charts.step_breakdown(train), no_lines, "Parts of a training step."),
         ("Weight updates", charts.weight_stall(train, updates), no_lines, "Generation time lost."),
         ("Lengths", charts.lengths(train), no_lines, "Tokens of a response."),
-        *_episodes(train),
+        ("Episodes", charts.episodes(train), "", "Turns of an episode, and shares of its time."),
         ("Throughput", charts.tokens(train), no_lines, "Tokens sampled a second, by all engines together."),
         ("Ledger", charts.ledger(train), no_lines, "Prompt groups by outcome, since the start of the run."),
     ]
@@ -98,18 +103,6 @@ def _page(run_dir: Path, *, lives: bool) -> str:
     )
 
 
-def _evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
-    """A section of evaluations, if there were any."""
-    panels = charts.evaluations(train, evals)
-    return [("Evaluations", panels, "", "A sample passes from a reward of eval.NAME.pass_at on.")] if panels else []
-
-
-def _episodes(train: Sequence[Line]) -> list[tuple[str, list[Panel], str, str]]:
-    """A section of episodes, where there were some."""
-    panels = charts.episodes(train)
-    return [("Episodes", panels, "", "Turns of an episode, and shares of its time.")] if panels else []
-
-
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
     """The configuration, empty if it cannot be read, and then the reason."""
     try:
@@ -129,8 +122,9 @@ def _snapshots(run_dir: Path) -> list[Snapshot]:
 
 
 def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
+    """A section; without panels what is missing, or nothing if that is normal."""
     if not panels:
-        return f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
+        return missing and f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
     drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
     return f"<section><h2>{title}</h2><p class=note>{note}</p><div class=panels>{drawn}</div></section>"
 

@@ -63,11 +63,6 @@ class Panel:
     width: int = 1100
     height: int = 280
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to draw."""
-        return not any(curve.x for curve in self.curves)
-
 
 def draw(panel: Panel) -> str:
     """The panel, with its title and legend."""
