@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "observe/explain": {"core", "observe"},
     # It calls a controller from outside.
     "top": {"core", "messages", "observe", "rpc", "rpc/wire"},
-    "observe/report": {"core", "messages", "observe", "top"},
+    "observe/report": {"core", "messages", "observe"},
     # They read the user's data, call the user's reward function and find their episodes, as those actors do.
     "launcher/checks": FOR_ACTORS | {"dataloader", "reward", "episodes", "learner/groups/teacher"},
     "launcher": FOR_ACTORS | {"launcher/checks"},

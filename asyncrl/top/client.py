@@ -18,13 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
 from asyncrl.core.files import read_json_object
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.messages.snapshot import OVER, Snapshot
-from asyncrl.observe.snapshots.recording import decode, decode_snapshot, read_latest
+from asyncrl.observe.snapshots.recording import decode_snapshot, ending
 from asyncrl.rpc.calls.server import CROWDED
 from asyncrl.rpc.controller_client import ADDRESS_FILE, ControllerClient
 from asyncrl.rpc.lifecycle.roster import CONTROLLER
@@ -196,37 +195,6 @@ async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
             f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
             f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
         ) from error
-
-
-def ended(last: Snapshot, *, lives: bool) -> Snapshot:
-    """The last snapshot of a run; a run that is not alive and has no recorded end has failed."""
-    run, actors = last.run, last.actors
-    if lives or run.phase in OVER:
-        return last
-    why = "it was killed, stopped at once, or its host went down"
-    why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
-    return replace(
-        last,
-        run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
-        actors=[replace(actor, condition="dead") for actor in actors],
-    )
-
-
-def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """The end of a run that is not alive, from the recording or from ``seen``; None without either. Blocks."""
-    last = seen
-    try:
-        entries = read_latest(run_dir, 0.0)
-    except OSError:
-        entries = []
-    for _, body in reversed(entries):
-        if (found := decode(body)) is not None:
-            # An end is newer than any other snapshot, even if the clock was set back.
-            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
-            if newer and (seen is None or found.run.run_id == seen.run.run_id):
-                last = found
-            break
-    return None if last is None else ended(last, lives=False)
 
 
 async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from asyncrl.core.errors import UsageError
 from asyncrl.messages.snapshot import Snapshot
-from asyncrl.observe.snapshots.recording import FOLDER, decode, read_latest, segments
-from asyncrl.top.client import Away, Waiting, ended
+from asyncrl.observe.snapshots.recording import FOLDER, decode, ended, read_latest, segments
+from asyncrl.top.client import Away, Waiting
 from asyncrl.top.view import LONGEST_S, RATES_S, History
 
 LEAST_S = 0.001

@@ -13,9 +13,10 @@ from top.pictures import WALL, Run
 
 from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.snapshot import Event
+from asyncrl.observe.snapshots.recording import ending
 from asyncrl.top import app as terminal
 from asyncrl.top import client as sources
-from asyncrl.top.client import Away, NotStarted, WatchedRun, ending, start_of
+from asyncrl.top.client import Away, NotStarted, WatchedRun, start_of
 from asyncrl.top.replay import Replay, SnapshotSource, open_replay, recent_history
 from asyncrl.top.view import SHORTEST_S, SnapshotView
 from asyncrl.top.widgets import Rows

@@ -27,8 +27,7 @@ from asyncrl.observe.metrics_line import Line, number_in, read_metrics, without_
 from asyncrl.observe.report import charts
 from asyncrl.observe.report.charts import evenly, mean, spans
 from asyncrl.observe.report.svg import Panel, draw
-from asyncrl.observe.snapshots.recording import decode, read_bodies
-from asyncrl.top.client import ended
+from asyncrl.observe.snapshots.recording import decode, ended, read_bodies
 
 MOST_SNAPSHOTS = 240
 MOST_EVENTS = 50

@@ -21,9 +21,10 @@ from pathlib import Path
 import msgpack
 import msgspec
 import zstandard
+from msgspec.structs import replace
 
 from asyncrl.core.files import append_whole, replace_file
-from asyncrl.messages.snapshot import SCHEMA, Snapshot
+from asyncrl.messages.snapshot import OVER, SCHEMA, Snapshot
 
 FOLDER = "monitor"
 LAST_WALL = 253_402_128_000.0
@@ -188,6 +189,37 @@ def decode(body: bytes) -> Snapshot | None:
     except (zstandard.ZstdError, msgspec.DecodeError):
         return None
     return snapshot if snapshot.schema == SCHEMA else None
+
+
+def ended(last: Snapshot, *, lives: bool) -> Snapshot:
+    """The last snapshot of a run; a run that is not alive and has no recorded end has failed."""
+    run, actors = last.run, last.actors
+    if lives or run.phase in OVER:
+        return last
+    why = "it was killed, stopped at once, or its host went down"
+    why = f"nothing is known after this, when it was {run.phase}: {why}; see logs/attempt_{run.attempt}"
+    return replace(
+        last,
+        run=replace(run, phase="failed", reason=why, stalled="", exit_code=1),
+        actors=[replace(actor, condition="dead") for actor in actors],
+    )
+
+
+def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
+    """The end of a run that is not alive, from the recording or from ``seen``; None without either. Blocks."""
+    last = seen
+    try:
+        entries = read_latest(run_dir, 0.0)
+    except OSError:
+        entries = []
+    for _, body in reversed(entries):
+        if (found := decode(body)) is not None:
+            # An end is newer than any other snapshot, even if the clock was set back.
+            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
+            if newer and (seen is None or found.run.run_id == seen.run.run_id):
+                last = found
+            break
+    return None if last is None else ended(last, lives=False)
 
 
 def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
