@@ -1,4 +1,4 @@
-"""Writes the generated tables inside pages of docs/: ``python -m tools.page_tables``.
+"""Writes the tables of docs/ that follow from code into their pages: ``python -m tools.page_tables``.
 
 A table is between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. Raises ValueError if a page lacks one of
 its tables.
@@ -6,24 +6,166 @@ its tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
+from asyncrl import messages
 from asyncrl.config import resuming
+from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm import advantages, losses
-from tools import message_table, reference_tables
+from asyncrl.learner.algorithm.losses import TokenBatch
+from asyncrl.learner.fsdp.model.policy import chunk_size
+from asyncrl.learner.fsdp.startup.memory import ModelShape, TrainingShape, estimate
+from asyncrl.messages import ACTORS, Message
+from asyncrl.reward.functions import BUILT_IN
+from asyncrl.reward.reward_worker import ARGUMENTS
 
 DOCS = Path(__file__).parent.parent / "docs"
+BFLOAT16_BYTES = 2
+SHARDS = (1, 2, 8)
+"""Numbers of GPUs in the table of memory."""
+
+
+def rewards() -> str:
+    """The built-in reward functions with their options, of docs/first-run.md."""
+    rows = ["| `reward.function` | `reward.options` | meaning |", "|---|---|---|"]
+    for name, made in BUILT_IN.items():
+        options = ", ".join(_option(each) for each in inspect.signature(made).parameters.values())
+        rows.append(f"| `{name}` | {options or 'none'} | {_cell(inspect.getdoc(made) or '')} |")
+    return "\n".join(rows)
+
+
+def arguments() -> str:
+    """The arguments of reward functions, of docs/first-run.md."""
+    rows = ["| `reward.per` | argument | type | what it is |", "|---|---|---|---|"]
+    for per, known in ARGUMENTS.items():
+        rows += [f"| `{per}` | `{name}` | `{each.type}` | {each.about} |" for name, each in known.items()]
+    return "\n".join(rows)
+
+
+def token_batch() -> str:
+    """The fields of TokenBatch, of docs/algorithms.md."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(TokenBatch))).body
+    assert isinstance(body, ast.ClassDef)
+    rows = ["| field | type | meaning |", "|---|---|---|"]
+    for field, text in pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+            kind = ast.unparse(field.annotation).replace(" | ", " or ")
+            rows.append(f"| `{ast.unparse(field.target)}` | `{kind}` | {_cell(ast.literal_eval(text.value))} |")
+    return "\n".join(rows)
+
+
+def memory() -> str:
+    """Estimated memory of each GPU of the learner by model, of docs/learner.md."""
+    columns = [f"{count} GPU{'s' if count > 1 else ''}" for count in SHARDS]
+    rows = [f"| sizes of | {' | '.join(columns)} | 1 GPU, `learner.offload` |", "|---|" + "---|" * (len(SHARDS) + 1)]
+    for name, shape in MODELS.items():
+        sizes = [estimate(shape, _load(shape, shards, offloaded=False)).device for shards in SHARDS]
+        offloaded = estimate(shape, _load(shape, 1, offloaded=True))
+        cells = [f"{size / 1e9:.0f} GB" for size in sizes]
+        cells.append(f"{offloaded.device / 1e9:.0f} GB, and {offloaded.host / 1e9:.0f} GB of host memory")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def dense(
+    *, layers: int, hidden: int, queries: int, keys: int, intermediate: int, vocabulary: int, tied: bool
+) -> ModelShape:
+    """The counts of a Qwen2 with these sizes, all of it trained."""
+    layer = 2 * hidden * queries + queries + 2 * (hidden * keys + keys) + 3 * hidden * intermediate + 2 * hidden
+    parameters = layers * layer + (1 if tied else 2) * vocabulary * hidden + hidden
+    return ModelShape(
+        parameters=parameters,
+        trained=parameters,
+        layer_parameters=layer,
+        layers=layers,
+        hidden=hidden,
+        queries=queries,
+        keys=keys,
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+    )
+
+
+MODELS = {
+    "Qwen2.5-0.5B": dense(
+        layers=24, hidden=896, queries=896, keys=128, intermediate=4864, vocabulary=151936, tied=True
+    ),
+    "Qwen2.5-1.5B": dense(
+        layers=28, hidden=1536, queries=1536, keys=256, intermediate=8960, vocabulary=151936, tied=True
+    ),
+    "Qwen2.5-7B": dense(
+        layers=28, hidden=3584, queries=3584, keys=512, intermediate=18944, vocabulary=152064, tied=False
+    ),
+}
+
+
+def _load(shape: ModelShape, shards: int, *, offloaded: bool) -> TrainingShape:
+    """The defaults on CUDA."""
+    tokens = LearnerConfig().tokens_per_microbatch
+    return TrainingShape(
+        shards=shards,
+        tokens=tokens,
+        chunk=min(tokens, chunk_size(shape.vocabulary)),
+        compute_bytes=BFLOAT16_BYTES,
+        checkpointing="full",
+        offloaded=offloaded,
+    )
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    if parameter.default is inspect.Parameter.empty:
+        return f"`{parameter.name}` (required)"
+    if parameter.default is None:
+        return f"`{parameter.name}` (unset)"
+    default = f'"{parameter.default}"' if isinstance(parameter.default, str) else parameter.default
+    return f"`{parameter.name} = {default}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("``", "`").split()).replace("|", "\\|")
+
+
+def sent_unasked() -> Iterator[type[Message]]:
+    """The messages that name their senders, in the order of modules and of the lines in each."""
+    for found in pkgutil.iter_modules(messages.__path__, "asyncrl.messages."):
+        for kind in vars(importlib.import_module(found.name)).values():
+            if isinstance(kind, type) and kind.__module__ == found.name and issubclass(kind, Message) and kind.senders:
+                yield kind
+
+
+def named(senders: frozenset[str]) -> str:
+    """A set of roles, short where it holds all actors of a run."""
+    all_actors = ["every actor"] if senders >= ACTORS else []
+    return ", ".join([*all_actors, *(f"`{role}`" for role in sorted(senders - ACTORS if all_actors else senders))])
+
+
+def senders() -> str:
+    """The senders of each message, of docs/protocol.md: a row for each set of senders, the largest first."""
+    rows: dict[frozenset[str], list[str]] = {}
+    for kind in sent_unasked():
+        rows.setdefault(kind.senders, []).append(f"`{kind.__name__}`")
+    by_size = sorted(rows, key=lambda who: (-len(who), named(who)))
+    lines = [f"| {named(who)} | {', '.join(rows[who])} |" for who in by_size]
+    return "\n".join(["| sent by | what |", "|---|---|", *lines])
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "arguments": ("first-run.md", reference_tables.arguments),
+    "arguments": ("first-run.md", arguments),
     "losses": ("algorithms.md", partial(losses.BUILT_IN.document, "`loss`", "token loss", "options", "for")),
     "advantages": ("algorithms.md", partial(advantages.BUILT_IN.document, "`advantage`", "A of a turn", "for")),
     "resume": ("runs.md", resuming.document),
-    "rewards": ("first-run.md", reference_tables.rewards),
-    "token batch": ("algorithms.md", reference_tables.token_batch),
-    "memory": ("learner.md", reference_tables.memory),
-    "senders": ("protocol.md", message_table.document),
+    "rewards": ("first-run.md", rewards),
+    "token batch": ("algorithms.md", token_batch),
+    "memory": ("learner.md", memory),
+    "senders": ("protocol.md", senders),
 }
 
 
