@@ -17,6 +17,10 @@ SLOW = ("torch", "vllm", "transformers")
 """Packages that ``--quick`` runs without."""
 OPTIONAL = ("vllm",)
 """Packages that the extra ``dev`` lacks."""
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="it starts vLLM, which is not installed here"
+)
+"""Mark of tests whose processes import vLLM; those that import it themselves are skipped without a mark."""
 
 
 class Skips:

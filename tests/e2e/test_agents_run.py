@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import needs_vllm
 from run_files import groups, json_lines
 
 from asyncrl.checkpoint.contents import TRAINER
@@ -33,7 +34,7 @@ TOLERANCE = 1e-4
 STEPS = 4
 RECIPE = replace(FULL_RECIPE, settings=replace(FULL_RECIPE.settings, steps=160, batch=4, lr=2e-3))
 """Warmed up until it calls tools, and no further."""
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 ECHO = ["openai-agents", "openai-agents-streamed", "openai-agents-responses", "langgraph"]
 REWRITE = ["smolagents-tools", "smolagents-code"]
 

@@ -3,13 +3,14 @@
 import string
 
 import pytest
+from quick import needs_vllm
 from tiny_models import EOS, VOCAB, sharp_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from tools.live_run import ROOT, LiveRun
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_vllm]
 
 RUN_S, STEPS = 240.0, 8
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick import needs_vllm
 from run_files import groups, metrics
 
 from tools.bench.tiny_model import make_model
@@ -173,6 +174,7 @@ def test_i8_a_run_equals_the_plain_loop_bit_for_bit(folder, case):
     assert weights(live) != hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
+@needs_vllm
 def test_i8_on_vllm_the_first_steps_have_equal_tokens_and_losses_within_rounding(folder):
     vllm = {"engine": "vllm", "vllm": {"cpu_kv_cache_bytes": 64 << 20, "threads": 1}}
     tree = configuration(folder, learner={"steps": 5}, rollout=vllm)

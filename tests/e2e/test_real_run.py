@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from ledgers import assert_ledgers_add_up
+from quick import needs_vllm
 from recordings import read_recording
 from run_files import assert_spans_cover, groups, json_lines, metrics
 from trace_files import load
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from tools.bench.tiny_model import CHARACTERS, make_model
 
+pytestmark = needs_vllm
 STEPS = 8
 END = len(CHARACTERS)
 """The token that ends a response; a random model samples it once in about a hundred tokens."""

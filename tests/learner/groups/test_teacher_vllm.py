@@ -11,6 +11,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from quick import needs_vllm
 
 from asyncrl.config.algorithm import TeacherServerConfig
 from asyncrl.config.load import validate_config
@@ -19,7 +20,7 @@ from asyncrl.learner.groups.teacher import TeacherClient
 from asyncrl.text.tokenizer import load_tokenizer
 from tools.bench.tiny_model import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 START_S = 300.0
 
 
