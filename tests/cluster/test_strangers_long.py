@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from wire.knocking import SIM_RUN, Guise, Knocker, Mutator, actors_of, guise_of, listening
+from rpc.wire.knocking import SIM_RUN, Guise, Knocker, Mutator, actors_of, guise_of, listening
 
 from tools.live_run import LiveRun, LogTail
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from inprocess import System, sim_config
 
 from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError, DeadlineExceeded, RunChanged
-from asyncrl.core.roles import ROLES, drain_rank
 from asyncrl.messages.actors import WatchRun
 from asyncrl.rpc.actor import CONTROLLER
 from asyncrl.rpc.calls.retry import LONGEST_S
@@ -39,13 +38,6 @@ def test_pauses_double_and_the_limit_holds_within_the_window():
     assert isinstance(policy.ended("rollouter/0", 1, 100.5), GiveUp)
 
 
-def test_thousands_of_restarts_within_the_window_have_a_pause():
-    policy = Supervisor(max_restarts=2000, window_s=1e6, backoff_s=0.5)
-    decisions = [policy.ended("rollouter/0", -9, float(t)) for t in range(2001)]
-    assert decisions[1999] == Restart(LONGEST_S, 2000)
-    assert isinstance(decisions[2000], GiveUp)
-
-
 @given(
     deaths=st.lists(st.floats(0, 50), min_size=1, max_size=60),
     max_restarts=st.integers(0, 5),
@@ -64,18 +56,6 @@ def test_no_window_has_more_restarts_than_allowed(deaths, max_restarts, window, 
             assert decision.number == len(restarts)
     for start in restarts:
         assert sum(start <= t < start + window for t in restarts) <= max_restarts
-
-
-def test_roles_end_before_the_roles_that_they_need():
-    order = [
-        {"rollouter", "reward"},
-        {"parameter_server", "dataloader", "episodes"},
-        {"learner"},
-        {"sinks"},
-        {"controller"},
-    ]
-    by_rank = [{role for role in ROLES if drain_rank(f"{role}/0") == rank} for rank in (1, 2, 3, 4, 5)]
-    assert by_rank == order
 
 
 @pytest.mark.parametrize(

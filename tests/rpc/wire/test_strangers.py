@@ -14,7 +14,7 @@ import pytest
 import zmq
 from every_message import EVERY_MESSAGE
 from harness import RUN_ID, SECRET, Net, until
-from wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
+from rpc.wire.knocking import SENT, Guise, Knocker, Mutator, guise_of, knock, sample, strangers
 
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.messages import ANYBODY, Done, Request
@@ -112,6 +112,12 @@ def door(request, tmp_path):
     return lambda name: load_credentials(private, name, 0), lambda name: guise_of(private, name, "server/0", 1)
 
 
+def curve_net(private, *names):
+    """A net whose actors have keys."""
+    create_credentials(private, RUN_ID, ["server/0", "client/0", *names], attempts=1, curve=True)
+    return Net(credentials=lambda name: load_credentials(private, name, 0))
+
+
 async def heard(knocker, count=1):
     """Its next answers, however long they take."""
     found = []
@@ -141,10 +147,10 @@ async def test_i6_strangers_are_refused_and_counted_while_friends_are_served(doo
 async def test_i6_a_peer_that_takes_over_a_connection_does_not_pass_for_its_owner(tmp_path, context):
     """A peer chooses its routing id: under CURVE only the key proves its identity."""
     private = tmp_path / "private"
-    create_credentials(private, RUN_ID, ["server/0", "client/0", "victim/0"], attempts=1, curve=True)
+    net = curve_net(private, "victim/0")
     himself, victim = (guise_of(private, name, "server/0", 1) for name in ("client/0", "victim/0"))
     thief = replace(himself, name="victim/0")
-    async with Net(credentials=lambda name: load_credentials(private, name, 0)) as net:
+    async with net:
         owner = Everything()
         server = net.serve(owner, "server/0")
         real = Knocker(context, server.address, victim, b"victim")
@@ -214,26 +220,6 @@ async def test_i6_no_malformed_message_reaches_a_handler_or_harms_the_server_and
         assert not any(session.stored for session in server._sessions.values())
         assert await friend.call(Once()) == Done()
         knocker.close()
-
-
-async def test_i6_no_malformed_message_passes_the_memory_transport():
-    async with Net(memory=True) as net:
-        owner = Everything()
-        server = net.serve(owner, "server/0")
-        own = Guise(name="client/0", incarnation=1, run_id=RUN_ID, secret=SECRET)
-        client = net.endpoint("client/0").transport.connect(
-            server.address, b"client", lambda frames: None, lambda: None, "server/0"
-        )
-        mutator = Mutator(own, seed=2)
-        client.send(own.hello())
-        # A message that may be valid is read whole or not at all.
-        for frames in (mutator.malformed, mutator.mutated):
-            assert (owner.taken, net.errors) == ([], [])
-            for _ in range(FRAMES):
-                client.send(frames())
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        assert owner.taken and net.errors == []
 
 
 @pytest.fixture
@@ -424,9 +410,8 @@ async def test_i6_a_connection_that_never_completes_the_handshake_is_dropped(tmp
 @pytest.mark.parametrize(("size", "stays"), [(PIECE_BYTES, True), (PIECE_BYTES + 2 * CURVE_BYTES, False)])
 async def test_i6_a_stranger_can_send_only_kilobytes_before_it_is_authenticated(tmp_path, size, stays):
     """Friends send larger messages in pieces."""
-    create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     greeting = GREETING.replace(b"NULL" + bytes(1), b"CURVE")
-    async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+    async with curve_net(tmp_path / "private") as net:
         server = net.serve(Everything(), "server/0")
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rpartition(":")[2]))
         writer.write(greeting)
@@ -486,11 +471,10 @@ def test_i6_a_peer_that_fills_the_queue_of_a_server_and_leaves_does_not_crash_it
 
 async def test_a_transport_closes_even_if_its_doorkeeper_has_died(tmp_path, monkeypatch):
     """Until then no client is admitted: without its handler CURVE would admit any."""
-    create_credentials(tmp_path / "private", RUN_ID, ["server/0", "client/0"], attempts=1, curve=True)
     died = threading.Event()
     monkeypatch.setattr(threading, "excepthook", lambda _args: died.set())
     monkeypatch.setattr(keys.Doorkeeper, "callback", lambda *_: 1 / 0)
-    async with Net(credentials=lambda name: load_credentials(tmp_path / "private", name, 0)) as net:
+    async with curve_net(tmp_path / "private") as net:
         net.serve(Everything(), "server/0")
         for _ in range(2):
             with pytest.raises(DeadlineExceeded):

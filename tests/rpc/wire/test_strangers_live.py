@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.utils.z85
-from wire.knocking import KNOWN, SIM_RUN, actors_of, guise_of, knock, listening, secrets_of, strangers
+from rpc.wire.knocking import KNOWN, SIM_RUN, actors_of, guise_of, knock, listening, secrets_of, strangers
 
 from tools.live_run import LiveRun, LogTail
 
