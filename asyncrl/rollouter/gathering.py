@@ -1,7 +1,6 @@
-"""Groups of trajectories: the members end, the failure rule decides, the whole group is scored.
+"""Groups of trajectories of a script: the members end, and the whole group is handed on.
 
-``finish_group`` does that for one group: the rollouter calls it for each lease, ``gather_groups`` for the groups of a
-script. ``gather_groups`` yields each group as soon as it is finished, without a barrier over all of them.
+``gather_groups`` yields each group as soon as it is finished, without a barrier over all of them.
 
 Invariant: an error is never a trajectory and never a group. It is counted, and more than ``max_failures`` end the
 gathering with TooManyFailures. Cancellation passes through. When ``gather_groups`` ends, everything that it was given
@@ -13,15 +12,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from asyncrl.core.errors import TooManyFailures
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 MIN_SURVIVORS = 2
 """Trajectories that a group's baseline needs."""
@@ -47,52 +44,6 @@ class TrajectoryGroup(Generic[T]):
 Member: TypeAlias = T | Awaitable[T]
 GivenGroup: TypeAlias = Iterable[Member[T]] | Awaitable[Iterable[Member[T]]]
 Kept: TypeAlias = TrajectoryGroup[T] | list[TrajectoryGroup[T]] | None
-
-
-def may_go_on(survivors: int, failures: int, *, needed: int, may_drop: bool) -> bool:
-    """Whether a group is scored without the members that failed."""
-    return not failures or (may_drop and survivors >= needed)
-
-
-class GroupFailed(Exception):
-    """Too few members of a group came to their end. ``failures`` are the errors of the others, in order."""
-
-    def __init__(self, survivors: int, failures: list[Exception]) -> None:
-        self.survivors, self.failures = survivors, failures
-        super().__init__(
-            f"{len(failures)} of {survivors + len(failures)} trajectories failed; the first: {failures[0]}"
-        )
-
-
-async def finish_group(
-    members: Sequence[Callable[[], Awaitable[T]]],
-    then: Callable[[TrajectoryGroup[T]], Awaitable[R]],
-    *,
-    failure: type[Exception],
-    needed: int,
-    may_drop: bool,
-) -> R:
-    """Run all members at once; when the last has ended, call ``then`` with those that did not fail, to score them.
-
-    ``failure`` is the error by which a member fails; any other ends its siblings and comes as ExceptionGroup. Raises
-    GroupFailed where fewer than ``needed`` are left, or any has failed and none may be dropped; and the errors of
-    ``then``.
-    """
-
-    async def outcome(member: Callable[[], Awaitable[T]]) -> tuple[list[T], list[Exception]]:
-        try:
-            return [await member()], []
-        except failure as error:
-            return [], [error]
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(outcome(member)) for member in members]
-    outcomes = [task.result() for task in running]
-    finished = [trajectory for done, _ in outcomes for trajectory in done]
-    failures = [error for _, failed in outcomes for error in failed]
-    if not may_go_on(len(finished), len(failures), needed=needed, may_drop=may_drop):
-        raise GroupFailed(len(finished), failures)
-    return await then(TrajectoryGroup(finished, failures))
 
 
 async def gather_groups(
@@ -173,31 +124,31 @@ class _Gathering(Generic[T]):
                 self._lose(1, error)
                 return []
             self._sizes[index] = len(given)
-        try:
-            return await finish_group(
-                [partial(self._member, member) for member in given],
-                partial(self._after, index),
-                failure=_MemberFailed,
-                needed=min(MIN_SURVIVORS, len(given)),
-                may_drop=True,
-            )
-        except GroupFailed as error:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._member(member)) for member in given]
+        ended = [task.result() for task in running]
+        finished = TrajectoryGroup(
+            [trajectory for each in ended for trajectory in each.trajectories],
+            [failure for each in ended for failure in each.failures],
+            index,
+        )
+        if finished.failures and len(finished) < min(MIN_SURVIVORS, len(given)):
             # Failed members are counted already.
-            self._lose(error.survivors)
+            self._lose(len(finished))
             return []
+        return await self._after(finished)
 
-    async def _member(self, member: Member[T]) -> T:
-        """The trajectory of a member, whose error is counted the moment it comes."""
+    async def _member(self, member: Member[T]) -> TrajectoryGroup[T]:
+        """The trajectory of a member, or its error, which is counted the moment it comes."""
         if not inspect.isawaitable(member):
-            return member
+            return TrajectoryGroup([member])
         try:
-            return await member
+            return TrajectoryGroup([await member])
         except Exception as error:
             self._lose(1, error)
-            raise _MemberFailed from error
+            return TrajectoryGroup([], [error])
 
-    async def _after(self, index: int, group: TrajectoryGroup[T]) -> list[TrajectoryGroup[T]]:
-        group.index, group.failures = index, [_cause(error) for error in group.failures]
+    async def _after(self, group: TrajectoryGroup[T]) -> list[TrajectoryGroup[T]]:
         if self._after_each is None:
             return [group]
         # ``after_each`` may change the group that it is given.
@@ -223,15 +174,6 @@ class _Gathering(Generic[T]):
         allowed = self._max_failures
         if self._lost > (allowed * sum(self._sizes) if 0 < allowed < 1 else allowed) and not self._broken.done():
             self._broken.set_result(None)
-
-
-class _MemberFailed(Exception):
-    """Failure of a member; the cause is the error that the member raised."""
-
-
-def _cause(error: Exception) -> Exception:
-    assert isinstance(error.__cause__, Exception)
-    return error.__cause__
 
 
 def _drop(given: object) -> None:

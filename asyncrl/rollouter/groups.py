@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from asyncrl.config import Config
@@ -28,7 +27,7 @@ from asyncrl.messages.trajectories import sampled_tokens
 from asyncrl.observe.group_log import GENERATED, GroupLog
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed
-from asyncrl.rollouter.gathering import MIN_SURVIVORS, GroupFailed, TrajectoryGroup, finish_group
+from asyncrl.rollouter.gathering import MIN_SURVIVORS
 from asyncrl.rollouter.leases import HeldLeases
 from asyncrl.rollouter.serving.generation import Player, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import GroupAccount, SampleAccount
@@ -166,31 +165,32 @@ class GroupRunner:
 
     async def run(self, lease: Lease, account: GroupAccount) -> Group:
         """Generate and score; with the failure as the group's if there was one. Raises RemoteError and Refused."""
-        failure: Exception
-        try:
-            return await finish_group(
-                [partial(self._trajectory, lease, sample) for sample in account.samples],
-                partial(self._scored, lease, account),
-                failure=TrajectoryFailed,
-                needed=MIN_SURVIVORS if lease.purpose == "train" else 1,
-                may_drop=self._config.rollout.on_failed_trajectory == "drop",
-            )
-        except GroupFailed as error:
-            failure = error.failures[0]
-        except TrajectoryFailed as error:
-            failure = error
-        return Group(lease=lease, trajectories=[], failure=str(failure), failed_attempts=account.failed_attempts)
-
-    async def _scored(self, lease: Lease, account: GroupAccount, finished: TrajectoryGroup[Trajectory]) -> Group:
-        trajectories = finished.trajectories
-        if self._config.reward.per == "group":
-            await self._score_into(lease, trajectories, [account.samples[t.sample] for t in trajectories])
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._outcome(lease, sample)) for sample in account.samples]
+        ended = [task.result() for task in running]
+        trajectories = [each for each in ended if isinstance(each, Trajectory)]
+        failures = [each for each in ended if isinstance(each, TrajectoryFailed)]
+        needed = MIN_SURVIVORS if lease.purpose == "train" else 1
+        may_drop = self._config.rollout.on_failed_trajectory == "drop" and len(trajectories) >= needed
+        failure = failures[0] if failures and not may_drop else None
+        if failure is None and self._config.reward.per == "group":
+            try:
+                await self._score_into(lease, trajectories, [account.samples[t.sample] for t in trajectories])
+            except TrajectoryFailed as error:
+                failure = error
         return Group(
             lease=lease,
-            trajectories=trajectories,
-            dropped=len(finished.failures),
+            trajectories=[] if failure else trajectories,
+            failure=str(failure) if failure else None,
+            dropped=0 if failure else len(failures),
             failed_attempts=account.failed_attempts,
         )
+
+    async def _outcome(self, lease: Lease, account: SampleAccount) -> Trajectory | TrajectoryFailed:
+        try:
+            return await self._trajectory(lease, account)
+        except TrajectoryFailed as failure:
+            return failure
 
     async def _trajectory(self, lease: Lease, account: SampleAccount) -> Trajectory:
         """One trajectory of a lease. Raises TrajectoryFailed."""

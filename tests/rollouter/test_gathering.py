@@ -8,13 +8,11 @@ import sys
 from contextlib import aclosing
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from virtual import run_virtual
 
 import asyncrl
 from asyncrl.core.errors import TooManyFailures
-from asyncrl.rollouter.gathering import TrajectoryGroup, gather_groups, may_go_on
+from asyncrl.rollouter.gathering import TrajectoryGroup, gather_groups
 
 
 async def after(seconds, value="done"):
@@ -184,9 +182,3 @@ def test_cancellation_passes_through():
         assert not others()
 
     run_virtual(main())
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 2), st.booleans())
-def test_a_group_continues_if_whole_or_if_enough_survive_and_dropping_is_allowed(survivors, failures, needed, may_drop):
-    goes = may_go_on(survivors, failures, needed=needed, may_drop=may_drop)
-    assert goes == (failures == 0 or (may_drop and survivors >= needed))

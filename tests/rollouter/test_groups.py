@@ -142,6 +142,8 @@ def test_failed_trajectories_are_left_out_while_enough_survive(fails):
     assert (group.failure, group.dropped, group.failed_attempts) == (None, 1, 3)
     assert [(t.sample, t.reward) for t in group.trajectories] == [(0, 0.0), (1, 1.0), (3, 3.0)]
     assert sorted(sample for sample, _ in script.scored) == [0, 1, *[2] * (3 if fails == "refusals" else 0), 3]
+    # Two survivors are enough for a baseline.
+    assert run(Scripted(**{fails: {0: 99, 1: 99}}), rollout=drop).dropped == 2
     group = run(Scripted(**{fails: {0: 99, 1: 99, 3: 99}}), rollout=drop)
     assert "failed 3 times" in group.failure
 
