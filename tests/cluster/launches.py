@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.observe.metrics_line import read_metrics
+from launcher.launched import Launched, next_output
+
 from tools.chaos.audit import Expected, audit
 from tools.cluster.netns import REPOSITORY, Cluster, Host, wait_until
 
@@ -50,11 +51,13 @@ host_grace_s = 8
 """
 
 
-class Command:
+class Command(Launched):
     """asyncrl-launch with these arguments on a host; ``path`` is its PYTHONPATH."""
 
+    wait_s = WAIT_S
+
     def __init__(self, host: Host, folder: Path, *argv: str, path: str = "") -> None:
-        self.out = folder / f"out-{len(list(folder.glob('out-*')))}.txt"
+        self.out = next_output(folder)
         with self.out.open("w") as out:
             self.process: subprocess.Popen[Any] = host.popen(
                 [sys.executable, "-m", "asyncrl.cli.launch", *argv],
@@ -64,18 +67,6 @@ class Command:
                 stdout=out,
                 stderr=subprocess.STDOUT,
             )
-
-    @property
-    def shown(self) -> str:
-        return self.out.read_text()
-
-    def wait_to_show(self, text: str) -> None:
-        wait_until(lambda: text in self.shown or self.process.poll() is not None, f"{text!r} in {self.shown}", WAIT_S)
-        assert text in self.shown, self.shown
-
-    def end(self, within_s: float = WAIT_S) -> tuple[int, list[str]]:
-        """(exit code, lines shown), once it has ended."""
-        return self.process.wait(within_s), self.shown.splitlines()
 
 
 class Launch(Command):
@@ -104,10 +95,6 @@ class Launch(Command):
 
     def log(self, name: str) -> str:
         return (self.run_dir / "logs" / "attempt_1" / f"{name}.log").read_text()
-
-    @property
-    def steps_trained(self) -> list[int]:
-        return [line["step"] for line in read_metrics(self.run_dir / "metrics.jsonl") if line["kind"] == "train"]
 
 
 class Trained(Launch):

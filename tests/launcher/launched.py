@@ -95,21 +95,54 @@ def end_marked(mark: object) -> None:
     wait_until(all_ended, f"the end of all that name {mark}")
 
 
-def wait_until(condition: Any, what: str | Callable[[], str]) -> Any:
+def wait_until(condition: Any, what: str | Callable[[], str], within_s: float = WAIT_S) -> Any:
     """Result of the condition once it is something; ``what`` is waited for."""
-    until = time.monotonic() + WAIT_S
+    until = time.monotonic() + within_s
     while not (found := condition()):
-        assert time.monotonic() < until, f"waited {WAIT_S:g} s for {what if isinstance(what, str) else what()}"
+        assert time.monotonic() < until, f"waited {within_s:g} s for {what if isinstance(what, str) else what()}"
         time.sleep(0.03)
     return found
 
 
-class Run:
+class Launched:
+    """A launcher's process, followed by its output in ``out``; its run is in ``run_dir``."""
+
+    process: subprocess.Popen[Any]
+    out: Path
+    run_dir: Path
+    wait_s = WAIT_S
+
+    @property
+    def shown(self) -> str:
+        return self.out.read_text()
+
+    def wait_to_show(self, text: str) -> None:
+        over = lambda: text in self.shown or self.process.poll() is not None  # noqa: E731
+        wait_until(over, lambda: f"{text!r} in {self.shown}", self.wait_s)
+        assert text in self.shown, self.shown
+
+    def end(self, within_s: float = 120.0) -> tuple[int, list[str]]:
+        """(exit code, lines shown), once it has ended."""
+        return self.process.wait(within_s), self.shown.splitlines()
+
+    @property
+    def steps_trained(self) -> list[int]:
+        """The steps trained, as they stand."""
+        path = self.run_dir / "metrics.jsonl"
+        return [line["step"] for line in read_metrics(path) if line["kind"] == "train"] if path.exists() else []
+
+
+def next_output(folder: Path) -> Path:
+    """The file for the output of one more launcher in this folder."""
+    return folder / f"out-{len(list(folder.glob('out-*')))}.txt"
+
+
+class Run(Launched):
     """A launch, followed by its output, or on a terminal of this descriptor. Its run is ``folder``/runs/trial."""
 
     def __init__(self, folder: Path, argv: Sequence[str], terminal: int | None = None) -> None:
         self.folder, self.run_dir = folder, folder / "runs" / "trial"
-        self.out = folder / f"out-{len(list(folder.glob('out-*')))}.txt"
+        self.out = next_output(folder)
         if terminal is not None:
             on = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
             # It is the terminal's only when its session's leader has taken it.
@@ -127,18 +160,6 @@ class Run:
         self.process.wait()
         end_marked(self.folder)
         wait_until(lambda: not any(command_line(pid) for pid in pids), "the end of all")
-
-    @property
-    def shown(self) -> str:
-        return self.out.read_text()
-
-    def wait_to_show(self, text: str) -> None:
-        wait_until(lambda: text in self.shown or self.process.poll() is not None, lambda: f"{text!r} in {self.shown}")
-        assert text in self.shown, self.shown
-
-    def end(self) -> tuple[int, list[str]]:
-        """(exit code, lines shown), once all is over."""
-        return self.process.wait(120), self.shown.splitlines()
 
     def processes(self) -> dict[int, str]:
         """Title by pid of the launcher and all below it. Real actors have the titles that people see."""
@@ -158,11 +179,6 @@ class Run:
     def node(self, module: str) -> int:
         """Pid of the guard or the agent."""
         return self.below(f"asyncrl.launcher.node.{module}")
-
-    def steps(self) -> list[int]:
-        """The steps trained, as they stand."""
-        path = self.run_dir / "metrics.jsonl"
-        return [line["step"] for line in read_metrics(path) if line["kind"] == "train"] if path.exists() else []
 
 
 def placed_run(

@@ -176,7 +176,7 @@ def test_cpu_processes_go_where_they_get_most_cores_and_simulated_ones_need_no_g
         # Episode hosts take a core each.
         ((2, 2, 2), [5, 8, 7], config(1, 4), "b"),
         ((2, 2, 2), [5, 8, 7], config(1, 4, **PLAYING), "c"),
-        # Several pools are on different hosts as far as there are hosts.
+        # Several pools are on different hosts while there are hosts left.
         ((2, 0, 0), [8, 9, 7], config(reward={"pools": 5, "workers": 4}), "b c a b c"),
         ((2, 0, 0), [20, 9, 7], config(reward={"pools": 3, "workers": 4}), "a b c"),
     ],

@@ -257,7 +257,7 @@ def test_the_script_passes_the_signal_on_and_queues_the_job_again(tools, number,
     assert script.stdout.readline() == "up\n"
     script.send_signal(number)
     if number == signal.SIGTERM:
-        # Which SLURM sends to everybody; here the launcher hears of it in another way.
+        # SLURM sends it to all processes; here the launcher hears of it in another way.
         pending = Path(f"/proc/{script.pid}/status")
         wait_until(lambda: "ShdPnd:\t0000000000000000" in pending.read_text(), "the trap")
         children = Path(f"/proc/{script.pid}/task/{script.pid}/children").read_text().split()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.core.errors import DeadlineExceeded, Refused, RemoteError, WireError
-from asyncrl.launcher.common.agent_messages import agent_name, private_name
+from asyncrl.launcher.common.agent_messages import AgentSpec, agent_name, private_name
 from asyncrl.messages import Request
 from asyncrl.messages.actors import RunState, WatchRun
 from asyncrl.messages.hosts import HostLeft
@@ -100,37 +100,28 @@ class AgentLink(Actor):
 
 
 def make_link(
+    spec: AgentSpec,
     config: Config,
-    run_dir: Path,
     controller: str,
-    *,
-    index: int,
     incarnation: int,
-    host: str,
-    called: str,
-    actors: Iterable[str],
+    *,
     on_state: Callable[[RunState], None],
     on_silent: Callable[[], None],
     on_successor: Callable[[], None],
 ) -> AgentLink:
-    """A link of the agent with this index to the controller at this address; its ``main`` is yet to be run.
-
-    ``host`` is the address that it binds, empty for network.host; ``called`` is the host's name in the hostfile, and
-    ``actors`` are those of this host.
-    """
-    name = agent_name(index)
-    credentials = load_credentials(run_dir / private_name(index), name, 0)
-    transport = ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes)
+    """The link of this host's agent to the controller at this address; its ``main`` is yet to be run."""
+    run_dir, name = Path(spec.run_dir), agent_name(spec.index)
+    credentials = load_credentials(run_dir / private_name(spec.index), name, 0)
     context = ActorContext(
         config=config,
         name=name,
         incarnation=incarnation,
         run_dir=run_dir,
-        transport=transport,
+        transport=ZmqTransport(credentials, max_message_bytes=config.network.max_message_bytes),
         credentials=credentials,
         controller=controller,
-        bind_host=host,
+        bind_host=spec.host,
     )
     link = AgentLink(context, on_state=on_state, on_silent=on_silent, on_successor=on_successor)
-    link.facts = {"actors": list(actors), "host": called}
+    link.facts = {"actors": list(spec.actors), "host": spec.name}
     return link

@@ -188,10 +188,7 @@ class AgentState:
         if not self.is_head:
             return []
         silent = self._reachable and self._unanswered >= UNANSWERED and now - self._heard >= self.policy.silence_s
-        if self.ending or not silent or CONTROLLER in self._condemned:
-            return []
-        reason = self._condemned[CONTROLLER] = f"it did not answer for {now - self._heard:.0f} s"
-        return [Kill(CONTROLLER, reason)]
+        return self._condemn(CONTROLLER, f"it did not answer for {now - self._heard:.0f} s") if silent else []
 
     def spawned(self, name: str, incarnation: int) -> list[Instruction]:
         """A process is started."""
@@ -282,7 +279,11 @@ class AgentState:
             # A successor has not heard of the wish, which is this host's from here on.
             self._begin_preemption(state.reason, now)
         if goes_on:
-            return [*told, *self._heed_aside(state), *self._kill_condemned(state)]
+            told += self._heed_aside(state)
+            for each in state.condemned:
+                if self.incarnations.get(each.name) == each.incarnation:
+                    told += self._condemn(each.name, each.reason)
+            return told
         if actor := state.failed_actor:
             # An actor's own word is worth more than what its end looks like from here.
             log = state.log or self.logs.get(actor)
@@ -360,8 +361,7 @@ class AgentState:
         instructions: list[Instruction] = []
         if self._reach_by is not None and now >= self._reach_by:
             self._reach_by = None
-            reason = self._condemned[CONTROLLER] = f"it said nothing for {self._first_word_s:g} s after its start"
-            instructions.append(Kill(CONTROLLER, reason))
+            instructions += self._condemn(CONTROLLER, f"it said nothing for {self._first_word_s:g} s after its start")
         for name in [name for name, end in self._unexplained.items() if now >= end.until]:
             instructions += self._died_after_all(name, now)
         for name in [name for name, (at, *_) in self._due.items() if now >= at]:
@@ -425,9 +425,7 @@ class AgentState:
             self._aside[name] = True
             self._due.pop(name, None)
             self._unexplained.pop(name, None)
-            if name in self.living and name not in self._condemned:
-                self._condemned[name] = reason
-                instructions.append(Kill(name, reason))
+            instructions += self._condemn(name, reason)
         for name in [name for name, told in self._aside.items() if told and name not in reasons]:
             del self._aside[name]
             self._supervisor.forgive(name)
@@ -437,15 +435,12 @@ class AgentState:
                 instructions += self._spawn(name)
         return instructions
 
-    def _kill_condemned(self, state: RunState) -> list[Instruction]:
-        instructions: list[Instruction] = []
-        for actor in state.condemned:
-            name = actor.name
-            current = name in self.living and self.incarnations.get(name) == actor.incarnation
-            if current and name not in self._condemned and not self.ending:
-                self._condemned[name] = actor.reason
-                instructions.append(Kill(name, actor.reason))
-        return instructions
+    def _condemn(self, name: str, reason: str) -> list[Instruction]:
+        """Kill an actor of this host for this reason, unless it is being killed or the run ends."""
+        if name not in self.living or name in self._condemned or self.ending:
+            return []
+        self._condemned[name] = reason
+        return [Kill(name, reason)]
 
     def _spawn(self, name: str) -> list[Instruction]:
         self.living.add(name)

@@ -217,14 +217,10 @@ class HostAgent:
             self._do(self._host.controller_lost(reason, time.monotonic()))
             return
         self._link = make_link(
+            self._spec,
             self._config,
-            self._run_dir,
             self._address,
-            index=self._spec.index,
-            incarnation=self._incarnations.next(agent_name(self._spec.index)),
-            host=self._spec.host,
-            called=self._spec.name,
-            actors=self._spec.actors,
+            self._incarnations.next(agent_name(self._spec.index)),
             on_state=self._on_state,
             on_silent=lambda: self._do(self._host.controller_silent(time.monotonic())),
             on_successor=lambda: self._do(self._host.controller_found(time.monotonic())),

@@ -63,7 +63,7 @@ def hangs():
 
 
 def insists():
-    """Streams, goes on where it is refused, and crashes."""
+    """Streams, continues after a refusal, and crashes."""
     try:
         ask([{"role": "user", "content": "Weather?"}], logit_bias={"5": 1})
     except openai.BadRequestError:

@@ -117,7 +117,7 @@ def test_only_the_head_looks_for_unfinished_checkpoints(tmp_path, nobody):
     partial = "a/checkpoints/.v00000003.partial-17"
     assert names(find_leftovers(runs, is_head=False), runs) == ["a/private"]
     assert partial in names(find_leftovers(runs, is_head=True), runs)
-    # The part of a run whose head is elsewhere, and may go on.
+    # The part of a run whose head is elsewhere and may be live.
     (run / "part_of_run").write_text("id")
     assert names(find_leftovers(runs, is_head=True), runs) == ["a/private"]
     assert find_leftovers(None, is_head=True) == []

@@ -47,7 +47,7 @@ ETH = {"10.0.0.1": "10.0.0.2"}
     [
         # From where the launcher came.
         ({"b": ("10.1.0.1", [], BOTH)}, "10.1.0.1"),
-        # What the head's name stands for there, if the launcher is elsewhere or behind a jump host.
+        # The address of the head's name there, if the launcher is elsewhere or behind a jump host.
         ({"b": ("10.9.9.9", ["10.0.0.1"], ETH)}, "10.0.0.1"),
         # The one that all reach.
         ({"b": ("10.1.0.1", [], BOTH), "c": ("10.0.0.1", [], {"10.0.0.1": "10.0.0.3"})}, "10.0.0.1"),
@@ -196,7 +196,7 @@ def test_logs_are_sent_in_order_whole_lines_at_a_time(tmp_path):
     link, log = Link(None, tmp_path), tmp_path / "rollouter-0.log"
 
     def send(text, free=100, *, last=False):
-        """What is sent of the log when it has this text."""
+        """The text that is sent of a log with this text."""
         log.write_text(text)
         room[0] = free
         sent.clear()

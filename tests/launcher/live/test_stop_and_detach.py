@@ -33,7 +33,7 @@ def test_a_closed_terminal_makes_way_though_no_checkpoints_are_wanted(launch):
     run.process.send_signal(signal.SIGHUP)
     assert run.process.wait(120) == 75
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
-    assert run.steps() == list(range(1, left.step + 1)), "nothing is lost"
+    assert run.steps_trained == list(range(1, left.step + 1)), "nothing is lost"
     ended = read_ended(RunFolder(path=run.run_dir, run_id=""))
     assert ended.reason == f"preempted by a closed terminal with a checkpoint of version {left.version}"
 
@@ -55,7 +55,7 @@ def test_a_run_goes_on_without_its_launcher_until_it_is_stopped(stub):
     run.process.kill()
     run.process.wait()
     wait_until(lambda: (last := last_recorded(run.run_dir, 1)) and last.run.phase == "running", "the run")
-    # By its name, as asyncrl-top takes it, beside a folder of that name which is none of a run.
+    # By its name, as asyncrl-top takes it; a folder of that name without a run is there too.
     (run.folder / run.run_dir.name).mkdir()
     argv = [*LAUNCH, "--stop", run.run_dir.name]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, cwd=run.folder)

@@ -53,7 +53,7 @@ def restart(name, reason):
 
 
 def ticked(found, now):
-    """What a tick brings; of restarts only whose and why."""
+    """The instructions of a tick; restarts have only a name and a reason."""
     told = found.tick(now)
     return [restart(each.name, each.reason) if isinstance(each, RestartEvent) else each for each in told]
 
@@ -345,7 +345,7 @@ def test_a_run_is_preempted_once_and_actors_that_die_are_still_restarted():
 
 
 def test_a_wish_is_kept_for_the_successor_of_a_controller_that_was_told_of_it_or_was_away():
-    for word in ("told of it by another", "away"):
+    for word in ("asked by another", "away"):
         found = host()
         if word == "away":
             found.exited("controller/0", -9, "", 5.0)

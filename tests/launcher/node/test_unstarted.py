@@ -21,7 +21,7 @@ NAMES = ("controller/0", "rollouter/0")
 
 
 def agent(tmp_path, tell, argv=(), *, names=NAMES, max_restarts=1):
-    """An agent of these actors whose folder of logs is not there; ``tell`` is given what it tells its launcher."""
+    """An agent of these actors whose folder of logs is not there; ``tell`` takes what it sends to its launcher."""
     output = SimpleNamespace(
         is_closing=lambda: False, write=tell, transport=SimpleNamespace(get_write_buffer_size=lambda: 0)
     )
@@ -38,7 +38,7 @@ def test_one_that_cannot_be_started_is_tried_again_as_after_any_death(tmp_path):
         if (event := msgspec.json.decode(line))["type"] == "beat":
             return
         told.append(event)
-        # Before it is tried again, which is told first.
+        # Before it is tried again, which is reported first.
         (tmp_path / "logs").mkdir(exist_ok=True)
 
     async def main():

@@ -42,7 +42,7 @@ def troubles(run, attempt):
 def trained_once(run):
     """I1: of the steps as they stand no group is trained twice."""
     uids = []
-    for step in run.steps():
+    for step in run.steps_trained:
         lines = (run.run_dir / "samples" / f"step_{step:06d}.jsonl").read_text().splitlines()
         found = [json.loads(line) for line in lines]
         uids += [line["uid"] for line in found if line["start"] == found[-1]["start"]]
@@ -58,7 +58,7 @@ def ended_well(run, known, deaths=()):
     """All steps are trained, no other actor died, and no process is left; returns the lines shown."""
     code, shown = run.end()
     assert code == 0, shown
-    assert run.steps() == list(range(1, STEPS + 1))
+    assert run.steps_trained == list(range(1, STEPS + 1))
     died = [line.partition(" died ")[0].split()[-1] for line in shown if " died " in line]
     assert died == list(deaths), shown
     wait_until(lambda: not any(title and command_line(pid) == title for pid, title in known.items()), "the end of all")
@@ -110,7 +110,7 @@ def test_i1_a_preempted_run_is_resumed_where_it_stopped_and_goes_on_in_its_sinks
     code, shown = run.end()
     assert code == 75, shown
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
-    assert run.steps() == list(range(1, left.step + 1))
+    assert run.steps_trained == list(range(1, left.step + 1))
     assert troubles(run, 1) == [], "it waited for nothing in vain"
     kept = (run.run_dir / "monitor" / "wandb.json").read_bytes()
     again = launch(*ALL, *SLOW, "--resume", "auto")

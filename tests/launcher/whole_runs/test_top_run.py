@@ -60,7 +60,7 @@ def test_attached_and_detached_again_and_again_without_effect(launch, tmp_path):
     assert code == 75, lines
     page = subprocess.run([*TOP, str(run.run_dir), "--replay", "--once"], capture_output=True, text=True, check=True)
     assert "preempted" in page.stdout.splitlines()[0] and "preempted: by Ctrl-C with a checkpoint" in page.stdout
-    steps = run.steps()
+    steps = run.steps_trained
     assert steps == list(range(1, len(steps) + 1))
     logs = "".join(path.read_text() for path in (run.run_dir / "logs").rglob("*.log"))
     assert '"level": "error"' not in logs and '"level":"error"' not in logs

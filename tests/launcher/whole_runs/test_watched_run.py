@@ -88,7 +88,7 @@ def test_a_detached_run_outlives_its_terminal_and_is_stopped_from_another(watche
     assert f"run folder: {run.run_dir}" in watched.shown and "running" in watched.shown
     assert (watched.stopped.returncode, watched.stopped.stderr) == (0, "")
     left = CheckpointFolder(run.run_dir / "checkpoints").newest()
-    assert run.steps() == list(range(1, left.step + 1)), "nothing is lost"
+    assert run.steps_trained == list(range(1, left.step + 1)), "nothing is lost"
     first, kept, last = watched.stopped.stdout.splitlines()
     assert first.startswith(f"{run.run_dir} is preempted: ")
     assert kept == (
@@ -117,7 +117,7 @@ def test_the_ledgers_of_all_serial_resources_add_up(watched):
 def test_it_is_seen_from_the_start_to_the_end(watched):
     first, end = watched.seen[0], watched.seen[-1]
     assert first.run.phase == "starting" and watched.recorded[-1].run == end.run
-    assert {line["step"] for snapshot in watched.seen for line in snapshot.train} == set(watched.run.steps())
+    assert {line["step"] for snapshot in watched.seen for line in snapshot.train} == set(watched.run.steps_trained)
     assert {line["replica"] for line in end.updates} == {"rollouter/0", "rollouter/1"}
     walls = [snapshot.wall for snapshot in watched.recorded]
     assert walls == sorted(walls)
