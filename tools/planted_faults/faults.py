@@ -250,8 +250,8 @@ FAULTS = (
     ),
     Fault(
         "agent-kills-successor-of-condemned",
-        "current = name in self.living and self.incarnations.get(name) == actor.incarnation",
-        "current = name in self.living",
+        "if self.incarnations.get(each.name) == each.incarnation:",
+        "if each.name in self.incarnations:",
         "only the very process that is condemned is killed for it",
     ),
     Fault(
