@@ -34,7 +34,8 @@ from asyncrl.learner.loop.step_planner import plan_step
 from asyncrl.learner.metrics.records import RecordFiles
 from asyncrl.messages.groups import Group, Lease, Trajectory
 from asyncrl.messages.groups import Sequence as TokenSequence
-from asyncrl.reward.reward_worker import RewardSetup, RewardTask, resolve
+from asyncrl.messages.reward import Completion, Score
+from asyncrl.reward.reward_worker import RewardSetup, resolve
 from asyncrl.rollouter.engines import make_engine
 from asyncrl.rollouter.engines.base import Engine, GenerationRequest
 from asyncrl.rollouter.serving.generation import Response, request_seed
@@ -65,9 +66,8 @@ def train(config: Config, runner: asyncio.Runner, engine: Engine, trainer: Train
             respond_to = episode or partial(respond, tokenizer)
             responses = [runner.run(respond_to(ask, lease, sample)) for sample in range(lease.samples)]
             if episode is None:
-                task = RewardTask(
-                    lease.prompt, lease.row, [r.text for r in responses], [r.finish_reason for r in responses]
-                )
+                said = [Completion(text=r.text, finish_reason=r.finish_reason, tokens=0) for r in responses]
+                task = Score(uid=lease.uid, prompt=lease.prompt, row=lease.row, completions=said)
                 for response, outcome in zip(responses, scorer(task), strict=True):
                     response.reward, response.components = outcome
             group = Group(lease=lease, trajectories=responses)

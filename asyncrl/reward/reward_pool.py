@@ -29,7 +29,7 @@ from asyncrl.core.errors import AsyncRLError, RewardFailed, RewardPoolEnded
 from asyncrl.messages.reward import PENALTY_COMPONENT, TIMED_OUT_COMPONENT, Score, Scores
 from asyncrl.observe.states import StateLedger
 from asyncrl.reward.faults import TIMED_OUT, RewardFault, fault_of
-from asyncrl.reward.reward_worker import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup, RewardTask
+from asyncrl.reward.reward_worker import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import OnOutput, Place, WorkerCounts, WorkerPool
@@ -314,7 +314,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         """The task as sent to a worker. A task that cannot be encoded fails, and the result is None."""
         request = pending.request
         try:
-            body = self._encoder.encode(RewardTask.of(request))
+            body = self._encoder.encode(request)
             if len(body) > MAX_TASK_BYTES:
                 raise ValueError(f"{len(body)} bytes")
         except (TypeError, ValueError, OverflowError) as error:

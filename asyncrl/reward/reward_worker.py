@@ -1,10 +1,10 @@
 """A worker process of the reward pool: ``python -m asyncrl.reward.reward_worker FD [HIDDEN]``.
 
 Runs the reward function on one task at a time, in its main thread (some functions use signals). The pool sends
-RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each RewardTask with one Result, in
-order; frames (workers/worker.py) hold MessagePack. Invariant: exceptions become the error of a Result, and output goes
-to the pool's log. If the function ends, blocks or fills the process, the pool starts another. A worker without memory
-reports it and asks to be replaced. It ends with the socket FD or its parent.
+RewardSetup and the worker Ready (workers/user_code.py). Then the worker answers each Score with one Result, in order;
+frames (workers/worker.py) hold MessagePack. Invariant: exceptions become the error of a Result, and output goes to the
+pool's log. If the function ends, blocks or fills the process, the pool starts another. A worker without memory reports
+it and asks to be replaced. It ends with the socket FD or its parent.
 """
 
 from __future__ import annotations
@@ -57,29 +57,6 @@ class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
     max_memory_bytes: int
 
 
-class RewardTask(msgspec.Struct, frozen=True, array_like=True):
-    """One call of the function, or one for each completion when it scores single trajectories."""
-
-    prompt: str
-    row: dict[str, Any]
-    completions: list[str]
-    finish_reasons: list[str]
-    conversations: list[list[dict[str, Any]]] = []
-    """The messages of each completion; empty where none has any."""
-
-    @classmethod
-    def of(cls, request: Score) -> RewardTask:
-        """The task of a request."""
-        completions = request.completions
-        return cls(
-            request.prompt,
-            request.row,
-            [each.text for each in completions],
-            [each.finish_reason for each in completions],
-            [each.messages for each in completions] if any(each.messages for each in completions) else [],
-        )
-
-
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
 
@@ -100,7 +77,7 @@ class Argument(NamedTuple):
 
     type: str
     about: str
-    value: Callable[[RewardTask, int], Any]
+    value: Callable[[Score, int], Any]
     """Its value for a task and the place of the completion in it; a group has the place 0."""
 
 
@@ -109,33 +86,37 @@ _ROW = Argument("dict[str, Any]", "The prompt's row of the data.", lambda task, 
 TRAJECTORY = {
     "prompt": _PROMPT,
     "completion": Argument(
-        "str", "The response, or the answer given last in an episode.", lambda task, at: task.completions[at]
+        "str", "The response, or the answer given last in an episode.", lambda task, at: task.completions[at].text
     ),
     "row": _ROW,
     "finish_reason": Argument(
-        "str", "Cause of the end: stop, length, turns or time.", lambda task, at: task.finish_reasons[at]
+        "str", "Cause of the end: stop, length, turns or time.", lambda task, at: task.completions[at].finish_reason
     ),
     "messages": Argument(
         "list[dict[str, Any]]",
         "The messages of an episode, as in OpenAI's chat completions; empty where a prompt has one response.",
-        lambda task, at: task.conversations[at] if task.conversations else [],
+        lambda task, at: task.completions[at].messages,
     ),
 }
 GROUP = {
     "prompt": _PROMPT,
-    "completions": Argument("list[str]", "The responses, in order.", lambda task, at: task.completions),
+    "completions": Argument(
+        "list[str]", "The responses, in order.", lambda task, at: [each.text for each in task.completions]
+    ),
     "row": _ROW,
-    "finish_reasons": Argument("list[str]", "Cause of each end.", lambda task, at: task.finish_reasons),
+    "finish_reasons": Argument(
+        "list[str]", "Cause of each end.", lambda task, at: [each.finish_reason for each in task.completions]
+    ),
     "conversations": Argument(
         "list[list[dict[str, Any]]]",
         "The messages of each episode; empty lists where a prompt has one response.",
-        lambda task, at: task.conversations or [[] for _ in task.completions],
+        lambda task, at: [each.messages for each in task.completions],
     ),
 }
 ARGUMENTS = {"trajectory": TRAJECTORY, "group": GROUP}
 """By reward.per. docs/first-run.md lists them."""
 
-Scorer = Callable[[RewardTask], list[Outcome]]
+Scorer = Callable[[Score], list[Outcome]]
 
 
 def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
@@ -168,16 +149,16 @@ def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
     wanted = {name: argument.value for name, argument in known.items() if name in accepts}
     passed = {name: options[name] for name in accepts if name in options}
 
-    def call(task: RewardTask, at: int) -> Any:
+    def call(task: Score, at: int) -> Any:
         value = function(**{name: made(task, at) for name, made in wanted.items()}, **passed)
         if type(value) is float:
             return value
         return runner.run(_awaited(value)) if inspect.isawaitable(value) else value
 
-    def score_each(task: RewardTask) -> list[Outcome]:
+    def score_each(task: Score) -> list[Outcome]:
         return [read_outcome(call(task, at)) for at in range(len(task.completions))]
 
-    def score_group(task: RewardTask) -> list[Outcome]:
+    def score_group(task: Score) -> list[Outcome]:
         return read_outcomes(call(task, 0), len(task.completions))
 
     return score_group if setup.per == "group" else score_each
@@ -233,7 +214,7 @@ def main() -> None:
 def _serve(
     connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit, place: str
 ) -> None:
-    decoder, encoder = msgspec.msgpack.Decoder(RewardTask), msgspec.msgpack.Encoder()
+    decoder, encoder = msgspec.msgpack.Decoder(Score), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
         started = time.perf_counter()
@@ -255,7 +236,7 @@ def _serve(
         connection.sendall(framed(body))
 
 
-def _score(scorer: Scorer, task: RewardTask, place: str) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
+def _score(scorer: Scorer, task: Score, place: str) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
     """The rewards with their components, or the error and its kind. ``place`` is the end of an error about a value."""
     try:
         return scorer(task), "", ""

@@ -13,7 +13,7 @@ from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym, regex
 from asyncrl.reward.reward_pool import overlong_penalty, shaped
-from asyncrl.reward.reward_worker import RewardSetup, RewardTask, resolve
+from asyncrl.reward.reward_worker import RewardSetup, resolve
 from asyncrl.workers.user_code import NotCallable
 
 NUMBER = {"normalize": "number"}
@@ -189,7 +189,9 @@ def scored(tmp_path, monkeypatch):
     with asyncio.Runner() as runner:
 
         def score(function, per="trajectory", conversations=(), **options):
-            task = RewardTask("p", {"answer": "1"}, ["ab", "abc"], ["length", "length"], list(conversations))
+            said = zip(("ab", "abc"), conversations or ([], []), strict=True)
+            completions = [Completion(text=a, finish_reason="length", tokens=1, messages=b) for a, b in said]
+            task = Score(uid="0-1", prompt="p", row={"answer": "1"}, completions=completions)
             return resolve(RewardSetup(function, per, options, 1 << 30), runner)(task)
 
         yield score

@@ -3,8 +3,8 @@
 An episode ends by itself, by a deadline or limit of its own (stages.py), or with its host. A limit is an outcome, and
 the tokens sampled until then are a trajectory like any other. Every fault of the user's code fails the attempt. The
 death of a host or of a worker fails no attempt: the episode starts again, with a session of its own. After the death of
-a worker it goes to the same host, which knows which episodes were in it (episodes/episode_pool.py); otherwise to another, if
-there is one.
+a worker it goes to the same host, which knows which episodes were in it (episodes/episode_pool.py); otherwise to
+another, if there is one.
 
 Invariant: nothing of an attempt outlives it; its session is sealed, and its host ends it. Fails with
 EpisodeFailed for the attempt, with TrajectoryFailed for good.
