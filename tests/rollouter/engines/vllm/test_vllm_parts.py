@@ -51,10 +51,12 @@ async def test_scores_go_before_requests_that_wait():
     engine = VllmEngine(config_for(), "rollouter/0")
     engine._llm = SimpleNamespace(generate=generate)
     errors = dict.fromkeys(("VLLMClientError", "EngineDeadError", "EngineGenerateError"), KeyError)
-    engine._vllm = SimpleNamespace(tokens_input=list, scoring=lambda: "scoring", **errors)
+    kinds = SimpleNamespace(FINAL_ONLY="final")
+    engine._vllm = SimpleNamespace(tokens_input=list, SamplingParams=dict, RequestOutputKind=kinds, **errors)
     assert await engine.score([1, 2, 3]) == [-1.0, -2.0]
     [(prompt, params, priority)] = asked
-    assert (prompt, params) == ([1, 2, 3], "scoring")
+    assert prompt == [1, 2, 3]
+    assert (params["prompt_logprobs"], params["temperature"], params["output_kind"]) == (0, 1.0, "final")
     assert priority < GenerationRequest(id="a", prompt_ids=[1], max_tokens=1, temperature=1.0, seed=None).priority
 
 
