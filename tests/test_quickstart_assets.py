@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 
 from asyncrl.config.load import load_config
 from asyncrl.reward.functions import BUILT_IN
+from tools.asset_cache import Assets
 from tools.quickstart import settings as settings_module
 from tools.quickstart.__main__ import launch_command
-from tools.quickstart.assets import Assets, draw_splits, ensure_assets
+from tools.quickstart.assets import draw_splits, ensure_assets
 from tools.quickstart.settings import LOGNORMAL, Settings, content_hash
 from tools.quickstart.task import CHARACTERS, Problem, draw_dots, is_right, write_out
 

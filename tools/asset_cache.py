@@ -14,8 +14,9 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,39 @@ LOCK_POLL_S = 0.2
 PART = "part-"
 
 
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """The folder of a model and the rows of a task."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        """A Hugging Face model folder."""
+        return self.folder / "model"
+
+    @property
+    def train(self) -> Path:
+        """JSONL with the column prompt and what the task needs."""
+        return self.folder / "train.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        """JSONL as of train; no row is in both."""
+        return self.folder / "heldout.jsonl"
+
+    def write(self, train: Iterable[Mapping[str, Any]], heldout: Iterable[Mapping[str, Any]]) -> None:
+        """Write the rows."""
+        for path, rows in ((self.train, train), (self.heldout, heldout)):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def content_hash(settings: dict[str, Any], code: Path) -> str:
-    """Return 16 hex digits over settings, the modules of the folder ``code`` and the versions of the libraries."""
+    """Return 16 hex digits over settings, the modules of ``code``, small_model.py and the versions of the libraries."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for library in LIBRARIES:
         digest.update(f"{library}=={version(library)}\n".encode())
-    for module in sorted(code.glob("*.py")):
+    for module in (Path(__file__).with_name("small_model.py"), *sorted(code.glob("*.py"))):
         digest.update(module.name.encode() + b"\0" + module.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
 from tools import kept
+from tools.asset_cache import Assets
 from tools.quickstart.__main__ import CACHE, CONFIG, ROOT, launch_command
-from tools.quickstart.assets import Assets, ensure_assets
+from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import Settings
 
 RESULT, OUTPUT = "result.json", "output.txt"

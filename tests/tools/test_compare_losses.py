@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.config.load import load_config
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE, STOPPED_EXIT_CODE
+from tools.asset_cache import Assets
 from tools.compare import LOSSES, RESULT, TAUGHT_BY, VARIANTS, Plan, Result, Variant, markdown, plan_runs, run, run_all
-from tools.quickstart.assets import Assets
 
 RUN = """
 import json, pathlib, sys

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tools.asset_cache import Assets
 from tools.learn import guess_number, smollm2, tool_lookup
 from tools.learn.__main__ import RECIPES, findings, launch_command
-from tools.learn.assets import Assets, draw_rows, ensure_assets
+from tools.learn.assets import draw_rows, ensure_assets
 from tools.learn.guess_number import GUESSES, GuessNumber
 from tools.learn.tool_lookup import NOT_THERE, Table
 

@@ -25,11 +25,12 @@ from statistics import median
 from typing import Any
 
 from asyncrl.config.load import load_config
+from tools.asset_cache import Assets
 from tools.bench.learner import TRL
 from tools.bench.processes import environment, without_python_settings
 from tools.bench.report import Report, Target
 from tools.quickstart.__main__ import CACHE, CONFIG, launch_command
-from tools.quickstart.assets import Assets, ensure_assets
+from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import LOGNORMAL, Settings
 from tools.quickstart.task import DOT
 

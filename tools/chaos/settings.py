@@ -8,11 +8,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from tools.asset_cache import Assets
 from tools.chaos.audit import Expected
 from tools.chaos.plan import Episodes
 from tools.chaos.users import KINDS
 from tools.quickstart.__main__ import CONFIG
-from tools.quickstart.assets import Assets
 
 PROGRAM = str(Path(__file__).with_name("users.py"))
 SIM_SILENCE_S = 3.0

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tools import kept
+from tools.asset_cache import Assets
 from tools.learn import guess_number, smollm2, tool_lookup
-from tools.learn.assets import Assets, ensure_assets
+from tools.learn.assets import ensure_assets
 
 ROOT = Path(__file__).parent.parent.parent
 CACHE = ROOT / ".cache" / "learn"

@@ -5,37 +5,13 @@ CACHE/HASH/ holds model/, train.jsonl and heldout.jsonl.
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
-from tools.asset_cache import content_hash, ensure_folder
+from tools.asset_cache import Assets, content_hash, ensure_folder
 from tools.learn.recipe import Recipe, Row
-
-
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """The folder of a recipe's assets."""
-
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        """A Hugging Face model folder."""
-        return self.folder / "model"
-
-    @property
-    def train(self) -> Path:
-        """JSONL with the column prompt and what the task needs."""
-        return self.folder / "train.jsonl"
-
-    @property
-    def heldout(self) -> Path:
-        """JSONL as of train; no row is in both."""
-        return self.folder / "heldout.jsonl"
 
 
 def draw_rows(recipe: Recipe) -> tuple[list[Row], list[Row]]:
@@ -53,8 +29,7 @@ def ensure_assets(recipe: Recipe, cache: Path) -> Assets:
 
 def _make(recipe: Recipe, assets: Assets) -> None:
     heldout, train = draw_rows(recipe)
-    _write_jsonl(assets.heldout, heldout)
-    _write_jsonl(assets.train, train)
+    assets.write(train, heldout)
     if recipe.pretrained is not None:
         assets.model.symlink_to(recipe.pretrained())
     else:
@@ -75,7 +50,3 @@ def _warm_up(recipe: Recipe, assets: Assets, train: list[Row]) -> None:
     print(f"  a model of {model.num_parameters():,} parameters")
     warm_up(model, tokenizer, recipe, train)
     save(model, tokenizer, assets.model)
-
-
-def _write_jsonl(path: Path, rows: Iterable[Row]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -38,6 +38,11 @@ class Settings:
     """Peak learning rate of AdamW, after a linear rise over ``rise`` steps."""
     rise: int = 20
 
+    @property
+    def kv_heads(self) -> int:
+        """As many as heads."""
+        return self.heads
+
 
 @dataclass(frozen=True)
 class Recipe:

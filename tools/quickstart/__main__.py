@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.quickstart.assets import Assets, ensure_assets
+from tools.asset_cache import Assets
+from tools.quickstart.assets import ensure_assets
 from tools.quickstart.settings import Settings
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,36 +10,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
-from tools.asset_cache import ensure_folder
+from tools.asset_cache import Assets, ensure_folder
 from tools.quickstart.settings import Settings, content_hash
 from tools.quickstart.task import Problem, draw_problems
-
-
-@dataclass(frozen=True, slots=True)
-class Assets:
-    """The folder of the assets of one hash."""
-
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        """A Hugging Face model folder."""
-        return self.folder / "model"
-
-    @property
-    def train(self) -> Path:
-        """JSONL with the columns prompt and answer."""
-        return self.folder / "train.jsonl"
-
-    @property
-    def heldout(self) -> Path:
-        """JSONL as of train; no sum is in both."""
-        return self.folder / "heldout.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +55,11 @@ def make_assets(settings: Settings, folder: Path) -> None:
     torch.set_num_threads(1)
     assets = Assets(folder)
     splits = draw_splits(settings)
-    _write_jsonl(assets.train, splits.train)
-    _write_jsonl(assets.heldout, splits.heldout)
+    train, heldout = (
+        [{"prompt": each.prompt, "answer": each.answer} for each in problems]
+        for problems in (splits.train, splits.heldout)
+    )
+    assets.write(train, heldout)
     tokenizer, model = make_tokenizer(settings.characters), make_model(settings)
     print(
         f"  a model of {model.num_parameters():,} parameters, {settings.train:,} problems to train on, "
@@ -88,8 +69,3 @@ def make_assets(settings: Settings, folder: Path) -> None:
     warm_up(model, tokenizer, settings, splits.demonstrated, splits.train[: settings.probes])
     save(model, tokenizer, assets.model)
     (folder / "settings.json").write_text(json.dumps(asdict(settings), indent=2) + "\n")
-
-
-def _write_jsonl(path: Path, problems: Iterable[Problem]) -> None:
-    rows = ({"prompt": problem.prompt, "answer": problem.answer} for problem in problems)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

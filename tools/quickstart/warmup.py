@@ -11,17 +11,14 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from tools.quickstart.settings import Settings
 from tools.quickstart.task import DOT, Problem, draw_dots, is_right, write_out
+from tools.small_model import IGNORED, train
 
 LONGEST = 64
 """Tokens after which a solution is given up."""
-IGNORED = -100
-"""The label of a token that is not learned."""
-BETAS = (0.9, 0.99)
 
 
 def warm_up(
@@ -33,24 +30,16 @@ def warm_up(
 ) -> float:
     """Train ``model`` in place on solutions of ``demonstrated``; returns the share of ``probes`` that it solves."""
     teacher = random.Random(settings.seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=BETAS, weight_decay=0.0)
+    problems = (list(islice(demonstrated, settings.batch)) for _ in range(settings.max_steps))
+    batches = (
+        [_labelled(tokenizer, each, _demonstrate(each, teacher, settings)) for each in some] for some in problems
+    )
     start = time.monotonic()
     solved = 0.0
-    for step in range(1, settings.max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, step / settings.rise)
-        problems = list(islice(demonstrated, settings.batch))
-        solutions = [_demonstrate(problem, teacher, settings) for problem in problems]
-        ids, labels = _demonstrations(tokenizer, problems, solutions)
-        # Padding is on the right, behind everything that is learned: causal attention needs no mask.
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+    for step, loss in enumerate(train(model, settings, batches), 1):
         if step % settings.check_every == 0:
-            progress = f"  warm-up step {step}: loss {loss.item():.3f}"
-            if loss.item() < settings.check_below:
+            progress = f"  warm-up step {step}: loss {loss:.3f}"
+            if loss < settings.check_below:
                 solved = solved_share(model, tokenizer, probes)
                 progress += f", {solved:.0%} of samples right"
             print(f"{progress} ({time.monotonic() - start:.0f} s)", flush=True)
@@ -89,18 +78,7 @@ def _demonstrate(problem: Problem, teacher: random.Random, settings: Settings) -
     return solution + draw_dots(teacher, settings.dots, settings.dots_sigma, settings.most_dots)
 
 
-def _demonstrations(
-    tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], solutions: Sequence[str]
-) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, int64 [batch, length]; only the response and its end token carry a label."""
-    end = tokenizer.eos_token_id
-    rows, labels = [], []
-    for problem, solution in zip(problems, solutions, strict=True):
-        prompt, response = tokenizer(problem.prompt).input_ids, [*tokenizer(solution).input_ids, end]
-        rows.append([*prompt, *response])
-        labels.append([IGNORED] * len(prompt) + response)
-    longest = max(map(len, rows))
-    return (
-        torch.tensor([row + [end] * (longest - len(row)) for row in rows]),
-        torch.tensor([label + [IGNORED] * (longest - len(label)) for label in labels]),
-    )
+def _labelled(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> tuple[list[int], list[int]]:
+    """Token ids and labels; only the response and its end token carry a label."""
+    prompt, response = tokenizer(problem.prompt).input_ids, [*tokenizer(solution).input_ids, tokenizer.eos_token_id]
+    return [*prompt, *response], [IGNORED] * len(prompt) + response
