@@ -78,7 +78,6 @@ def passed_on() -> dict[str, str]:
 def agent_spec(
     folder: RunFolder,
     placed: Sequence[Placed],
-    actor_argv: Sequence[str] = ACTOR_ARGV,
     *,
     above: int,
     index: int = 0,
@@ -94,7 +93,7 @@ def agent_spec(
     return AgentSpec(
         run_dir=str(folder.path),
         log_dir=str(folder.logs),
-        argv=list(actor_argv),
+        argv=list(ACTOR_ARGV),
         actors={actor.name: {key: value for key, value in actor.env.items() if key not in chosen} for actor in placed},
         index=index,
         host=host,

@@ -49,7 +49,6 @@ from asyncrl.launcher.common.agent_messages import (
 from asyncrl.launcher.common.placement import Placed, PlacementHost, describe, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.host_part import (
-    ACTOR_ARGV,
     GUARD_ARGV,
     agent_spec,
     host_of,
@@ -127,7 +126,6 @@ class Launch:
     config: Config
     lines: Sequence[HostLine]
     start: StartCommand | None = None
-    actor_argv: Sequence[str] = ACTOR_ARGV
     dry_run: bool | Literal["json"] = False
     detached: Detached | None = None
     command: str = ""
@@ -326,7 +324,6 @@ class Launch:
             spec = agent_spec(
                 folder,
                 actors,
-                self.actor_argv,
                 above=above,
                 index=number,
                 host=host.address,

@@ -223,8 +223,8 @@ def _take_terminal() -> None:
 def main() -> int:
     from asyncrl.cli.command_line import flushed
     from asyncrl.config.load import validate_config
+    from asyncrl.launcher import host_part
     from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts, with_gpus
-    from asyncrl.launcher.host_part import ACTOR_ARGV
     from asyncrl.launcher.hosts.hostfile import HostLine
     from asyncrl.launcher.launch import Launch
     from asyncrl.launcher.run_folder.resume import find_resumption
@@ -236,8 +236,8 @@ def main() -> int:
         config, resumption = find_resumption(config, request["resume"])
     hosts = [PlacementHost(name=name, cpus=2) for name in request["hosts"]]
     config = with_episode_hosts(with_gpus(config, hosts), hosts)
-    argv = request["argv"] or ACTOR_ARGV
-    launch = Launch(config, [HostLine("here")], actor_argv=argv, head="here", head_is_here=True)
+    host_part.ACTOR_ARGV = request["argv"] or host_part.ACTOR_ARGV
+    launch = Launch(config, [HostLine("here")], head="here", head_is_here=True)
     launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
     launch.placed = [dataclasses.replace(actor, host="here") for actor in place(config, hosts)]
     return flushed("launched", lambda: asyncio.run(undone_by_signals(launch.run(), launch.progress)))
