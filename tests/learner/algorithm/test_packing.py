@@ -1,27 +1,161 @@
+"""Rows: which sequences share one, the common beginning that they have in it once, and the work of the ranks."""
+
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from learner.learner_cases import build_step, make_config, make_group, make_trajectory, only
 
-from asyncrl.learner.algorithm.packing import cost, pack
+from asyncrl.learner.algorithm.packing import SharedPrompts, Sizes, cost, find_sharing, lay_out, nothing_shared, pack
+from asyncrl.learner.fsdp.model.attention import connect
+
+TOKENS = st.integers(0, 2)
+"""Few, so that sequences begin alike by chance as well."""
+
+
+@st.composite
+def _batches(draw: Any) -> tuple[list[np.ndarray], list[int]]:
+    """Sequences, and the family of each; members of a family need not be side by side."""
+    prompts = draw(st.lists(st.lists(TOKENS, min_size=0, max_size=12), min_size=1, max_size=4))
+    keys = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=16))
+    sequences = []
+    for key in keys:
+        rest = draw(st.lists(TOKENS, min_size=0 if prompts[key] else 1, max_size=20))
+        sequences.append(np.array([*prompts[key], *rest], np.int32))
+    return sequences, keys
+
+
+@given(_batches())
+def test_a_prefix_is_the_longest_beginning_that_a_family_has(batch) -> None:
+    sequences, keys = batch
+    found = find_sharing(sequences, keys)
+    for i, key in enumerate(keys):
+        family = [sequence.tolist() for sequence, other in zip(sequences, keys, strict=True) if other == key]
+        assert (found.family == found.family[i]).tolist() == [other == key for other in keys]
+        length = int(found.prefix[i])
+        assert length == 0 or len(family) > 1
+        assert len({tuple(tokens[:length]) for tokens in family}) == 1
+        longer = {tuple(tokens[: length + 1]) for tokens in family}
+        assert len(family) == 1 or len(longer) > 1 or min(map(len, family)) == length
+
+
+@given(_batches())
+def test_a_row_has_the_tokens_of_each_of_its_sequences(batch) -> None:
+    sequences, keys = batch
+    sharing = find_sharing(sequences, keys)
+    layout = lay_out(sequences, sharing)
+    assert layout.lengths.sum() == len(layout.input_ids)
+    assert Sizes([*map(len, sequences)], sharing).tokens(range(len(keys))) == len(layout.input_ids)
+    assert (layout.lengths > 0).all()
+    for tokens, places in zip(sequences, layout.places, strict=True):
+        assert layout.input_ids[places].tolist() == tokens.tolist()
+    # Nothing else is in it, and a place that several have is of a common beginning.
+    assert sorted(set(np.concatenate(layout.places).tolist())) == list(range(len(layout.input_ids)))
+    ends = np.cumsum(layout.lengths)
+    before = layout.prefixes[layout.prefixes >= 0]
+    assert (layout.prefixes[before] == -1).all()
+    assert (before < np.flatnonzero(layout.prefixes >= 0)).all()
+
+    pieces = connect(layout.lengths, layout.prefixes)
+    index = np.arange(len(layout.input_ids)) if pieces.key_index is None else pieces.key_index
+    seen = np.split(index, np.cumsum(pieces.key_lengths)[:-1])
+    for places in layout.places:
+        assert pieces.positions[places].tolist() == list(range(len(places)))
+        for piece in np.unique(np.searchsorted(ends, places, side="right")):
+            # A piece attends to its sequence from the beginning to the end of the piece.
+            assert seen[piece].tolist() == places[: len(seen[piece])].tolist()
+
+
+@given(_batches(), st.integers(1, 60), st.integers(1, 4), st.booleans())
+def test_each_sequence_is_in_one_row_within_the_budget(batch, budget: int, world_size: int, packed: bool) -> None:
+    sequences, keys = batch
+    lengths, sharing = [*map(len, sequences)], find_sharing(sequences, keys)
+    ranks = pack(lengths, budget=budget, world_size=world_size, packed=packed, sharing=sharing)
+    rows = [row for rank in ranks for row in rank]
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1
+    for row in filter(None, rows):
+        assert row == sorted(row)
+        computed = len(lay_out([sequences[i] for i in row], sharing.among(row)).input_ids)
+        assert computed <= budget or len(row) == 1
+        assert packed or len(row) == 1
+    assert pack(lengths, budget=budget, world_size=world_size, packed=packed, sharing=sharing) == ranks
+
+
+@given(_batches(), st.integers(1, 60), st.integers(1, 4))
+def test_to_share_never_makes_the_ranks_wait_longer(batch, budget: int, world_size: int) -> None:
+    """A micro-batch takes as long as its costliest row."""
+    sequences, keys = batch
+    lengths, sharing = [*map(len, sequences)], find_sharing(sequences, keys)
+
+    def time(of: SharedPrompts) -> float:
+        ranks, sizes = pack(lengths, budget=budget, world_size=world_size, sharing=of), Sizes(lengths, of)
+        return sum(max(map(sizes.cost, rows)) for rows in zip(*ranks, strict=True))
+
+    assert time(sharing) <= time(nothing_shared(len(lengths))) * (1 + 1e-9)
+
+
+def _family(count: int, prefix: int) -> SharedPrompts:
+    return SharedPrompts(np.zeros(count, np.int64), np.full(count, prefix))
+
+
+def test_a_family_stays_together_where_it_fits_and_is_split_where_it_does_not() -> None:
+    lengths = [100 + 20] * 8
+    assert pack(lengths, budget=260, world_size=1, sharing=_family(8, 100)) == [[list(range(8))]]
+    rows = pack(lengths, budget=200, world_size=1, sharing=_family(8, 100))[0]
+    assert [len(row) for row in rows] == [4, 4]
+    # Two families that fit into a row, but not together.
+    two = SharedPrompts(np.array([0, 1] * 4), np.full(8, 100))
+    assert sorted(pack(lengths, budget=300, world_size=1, sharing=two)[0]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    # It is split as well where ranks would stand still.
+    lengths = [10 + 100] * 8
+    halves = pack(lengths, budget=10_000, world_size=2, sharing=_family(8, 10))
+    assert sorted(len(row) for rank in halves for row in rank) == [4, 4]
+    two = SharedPrompts(np.array([0, 1] * 4), np.full(8, 10))
+    assert sorted(pack(lengths, budget=10_000, world_size=2, sharing=two)) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+
+
+@given(_batches(), st.data())
+def test_the_cost_of_a_row_is_that_of_its_attention(batch, data) -> None:
+    sequences, keys = batch
+    row = data.draw(st.lists(st.sampled_from(range(len(keys))), min_size=1, unique=True).map(sorted))
+    sharing = find_sharing(sequences, keys)
+    layout = lay_out([sequences[i] for i in row], sharing.among(row))
+    pieces = connect(layout.lengths, layout.prefixes)
+    own, seen = np.array(pieces.lengths, float), np.array(pieces.key_lengths, float)
+    # A token of the linear part each, and pairs of tokens: of the square of what is seen, that of what comes before.
+    expected = own.sum() + (seen**2 - (seen - own) ** 2).sum() / 4096
+    assert Sizes([*map(len, sequences)], sharing).cost(row) == pytest.approx(expected)
+
+
+def test_one_response_of_one_token_and_a_longer_one_share_their_prompt() -> None:
+    """Also where the prompts came in other integer types."""
+    prompts = [np.array([1, 2, 3], dtype) for dtype in (np.int32, np.int64, np.int32)]
+    made = [
+        make_trajectory(tokens, reward=reward, prompt_ids=prompt)
+        for tokens, reward, prompt in zip(([7], [8, 9], [8, 6]), (1.0, 0.0, 0.5), prompts, strict=True)
+    ]
+    config = make_config()
+    group = make_group(0, [1, 2, 3], made)
+    plan = build_step([group], version=0, config=config, world_size=1, packed=True, shared=True)
+    [[batch]] = only(plan).ranks
+    # The last token of each is no input.
+    assert batch.input_ids.tolist() == [1, 2, 3, 8, 8]
+    assert (batch.lengths.tolist(), batch.prefixes.tolist()) == ([3, 1, 1], [-1, 0, 0])
+    assert (batch.predict.tolist(), batch.targets.tolist()) == ([2, 2, 3, 2, 4], [7, 8, 9, 8, 6])
+    assert (batch.segments.tolist(), plan.tokens) == ([0, 1, 1, 2, 2], 5)
+
 
 CASES = {
     "lengths": st.lists(st.integers(1, 300), max_size=60),
     "budget": st.integers(1, 400),
     "world_size": st.integers(1, 5),
 }
-
-
-@given(**CASES)
-def test_where_rows_are_not_packed_each_sequence_has_its_own(lengths, budget, world_size) -> None:
-    ranks = pack(lengths, budget=budget, world_size=world_size, packed=False)
-    assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1
-    rows = [row for rank in ranks for row in rank]
-    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
-    assert max(map(len, rows)) <= 1
 
 
 @given(**CASES)

@@ -1,119 +1,87 @@
-"""The check at start, first part, and models that cannot be loaded."""
-
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
-from asyncrl.config.training import LearnerConfig, ModelConfig
-from asyncrl.core.errors import ConfigError
-from asyncrl.learner.fsdp.model import attention
-from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.startup import startup_check as check
-from asyncrl.learner.fsdp.startup.loading import empty_policy, load_policy
-from asyncrl.learner.fsdp.startup.startup_check import Scoring, choose_scoring
+from asyncrl.learner.fsdp.model import policy as policies
+from asyncrl.learner.fsdp.model.policy import score_hidden, score_logits
+
+VOCABULARY, WIDTH, COUNT = 64, 16, 50
 
 
-@pytest.fixture
-def loaded(folder: Path) -> Policy:
-    return load_policy(ModelConfig(path=str(folder)))
-
-
-def test_the_check_takes_the_fastest_way_that_is_right(loaded) -> None:
-    choice = choose_scoring(loaded, LearnerConfig(), seed=0)
-    assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True, shared=True)
-    assert (choice.packed, choice.single) == (["packed", "loaded", "plain"], "loaded")
-    alone = choose_scoring(loaded, LearnerConfig(packing="off"), seed=0)
-    assert alone.scoring == Scoring(packed=False, attention="loaded", chunked=True)
-
-
-def test_rounding_is_measured_on_the_model_and_is_not_a_leak(loaded) -> None:
-    # Log-probs of thousands of nats: their rounding alone is far above a bound that suits others.
-    loaded.model.get_output_embeddings().weight.data *= 3000
-    choice = choose_scoring(loaded, LearnerConfig(), seed=0)
-    assert choice.scoring == Scoring(packed=True, attention="packed", chunked=True, shared=True)
-    assert max(map(abs, choice.truth)) > 1000
-
-
-def _leaks(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model takes a row for one long sequence, as with a mask of ones."""
-    backbone = loaded.model.model
-    forward = backbone.forward
-
-    def leaking(*args, **kwargs):
-        kwargs["attention_mask"] = torch.ones_like(kwargs["input_ids"])
-        if "sequence_lengths" in kwargs:
-            kwargs["sequence_lengths"] = (sum(kwargs["sequence_lengths"]),)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(backbone, "forward", leaking)
-
-
-def _needs_sinks(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_args, **_kwargs):
-        raise NotImplementedError("needs s_aux")
-
-    monkeypatch.setattr(attention, "packed_attention", refuse)
-
-
-def _scales_logits(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = loaded.model.forward
-
-    def scaled(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.logits = output.logits * 0.5
-        return output
-
-    monkeypatch.setattr(loaded.model, "forward", scaled)
-
-
-def _is_no_number(loaded: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        check, "score_rows", lambda _, rows: torch.full((sum(len(row.targets) for row in rows),), float("nan"))
-    )
+def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(COUNT, WIDTH), 0.3 * torch.randn(VOCABULARY, WIDTH)
+    shift = torch.randn(VOCABULARY) if bias else None
+    leaves = [hidden.requires_grad_(), *(p if p is None else p.requires_grad_(not frozen) for p in (weight, shift))]
+    return (*leaves, torch.randint(0, VOCABULARY, (COUNT,)), torch.randn(COUNT), torch.randn(COUNT))
 
 
 @pytest.mark.parametrize(
-    ("ails", "packed", "way", "chunked", "told"),
+    ("positions", "entropy_gradient", "bias", "softcap", "frozen"),
     [
-        (_leaks, False, "loaded", True, "one sequence"),
-        (_needs_sinks, True, "loaded", True, "s_aux"),
-        (_scales_logits, True, "packed", False, "whole logits"),
-        (_is_no_number, False, "plain", False, "whole logits"),
+        (1, True, True, None, False),
+        (7, False, False, None, False),
+        (7, True, True, 0.5, False),
+        (50, False, True, 0.5, False),
+        (1000, True, False, None, False),
+        # A frozen head gets no gradient, and what is below it the same.
+        (7, False, True, None, True),
     ],
 )
-def test_the_check_sees_what_a_model_ails(
-    ails: Callable[..., None], packed: bool, way: str, chunked: bool, told: str, loaded, monkeypatch
+def test_chunks_have_the_values_and_gradients_of_the_whole(
+    positions, entropy_gradient, bias, softcap, frozen, monkeypatch
 ) -> None:
-    ails(loaded, monkeypatch)
-    scoring = choose_scoring(loaded, LearnerConfig(), seed=0).scoring
-    if not packed:
-        with pytest.raises(ConfigError, match=r"learner\.packing"):
-            choose_scoring(loaded, LearnerConfig(packing="required"), seed=0)
-    monkeypatch.undo()
-    attention.register()
-    assert (scoring.packed, scoring.attention, scoring.chunked) == (packed, way, chunked)
-    assert told in scoring.warnings[0]
+    monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * VOCABULARY * positions)
+    found = []
+    for chunked in (True, False):
+        hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=bias, frozen=frozen)
+        named = {"entropy_gradient": entropy_gradient}
+        if chunked:
+            scores = score_hidden(hidden, weight, shift, targets, 0.7, softcap=softcap, **named)
+        else:
+            logits = F.linear(hidden, weight, shift)
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            scores = score_logits(logits, targets, 0.7, **named)
+        assert scores[1].requires_grad == entropy_gradient
+        total = (scores[0] * by_logprob).sum()
+        if entropy_gradient:
+            total = total + (scores[1] * by_entropy).sum()
+        total.backward()
+        assert (weight.grad is None) == frozen
+        learnt = [each.grad for each in (hidden, weight, shift) if each is not None and each.requires_grad]
+        found.append([*(s.detach() for s in scores), *learnt])
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("load", [load_policy, empty_policy])
-def test_a_model_that_is_not_there_names_its_key(load, tmp_path: Path) -> None:
-    for path, files, told in (
-        (tmp_path / "nowhere", {}, "nowhere is no folder"),
-        (tmp_path, {}, r"holds no config\.json"),
-        (tmp_path, {"config.json": json.dumps({"model_type": "no-such-model"})}, "cannot be loaded"),
-    ):
-        for name, text in files.items():
-            (path / name).write_text(text)
-        with pytest.raises(ConfigError, match=rf"model\.path: .*{told}"):
-            load(ModelConfig(path=str(path)))
+def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> None:
+    """Advantages of both signs, as in a step: their sum is much smaller than the parts."""
+    torch.manual_seed(0)
+    count = 2048
+    hidden, weight = torch.randn(count, 64).bfloat16(), (0.05 * torch.randn(512, 64)).bfloat16()
+    targets, advantages = torch.randint(0, 512, (count,)), torch.randn(count).sign() + 0.05
+
+    def gradient(dtype: torch.dtype, positions: int) -> torch.Tensor:
+        monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * 512 * positions)
+        leaf = weight.to(dtype, copy=True).requires_grad_()
+        (score_hidden(hidden.to(dtype), leaf, None, targets, 1.0)[0] * advantages / count).sum().backward()
+        return leaf.grad.double()
+
+    truth = gradient(torch.float64, count)
+    errors = [float((gradient(torch.bfloat16, n) - truth).norm() / truth.norm()) for n in (count, count // 64)]
+    assert errors[1] < 1.5 * errors[0] < 0.01
 
 
-def test_the_layers_are_found(loaded) -> None:
-    for named in (["Qwen2DecoderLayer", "Qwen2MLP"], None):
-        loaded.model._no_split_modules = named
-        assert [type(m).__name__ for m in loaded.decoder_layers()] == ["Qwen2DecoderLayer"] * 2
+def test_the_entropy_and_its_gradient_are_finite_where_probabilities_are_0() -> None:
+    logits = torch.tensor([[0.0, -200.0, -1e4], [3.0, 2.0, float("-inf")]], requires_grad=True)
+    _, entropies = score_logits(logits, torch.zeros(2, dtype=torch.int64), 1.0, entropy_gradient=True)
+    entropies.sum().backward()
+    p, q = torch.tensor([3.0, 2.0]).softmax(0).tolist()
+    entropy = -p * math.log(p) - q * math.log(q)
+    expected = [[0.0, 0.0, 0.0], [-p * (math.log(p) + entropy), -q * (math.log(q) + entropy), 0.0]]
+    torch.testing.assert_close(entropies.detach(), torch.tensor([0.0, entropy]))
+    torch.testing.assert_close(logits.grad, torch.tensor(expected))

@@ -1,3 +1,5 @@
+"""The objective of a step and its statistics, against plain Python, token by token."""
+
 from __future__ import annotations
 
 import math
@@ -15,7 +17,7 @@ from asyncrl.config.algorithm import CorrectionConfig, RejectConfig
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.losses import BUILT_IN, TokenBatch
-from asyncrl.learner.algorithm.objective import correction, kl_losses
+from asyncrl.learner.algorithm.objective import TokenSums, correction, kl_losses, token_sums
 from asyncrl.learner.algorithm.user_functions import find_loss, make_objective
 
 CAP = 1.3
@@ -198,3 +200,39 @@ def test_sums_of_a_users_loss_have_the_same_names_in_each_batch() -> None:
     assert not sums["all"].requires_grad
     with pytest.raises(ConfigError, match=r"returned the sums \['all'\] with one batch and \['all', 'late'\] with"):
         objective(replace(batch, staleness=torch.ones_like(batch.staleness)), 1.0)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_statistics_against_a_float64_reference(fresh) -> None:
+    """Sums of two micro-batches together."""
+    batches, total = [make_batch(1), make_batch(2)], TokenSums()
+    for batch in batches:
+        total.add(TokenSums(*token_sums(batch, fresh=fresh, cap=CAP).tolist()))
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([getattr(batch, name).detach().double().numpy() for batch in batches])
+
+    keep = column("weights") > 0
+    d = (column("logprobs") - column("behaviour"))[keep]
+    r, new = np.exp(d), (column("staleness") == 0)[keep]
+    assert new.any()
+    k3 = r - 1 - d
+    expected = {
+        "policy/entropy": column("entropies")[keep].mean(),
+        "policy/ess": r.sum() ** 2 / (len(r) * (r**2).sum()),
+        "policy/behaviour_kl": k3.mean(),
+        "policy/tis_clipped_fraction": (r > CAP).mean(),
+        "policy/ratio_max": r.max(),
+    }
+    if fresh:
+        expected |= {"policy/engine_kl": k3[new].mean(), "policy/engine_kl_tokens": new.sum()}
+    assert total.metrics() == pytest.approx(expected, rel=1e-6)
+
+
+def test_there_is_no_number_without_tokens_nor_an_infinite_one() -> None:
+    assert TokenSums().metrics() == {}
+    assert "policy/engine_kl" not in TokenSums(count=1, ratio=1, ratio_squared=1).metrics()
+    batch = make_batch(1, dtype=torch.float32)
+    far = replace(batch, behaviour=batch.behaviour - 1e4)
+    sums = TokenSums(*token_sums(far, fresh=True, cap=CAP).tolist())
+    assert all(math.isfinite(value) for value in sums.metrics().values())
