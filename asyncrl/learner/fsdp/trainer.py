@@ -324,7 +324,7 @@ class Trainer:
 
     def _pack(self, of_ranks: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
         """A parcel for each rank; that of rank 0, which has the micro-batches, is empty."""
-        return [pack(()), *map(pack, of_ranks[1:])]
+        return [np.empty(0, np.uint8), *map(pack, of_ranks[1:])]
 
     def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
         return unpack(self._ranks.scatter(None, parcel_bytes[self._rank], what))

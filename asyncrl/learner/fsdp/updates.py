@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.losses import TokenBatch, supervised
 from asyncrl.learner.algorithm.objective import Objective, TokenSums, token_sums
 from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
 from asyncrl.learner.fsdp.ranks.ranks import Ranks, TermShape, UpdateShape
 
@@ -67,11 +67,8 @@ class _Scored:
     teacher: Tensor | None
 
 
-class Scorer(Protocol):
-    """A model that scores rows, as Policy does."""
-
-    def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-prob of each target, float32 [N], nats, and the entropy there."""
+Scorer = Policy | WithoutAdapters
+"""A model that scores rows."""
 
 
 @dataclass(frozen=True, slots=True)
