@@ -17,14 +17,14 @@ out, which is no failure: ``problem`` ignores it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.algorithm.group_check import check_group, has_signal
+from asyncrl.learner.groups.notices import no_signal
 from asyncrl.messages.dataloader import Outcome, Outcomes, Rejected
 from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import KINDS, Kind, Ledger, LedgerState, position_of
@@ -92,7 +92,6 @@ def _position(group: Group) -> tuple[int, int]:
     return (group.lease.epoch, group.lease.index)
 
 
-REWARDS_SHOWN = 5
 FRACTION_FROM = 100
 """Number of concluded groups from which on ``learner.max_quarantined_fraction`` counts."""
 
@@ -364,7 +363,7 @@ class Intake:
             flat = [group for group in self.filtered if self._is_flat(group)]
             has_trained = self.ledger.count("trained") > 0
             masked = len(self.filtered) - len(flat)
-            return _no_signal(flat, masked, self._failed, self._last_problem, has_trained=has_trained)
+            return no_signal(flat, masked, self._failed, self._last_problem, has_trained=has_trained)
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
@@ -417,51 +416,3 @@ class Intake:
     def _conclude(self, uid: str, kind: Kind) -> None:
         self.ledger.record(kind, *position_of(uid))
         self.outcomes.outcome(Outcome(uid, kind))
-
-
-def _no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
-    """Text about groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
-    rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
-    see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"
-    parts = [
-        (
-            len(flat),
-            f"had equal rewards in themselves ({_counted(rewards)})",
-            _tell_apart(rewards, see, alone=not failed, has_trained=has_trained),
-        ),
-        (
-            masked,
-            "had no trajectory to train, because all were masked",
-            "raise rollout.max_tokens, or let reward.truncated train responses that are cut there; if tokens were left "
-            'out as late, raise staleness.max, or set staleness.late to "train"',
-        ),
-        (
-            failed,
-            "failed and were quarantined" + (f", the last one because: {last_problem}" if last_problem else ""),
-            "mend what failed (quarantine.jsonl has each with its reason)",
-        ),
-    ]
-    found = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
-    told = "; ".join(f"{count} {words}" for count, words, _ in found)
-    to_do = "; ".join(remedy for _, _, remedy in found)
-    total = sum(count for count, _, _ in found)
-    return f"no signal: none of the last {total} groups could be trained: {told}. To do: {to_do}"
-
-
-def _counted(rewards: Counter[float]) -> str:
-    """Rewards with the number of times that each was given, the most frequent first."""
-    named = [f"{reward:g} ({times} times)" for reward, times in rewards.most_common(REWARDS_SHOWN)]
-    more = len(rewards) - len(named)
-    return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")
-
-
-def _tell_apart(rewards: Counter[float], see: str, *, alone: bool, has_trained: bool) -> str:
-    if len(rewards) <= 1:
-        reward = next(iter(rewards), 0.0)
-        learned = f"if {reward:g} is the best reward, the model has learned these prompts, so take harder ones; else "
-        return f"{learned if has_trained else ''}see in {see} why every response gets the same reward"
-    words = (
-        f"see {see}: take prompts that the model answers now well, now badly, a reward with more steps between, or a "
-        "larger rollout.samples_per_prompt"
-    )
-    return f"{words}; a larger learner.max_filtered_ratio waits longer for such groups" if alone else words

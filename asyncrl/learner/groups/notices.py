@@ -3,6 +3,7 @@
     LearningWatch     the run cannot learn: no learning rate, no gradient, no signal in rewards
     TruncationWatch   limits cut most responses, with the key of the limit
     GraceWatch        a measured step is longer than preempt.grace_s allows
+    no_signal         the reason with which a run without a signal ends
 
 A notice that the run cannot learn needs an exact condition over STEPS steps, or as many groups, so a run that learns
 gets none. It is given once. A missing number in a line changes nothing.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from asyncrl.messages.groups import Group, Trajectory
 from asyncrl.messages.trajectories import is_truncated, last_answer_tokens
 from asyncrl.observe.metrics_line import HIGH_TRUNCATION, busy_s, number_in
 
+REWARDS_SHOWN = 5
+"""Rewards that the text of a run without a signal names."""
 STEPS = 3
 """Steps in a row, or groups of as many steps, before a notice."""
 LEAST_GROUPS = 32
@@ -209,3 +212,51 @@ class GraceWatch:
         problem, fix = self._config.preempt.too_short(statistics.median(self._steps_s))
         self._said = bool(problem)
         return [Notice(key="grace", text=f"{problem}. To do: {fix}")] if problem else []
+
+
+def no_signal(flat: Sequence[Group], masked: int, failed: int, last_problem: str, *, has_trained: bool) -> str:
+    """Text about groups with equal rewards, without a token to train, and quarantined ones; the largest part first."""
+    rewards = Counter(round(float(t.reward or 0.0), 4) for group in flat for t in group.trajectories)
+    see = "asyncrl-top --samples and reward.function" if has_trained else "reward.function"
+    parts = [
+        (
+            len(flat),
+            f"had equal rewards in themselves ({_counted(rewards)})",
+            _tell_apart(rewards, see, alone=not failed, has_trained=has_trained),
+        ),
+        (
+            masked,
+            "had no trajectory to train, because all were masked",
+            "raise rollout.max_tokens, or let reward.truncated train responses that are cut there; if tokens were left "
+            'out as late, raise staleness.max, or set staleness.late to "train"',
+        ),
+        (
+            failed,
+            "failed and were quarantined" + (f", the last one because: {last_problem}" if last_problem else ""),
+            "mend what failed (quarantine.jsonl has each with its reason)",
+        ),
+    ]
+    found = sorted((part for part in parts if part[0]), key=lambda part: -part[0])
+    told = "; ".join(f"{count} {words}" for count, words, _ in found)
+    to_do = "; ".join(remedy for _, _, remedy in found)
+    total = sum(count for count, _, _ in found)
+    return f"no signal: none of the last {total} groups could be trained: {told}. To do: {to_do}"
+
+
+def _counted(rewards: Counter[float]) -> str:
+    """Rewards with the number of times that each was given, the most frequent first."""
+    named = [f"{reward:g} ({times} times)" for reward, times in rewards.most_common(REWARDS_SHOWN)]
+    more = len(rewards) - len(named)
+    return f"reward {', '.join(named)}" + (f" and {more} other rewards" if more > 0 else "")
+
+
+def _tell_apart(rewards: Counter[float], see: str, *, alone: bool, has_trained: bool) -> str:
+    if len(rewards) <= 1:
+        reward = next(iter(rewards), 0.0)
+        learned = f"if {reward:g} is the best reward, the model has learned these prompts, so take harder ones; else "
+        return f"{learned if has_trained else ''}see in {see} why every response gets the same reward"
+    words = (
+        f"see {see}: take prompts that the model answers now well, now badly, a reward with more steps between, or a "
+        "larger rollout.samples_per_prompt"
+    )
+    return f"{words}; a larger learner.max_filtered_ratio waits longer for such groups" if alone else words
