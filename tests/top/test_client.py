@@ -98,7 +98,7 @@ async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
 
 @pytest.mark.parametrize("curve", [False, True])
 def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_path, curve, monkeypatch):
-    """I6. Whatever it says of what it has read: every answer to it stays with ZeroMQ."""
+    """I6: every answer to it stays with ZeroMQ, also if it lies about what it has read."""
     sent = {}
     send = ZmqServer.send
 

@@ -48,7 +48,7 @@ async def test_a_pane_leads_to_the_actor_that_it_is_about():
 
 
 async def test_the_newest_events_stay_in_sight():
-    """The cursor stays at the top, whichever actors the newest events have."""
+    """The cursor stays at the top; the newest events may have any actors."""
     actors = ["reward/0", *["dataloader/0", "reward/0"] * 40, "learner/0"]
     events = [Event(number=n, wall=WALL + n, level="info", actor=each, text=f"{n}.") for n, each in enumerate(actors)]
     history = known(Run(events=events[:-1]).between())

@@ -141,17 +141,26 @@ def test_an_address_that_cannot_be_reached_says_why_and_where_to_look(tmp_path, 
             complains((*words, "--once"), "/", code, text)
 
 
-def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read(ended, complains, capsys):
-    path = next((ended / "monitor").iterdir())
+def test_a_damaged_recording_is_shown_as_far_as_it_can_be_read_and_not_as_running(tmp_path, complains, capsys):
+    """Also as a host that lost its power leaves it: the last bytes are zeros."""
+    record(tmp_path, *(Run(steps=1000).at(float(second)) for second in range(40, 102)))
+    path = next((tmp_path / "monitor").iterdir())
     whole = path.read_bytes()
-    for damaged in (whole[: len(whole) * 3 // 4], whole + b"\xc1" * 40):
+    few, many = 300, len(whole) // 62 * 3
+    cuts = [
+        whole[: len(whole) * 3 // 4],
+        whole + b"\xc1" * 40,
+        *(whole[:-zeros] + bytes(zeros) for zeros in (few, many)),
+    ]
+    for damaged in cuts:
         path.write_bytes(damaged)
-        assert command.main([str(ended), *REPLAY]) == 0
-        assert "step " in capsys.readouterr().out
-    path.write_bytes(b"\xc1" * 400)
-    complains((ended, "--replay"), "/", 2, "nothing readable is recorded there")
+        assert command.main([str(tmp_path), *REPLAY]) == 0
+        shown = capsys.readouterr().out
+        assert "failed: nothing is known after this, when it was running" in " ".join(shown.split())
+        head = shown.splitlines()[0]
+        assert "step " in head and "failed" in head and "ETA –" in head
     path.write_bytes(msgspec.msgpack.encode([WALL, b"no snapshot"]))
-    complains((ended, "--replay"), "/", 2, "the snapshots there are damaged, or of another version of asyncrl")
+    complains((tmp_path, "--replay"), "/", 2, "the snapshots there are damaged, or of another version of asyncrl")
 
 
 @pytest.mark.parametrize(
@@ -181,20 +190,6 @@ def test_the_end_of_a_replay_says_how_the_run_ended_if_it_has(tmp_path, facts, s
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert command.main([str(tmp_path), *REPLAY]) == 0
     assert ("running" in capsys.readouterr().out.splitlines()[0]) == (not facts)
-
-
-def test_a_run_whose_last_snapshot_is_damaged_is_not_shown_as_running(tmp_path, capsys):
-    """As a host that lost its power leaves it: the last bytes are zeros."""
-    run = Run(steps=1000)
-    record(tmp_path, *(run.at(float(second)) for second in range(40, 102)))
-    path = next((tmp_path / "monitor").iterdir())
-    for zeros in (300, len(path.read_bytes()) // 62 * 3):
-        path.write_bytes(path.read_bytes()[:-zeros] + bytes(zeros))
-        assert command.main([str(tmp_path), *REPLAY]) == 0
-        shown = capsys.readouterr().out
-        assert "failed: nothing is known after this, when it was running" in " ".join(shown.split())
-        head = shown.splitlines()[0]
-        assert "failed" in head and "ETA –" in head
 
 
 def test_a_private_folder_of_somebody_else_is_named(ended, tmp_path, monkeypatch, capsys):

@@ -74,28 +74,6 @@ def run_values(snapshot: Snapshot) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-class Steps:
-    """Follows the steps of lines, across restarts of the learner from a checkpoint.
-
-    A step's own line comes before those of its updates and evaluations. A restarted sinks actor does not know earlier
-    lines. So the first step of each learner voids this step and all later ones.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._start: int | None = None
-
-    def of(self, line: Line) -> tuple[int, bool]:
-        """(the step of a line, whether it voids earlier entries of this step and later ones)."""
-        step = int(line.get("step", self._step))
-        if line.get("kind") != "train":
-            return step, False
-        start = line.get("start", 0)
-        again = start != self._start or step <= self._step
-        self._step, self._start = step, start
-        return step, again
-
-
 class HistoryEntry(NamedTuple):
     """The entry that a sink with a history writes for a line."""
 
@@ -106,29 +84,38 @@ class HistoryEntry(NamedTuple):
 
 
 class Entries:
-    """Makes an entry for each line; the next line of a step takes the newest snapshot along."""
+    """Makes an entry for each line; the next line of a step takes the newest snapshot along.
+
+    It follows the steps of lines across restarts of the learner from a checkpoint. A step's own line comes before those
+    of its updates and evaluations. A restarted sinks actor does not know earlier lines. So the first step of each
+    learner voids this step and all later ones.
+    """
 
     def __init__(self) -> None:
-        self._steps = Steps()
         self._run: dict[str, float] = {}
+        self._step = 0
+        self._start: int | None = None
 
     def take(self, record: Line | Snapshot) -> HistoryEntry | None:
         """The entry; None for a snapshot, and for a warm step, which is not a training step."""
         if isinstance(record, Snapshot):
             self._run = run_values(record)
             return None
-        line = record
-        if line.get("kind") == "warm":
-            return None
-        step, again = self._steps.of(line)
+        line, again = record, False
+        step, start = int(line.get("step", self._step)), line.get("start", 0)
         match line.get("kind"):
+            case "warm":
+                return None
             case "update":
                 values = dict(update_numbers(line))
             case "eval":
                 # Its weights/version is that of the engines, and not the trained one.
                 values = {name: value for name, value in numbers(line) if name.startswith("eval/")}
-            case _:
+            case kind:
                 values = dict(numbers(line)) | self._run
+                if kind == "train":
+                    again = start != self._start
+                    self._step, self._start = step, start
         return HistoryEntry(step, again, values)
 
 

@@ -117,7 +117,7 @@ def test_a_snapshot_of_another_schema_is_passed_over(tmp_path):
 
 
 def test_a_segment_that_is_thinned_away_while_it_is_read_is_left_out(tmp_path):
-    """As by the run that goes on."""
+    """As by a run that continues."""
     for attempt in (1, 2, 3):
         put(Recorder(tmp_path, attempt, 1 << 20), attempt)
     second = segments(tmp_path)[1].path
