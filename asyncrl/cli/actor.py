@@ -3,11 +3,10 @@
     python -m asyncrl.cli.actor ROLE/INDEX --run FOLDER --incarnation N --attempt K [--controller ADDRESS]
         [--host ADDRESS] [--private NAME] [--address ADDRESS]
 
-Signals that end a run are handled before anything heavy is imported: only the launcher and the agent act on them,
-an actor ends when the controller drains its role. They get a handler that does nothing, and are not ignored: that
-would be inherited by the processes an actor starts and would make them deaf to being terminated. An actor does not
-outlive its agent, even if the guard dies with that. SIGUSR1 writes the stack of every thread, and where every task
-waits, to the log.
+Signals that end a run are handled before anything heavy is imported. Only the launcher and the agent act on them; an
+actor ends when the controller drains its role. They get a handler that does nothing. If they were ignored, the
+processes of the actor would inherit that and could not be terminated. An actor does not outlive its agent, even if the
+guard dies with the agent. SIGUSR1 writes the stack of every thread, and where every task waits, to the log.
 """
 
 from __future__ import annotations
@@ -72,8 +71,9 @@ def main() -> int:
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End the process. The actor has closed what it held; the interpreter's own teardown of torch and vLLM would
-    take seconds and give nothing back that the kernel does not.
+    """End the process without the interpreter's teardown, which takes seconds with torch and vLLM.
+
+    The actor has closed what it held, and the kernel gives back the rest.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What commands share: parsers, flags, dotted flags of the configuration, and output. Standard library only.
+"""Parsers, flags, dotted flags of the configuration, and output of all commands. Standard library only.
 
 Characters that the output lacks are replaced, it is flushed, and complaints never fail. A reader of the output that has
 read enough, as ``head`` does, ends a command with exit code 141. A full disk or a closed output ends it with code 1 and

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
 
 PROGRAM = "asyncrl-export"
-DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a Hugging Face model. It may be going on."
+DESCRIPTION = "Write the weights of a run's checkpoint, adapters added in, as a Hugging Face model. It may be live."
 EPILOG = """\
 RUN is a run folder, or a name under runs/. OUT must not be there yet, or be empty; it is there when all of it is.
 

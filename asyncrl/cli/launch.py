@@ -33,7 +33,7 @@ Configuration: the CONFIG files (TOML) are merged left to right, then flags with
 
   asyncrl-launch configs/quickstart.toml --learner.lr 1e-6 --run.name=trial --rollout.stop '["\\n"]'
 
-A value is read as TOML, and as plain text where it is none or the key holds text. --help-config lists every key.
+A value is read as TOML, or as plain text if it is not TOML or the key holds text. --help-config lists every key.
 
 Before anything starts, model, tokenizer, prompts, reward function, ports, disk, limits and GPUs are checked;
 --dry-run shows placement and what was found, and starts nothing; --dry-run --json shows the resolved configuration.

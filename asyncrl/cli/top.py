@@ -301,7 +301,7 @@ def _heed_colourless_terminals() -> None:
 def _wants_terminal(given: argparse.Namespace) -> bool:
     if given.once or given.json:
         return False
-    # Textual draws on standard error. One that is closed is None.
+    # Textual draws on standard error. A closed stream is None.
     terminal = all(each is not None and each.isatty() for each in (sys.stdin, sys.stdout, sys.stderr))
     return terminal and os.environ.get("TERM", "") not in ("", "dumb")
 
