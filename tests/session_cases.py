@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager, closing
-from functools import partial
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,7 +135,7 @@ class World:
             renderer=self.renderer,
             tokenizer=self.tokenizer,
             stops=stops or Stops(),
-            policy=SimpleNamespace(slot=self.slot, call=partial(PolicyCall, self.host, self.tokenizer, self.config)),
+            policy=SimpleNamespace(generate=self.generate),
             hosts=self,
             figures=EpisodeFigures(self.counters, self.histograms),
             clock=self.clock,
@@ -151,10 +150,9 @@ class World:
         )
         self.account = GroupAccount(self.lease, self.clock.now, self.clock.wall).samples[0]
 
-    @asynccontextmanager
-    async def slot(self, account):
+    async def generate(self, lease, account, *asked, **watch):
         async with self.slots.take():
-            yield
+            await PolicyCall(self.host, self.tokenizer, self.config, lease, account, **watch).generate(*asked)
 
     def choose(self, at, **wishes):
         return self._choose(**wishes)

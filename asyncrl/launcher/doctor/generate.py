@@ -18,8 +18,8 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, closing
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, SingleTurn, TrajectoryFailed
+from asyncrl.rollouter.serving.generation import PolicyCall, Response, SingleTurn, TrajectoryFailed
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.linux import die_with_parent
@@ -183,13 +183,12 @@ class Generator:
             return await self._episode(lease)
         return await SingleTurn(self, self._stops, self.tokenizer).play(lease, account)
 
-    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
-        """A place for one call; the engine queues those beyond its own limit."""
-        return nullcontext()
-
-    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> PolicyCall:
-        """One call of the policy."""
-        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+    async def generate(
+        self, lease: Lease, account: CallAccount, ids: Sequence[int], response: Response, key: str, **watch: Any
+    ) -> None:
+        """One call of the policy; the engine queues those beyond its own limit."""
+        call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+        await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:
         """Play an episode with the engine as its policy."""

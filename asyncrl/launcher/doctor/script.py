@@ -6,8 +6,7 @@ gets that call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -67,37 +66,25 @@ class Script:
 
 
 class ScriptedPolicy:
-    """The scripted policy: it always has a slot."""
+    """The scripted policy, which answers at once."""
 
     def __init__(self, script: Script, tokenizer: Tokenizer) -> None:
         self._script, self._tokenizer = script, tokenizer
 
-    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
-        """A place for one call."""
-        return nullcontext()
-
-    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> ScriptedCall:
-        """One call, in place of a PolicyCall."""
-        return ScriptedCall(self._script, self._tokenizer, asked.get(), watch["sampled"])
-
-
-class ScriptedCall:
-    """One call of the scripted policy."""
-
-    def __init__(self, script: Script, tokenizer: Tokenizer, asked: Chat, sampled: Callable[[Response], None]) -> None:
-        self._script, self._tokenizer, self._asked, self._sampled = script, tokenizer, asked, sampled
-
-    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
+    async def generate(
+        self, lease: Lease, account: CallAccount, ids: Sequence[int], response: Response, key: str, **watch: Any
+    ) -> None:
         """Give the answer at once."""
+        request = asked.get()
         # The end of the prompt shows whether the template has opened the reasoning.
         prompt = self._tokenizer.decode(ids[-64:], keep_special=True)
         thinking = prompt.rfind(THINK) > prompt.rfind(END_THINK)
-        text = self._script.answer(self._asked.tools, stop=self._asked.stop, thinking=thinking)
+        text = self._script.answer(request.tools, stop=request.stop, thinking=thinking)
         tokens = [*self._tokenizer.encode(text), *sorted(self._tokenizer.eos_ids)[:1]]
         response.submitted(0)
         room = response.remaining
         response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
-        self._sampled(response)
+        watch["sampled"](response)
         response.end_submission("stop" if len(tokens) <= room else "length")
 
 

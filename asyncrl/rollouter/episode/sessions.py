@@ -263,15 +263,16 @@ class Sessions:
                     account.prompted(prompt.cause, parent, len(prompt.ids), len(prompt.ids) - prompt.shared)
                     self.figures.prompted(len(prompt.ids))
             assert call.response is not None
-            async with self._policy.slot(account):
-                policy = self._policy.call(
-                    session.lease,
-                    account,
-                    entered=lambda phase: self._entered(session, request.call, phase),
-                    sampled=self._teller(session, request, tools, call.response.stops),
-                    submitted=session.submitted,
-                )
-                await policy.generate(call.prompt.ids, call.response, call.key)
+            await self._policy.generate(
+                session.lease,
+                account,
+                call.prompt.ids,
+                call.response,
+                call.key,
+                entered=lambda phase: self._entered(session, request.call, phase),
+                sampled=self._teller(session, request, tools, call.response.stops),
+                submitted=session.submitted,
+            )
             parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
             reply = self._commit(session, call, request, parsed)
         except TrajectoryFailed as failure:

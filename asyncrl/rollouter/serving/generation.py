@@ -27,7 +27,7 @@ import hashlib
 import heapq
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -416,17 +416,21 @@ class ServedPolicy:
         self.places = Slots(config.episodes_open(self.slots.size))
         """Places of open episodes."""
 
-    def call(self, lease: Lease, account: CallAccount, **watch: Callable[[Any], None]) -> PolicyCall:
-        """A call of the policy, to be made in a slot."""
-        return PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
-
-    @asynccontextmanager
-    async def slot(self, account: CallAccount) -> AsyncIterator[None]:
-        """A slot of the engine for one call."""
+    async def generate(
+        self,
+        lease: Lease,
+        account: CallAccount,
+        ids: Sequence[int],
+        response: Response,
+        key: str,
+        **watch: Callable[[Any], None],
+    ) -> None:
+        """One call of the policy, in a slot of the engine; as ``PolicyCall.generate``."""
         async with self.slots.take() as slot:
             account.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
-                yield
+                call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+                await call.generate(ids, response, key)
             finally:
                 account.left_slot()
 
@@ -450,21 +454,13 @@ class ServedPolicy:
                 resized()
 
 
-class OneCall(Protocol):
-    """One call of the policy; a PolicyCall."""
-
-    async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
-        """Sample an answer, as PolicyCall.generate."""
-
-
 class TurnPolicy(Protocol):
     """The policy, as single turns and sessions call it; a ServedPolicy."""
 
-    def slot(self, account: CallAccount) -> AbstractAsyncContextManager[None]:
-        """A place in the engine for one call."""
-
-    def call(self, lease: Lease, account: CallAccount, **watch: Any) -> OneCall:
-        """A call, to be made in that place."""
+    async def generate(
+        self, lease: Lease, account: CallAccount, ids: Sequence[int], response: Response, key: str, **watch: Any
+    ) -> None:
+        """Sample a continuation of ``ids`` into ``response``; ``watch`` are the callbacks of PolicyCall."""
 
 
 class SingleTurn:
@@ -477,9 +473,7 @@ class SingleTurn:
         """One response. Raises TrajectoryFailed."""
         call, sample = account.call(), account.sample
         response = Response(max_tokens=lease.max_tokens, stops=self._stops)
-        async with self._policy.slot(call):
-            policy = self._policy.call(lease, call)
-            await policy.generate(lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1")
+        await self._policy.generate(lease, call, lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1")
         assert response.finish_reason is not None
         return Trajectory(
             sample=sample,

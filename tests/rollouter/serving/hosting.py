@@ -1,7 +1,6 @@
 """An engine host on its event loop's time over simulated engines, and their answers to one prompt."""
 
 import asyncio
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,6 +75,6 @@ class Hosted:
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         lease, call = self.call(uid, tokens, sample, prompt, **changes)
         account = SampleAccount(uid, sample, asyncio.get_running_loop().time)
-        policy = SimpleNamespace(slot=lambda account: nullcontext(), call=lambda *_: call)
+        policy = SimpleNamespace(generate=lambda lease, account, *asked: call.generate(*asked))
         stops = Stops(strings=tuple(self.config.rollout.stop))
         return await SingleTurn(policy, stops, Letters()).play(lease, account)
