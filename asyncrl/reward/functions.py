@@ -75,9 +75,9 @@ def regex(
 def math_verify(*, answer_key: str = "answer") -> RewardFunction:
     """1 if the completion's final answer equals the row's as mathematics, by the math-verify library; else 0.
 
-    ``answer_key`` is the column of the answer. The library's own timeouts are off: they need SIGALRM, and the pool ends
-    a worker that runs too long.
+    ``answer_key`` is the column of the answer.
     """
+    # The library's own timeouts are off: they need SIGALRM, and the pool ends a worker that runs too long.
     from math_verify import parse, verify
 
     @lru_cache(maxsize=4096)
@@ -102,10 +102,11 @@ def math_verify(*, answer_key: str = "answer") -> RewardFunction:
 def reasoning_gym(*, tag: str = "answer") -> RewardFunction:
     """The score of the reasoning-gym task that made the row, as the library computes it.
 
-    The answer is the text in the completion's last element ``tag``, else the whole completion. The row holds ``task``,
-    ``options`` (of the task) and ``item`` (the library's own entry); with ``index``, ``size`` and ``seed`` the item is
-    made again, because some tasks compare tuples, which messages turn into lists.
+    The answer is the text in the completion's last element ``tag``, else the whole completion. The row is one of
+    ``data.source = "reasoning_gym"``.
     """
+    # With ``index``, ``size`` and ``seed`` of the row the item is made again, because some tasks compare tuples, which
+    # messages turn into lists.
     from reasoning_gym import create_dataset
     from reasoning_gym.utils import extract_answer
 
