@@ -147,11 +147,11 @@ async def serving_rollouter(
     context: Callable[[str, str | None], ActorContext],
     exchange: Exchange,
     timeout: float,
-    beside: Callable[[str], None] = lambda controller: None,
+    further: Callable[[str], None] = lambda controller: None,
 ) -> AsyncIterator[Rollouter]:
     """A rollouter that serves the newest version, its peers and a controller.
 
-    ``context`` makes the context of an actor from its name and the controller's address; ``beside`` starts further
+    ``context`` makes the context of an actor from its name and the controller's address; ``further`` starts other
     processes once the controller is ready. Raises the error that ended an actor, and TimeoutError.
     """
     controller = Controller(context(CONTROLLER, None))
@@ -159,7 +159,7 @@ async def serving_rollouter(
     actors: list[Actor] = []
     try:
         await _until_ready([controller], lives)
-        beside(controller.address)
+        further(controller.address)
         rollouter = Rollouter(context("rollouter/0", controller.address))
         roles = ("dataloader", "reward", "learner", "parameter_server")
         actors = [*(Counterpart(context(f"{role}/0", controller.address), exchange) for role in roles), rollouter]
