@@ -44,7 +44,7 @@ BAR = 8
 """Cells of a bar in a table."""
 
 
-class Entry(NamedTuple):
+class ActorRow(NamedTuple):
     """An actor of a table."""
 
     view: SnapshotView
@@ -89,7 +89,7 @@ def host_column(drop: int, **more: Any) -> Column:
     return Column(title="host", cell=lambda entry: (entry.actor.host, "dim"), drop=drop, most=16, **more)
 
 
-def gauge(name: str) -> Callable[[Entry], float | None]:
+def gauge(name: str) -> Callable[[ActorRow], float | None]:
     """The value of a gauge; None if the actor is gone."""
     return lambda entry: now(entry.actor, name)
 
@@ -97,20 +97,20 @@ def gauge(name: str) -> Callable[[Entry], float | None]:
 # --- rollouters ---
 
 
-def _restarts(entry: Entry) -> float:
+def _restarts(entry: ActorRow) -> float:
     """Restarts of the process and of its engine."""
     return entry.actor.restarts + (entry.metric("rollout/engine_restarts") or 0.0)
 
 
-def _oldest(entry: Entry) -> float | None:
+def _oldest(entry: ActorRow) -> float | None:
     return now(entry.actor, "rollout/oldest_s") if now(entry.actor, "rollout/in_flight") else None
 
 
-def _lag(entry: Entry) -> int | None:
+def _lag(entry: ActorRow) -> int | None:
     return entry.view.lag(entry.actor)
 
 
-def _drift_style(entry: Entry, otherwise: Style = "") -> Style:
+def _drift_style(entry: ActorRow, otherwise: Style = "") -> Style:
     """An update with a drift of drift.warn or more stands out."""
     return warned(entry.metric("rollout/drift_warnings"), otherwise)
 
@@ -165,7 +165,7 @@ WORDS = ("rollouter", "host", "state")
 
 def rollouters(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """A row for each rollouter, by host where there are several."""
-    found = [Entry(view, actor) for actor in view.of("rollouter")]
+    found = [ActorRow(view, actor) for actor in view.of("rollouter")]
     chosen = [
         entry
         for entry in found
@@ -189,7 +189,7 @@ def sorted_next(choice: Choice) -> Choice:
     return replace(choice, sort=sort, descending=sort not in WORDS)
 
 
-def _in_order(entries: Sequence[Entry], choice: Choice) -> list[Entry]:
+def _in_order(entries: Sequence[ActorRow], choice: Choice) -> list[ActorRow]:
     """In the chosen order; unknown values come last."""
     value = SORTS[choice.sort]
     valued = [(value(entry), entry) for entry in sorted(entries, key=lambda entry: entry.number)]
@@ -198,7 +198,7 @@ def _in_order(entries: Sequence[Entry], choice: Choice) -> list[Entry]:
     return [entry for _, entry in known] + [entry for found, entry in valued if found is None]
 
 
-def _host_row(host: str, entries: Sequence[Entry]) -> Row:
+def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
     conditions = [entry.condition for entry in entries]
     state = f"{sum(map(is_there, conditions))} of {len(entries)}"
     cells: dict[str, Cell] = {
@@ -214,11 +214,11 @@ def _host_row(host: str, entries: Sequence[Entry]) -> Row:
 # --- episodes ---
 
 
-def _counted(*names: str) -> Callable[[Entry], float | None]:
+def _counted(*names: str) -> Callable[[ActorRow], float | None]:
     return lambda entry: total(map(entry.metric, names))
 
 
-def _problems(title: str, value: Callable[[Entry], float | None], style: Style = "warn", **more: Any) -> Column:
+def _problems(title: str, value: Callable[[ActorRow], float | None], style: Style = "warn", **more: Any) -> Column:
     """A column of numbers that stand out if there are any."""
     return number(title, value, style=lambda entry: style if value(entry) else "", **more)
 
@@ -251,7 +251,7 @@ def episodes(view: SnapshotView, choice: Choice, width: int) -> Pane:
     hosts = view.of("episodes")
     if not hosts:
         return Pane([[("each prompt has a single response: there are no episodes", "dim")]])
-    chosen = [Entry(view, each) for each in hosts if choice.matches(each.name, each.host, view.condition(each))]
+    chosen = [ActorRow(view, each) for each in hosts if choice.matches(each.name, each.host, view.condition(each))]
     at, shares = family(view.living("rollouter"), AT), _shares(view)
     names = sorted({*at, *shares}, key=lambda name: (-at.get(name, 0.0), -shares.get(name, 0.0), name))
     head = [*_summary(view, width, {name: at[name] for name in names if name in at}), *_stages(names, at, shares)]

@@ -20,7 +20,7 @@ from asyncrl.observe.metrics_line import (
     pass_at_numbers,
 )
 from asyncrl.observe.metrics_line import Line as MetricsLine
-from asyncrl.top.actor_panes import Entry, episodes, host_column, rollouters
+from asyncrl.top.actor_panes import ActorRow, episodes, host_column, rollouters
 from asyncrl.top.bottleneck import by_kind
 from asyncrl.top.draw import (
     LEVELS,
@@ -51,7 +51,7 @@ LEVEL_STYLES: dict[str, Style] = {"info": "dim", "warning": "warn", "error": "ba
 # --- learner ---
 
 
-def _gpu_memory(entry: Entry) -> str:
+def _gpu_memory(entry: ActorRow) -> str:
     gpus = entry.actor.gpus if is_there(entry.condition) else []
     if not gpus:
         return ABSENT
@@ -73,7 +73,7 @@ COMPONENTS = 12
 def learner(view: SnapshotView, choice: Choice, width: int) -> Pane:
     """Phases of a step, numbers of the newest step, and a row for each rank."""
     ranks = [
-        Entry(view, actor)
+        ActorRow(view, actor)
         for actor in view.of("learner")
         if choice.matches(actor.name, actor.host, view.state(actor)[1])
     ]
