@@ -4,6 +4,8 @@ Tests are not listed or marked. Under ``--quick``, torch and vLLM cannot be impo
 test or a module that tries is skipped, with the reason.
 """
 
+import asyncio
+import contextlib
 import importlib.util
 import multiprocessing.process
 import os
@@ -15,6 +17,8 @@ import pytest
 
 SLOW = ("torch", "vllm", "transformers")
 """Packages that ``--quick`` runs without."""
+STARTS = "it starts a process"
+"""Reason of a skip under ``--quick``."""
 OPTIONAL = ("vllm",)
 """Packages that the extra ``dev`` lacks."""
 needs_vllm = pytest.mark.skipif(
@@ -56,19 +60,34 @@ class Quick(Skips):
 
     def __init__(self) -> None:
         super().__init__(SLOW)
+        self._refused = False
+        """Whether the present test has tried to start a process."""
 
     def pytest_collection(self) -> None:
         """Forbid slow modules and processes. Not earlier: pytest and its plugins start processes of their own."""
         for name in SLOW:
             sys.modules[name] = None  # type: ignore[assignment]
-        subprocess.Popen.__init__ = _skip  # type: ignore[assignment]
-        multiprocessing.process.BaseProcess.start = _skip  # type: ignore[assignment]
-        os.fork = _skip  # type: ignore[assignment]
-        os.posix_spawn = _skip  # type: ignore[assignment]
+        subprocess.Popen.__init__ = self._refuse  # type: ignore[assignment]
+        multiprocessing.process.BaseProcess.start = self._refuse  # type: ignore[assignment]
+        os.fork = self._refuse  # type: ignore[assignment]
+        os.posix_spawn = self._refuse  # type: ignore[assignment]
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
+        report = yield from super().pytest_runtest_makereport(item, call)
+        if self._refused and report.failed:
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), 0, f"Skipped: {STARTS}")
+        self._refused &= call.when != "teardown"
+        return report
 
-def _skip(*arguments: object, **named: object) -> None:
-    pytest.skip("it starts a process")
+    def _refuse(self, *arguments: object, **named: object) -> None:
+        """Skip the test. In an actor of it, the skip would end that actor alone, so the whole loop is cancelled."""
+        self._refused = True
+        with contextlib.suppress(RuntimeError):
+            for task in asyncio.all_tasks():
+                task.cancel()
+        pytest.skip(STARTS)
 
 
 def plugin(*, quick: bool) -> Skips:
