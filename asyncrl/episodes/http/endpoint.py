@@ -47,6 +47,9 @@ MOST_COUNTED = 256
 """Names that are counted separately: programs choose some of them."""
 COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
 """An id that was given to an answer."""
+LARGE_BODY = 256 << 10
+"""Bytes from which on a body is read in a thread."""
+_RAW_OBJECT, _RAW_LIST = msgspec.json.Decoder(dict[str, msgspec.Raw]), msgspec.json.Decoder(list[msgspec.Raw])
 UNTRAINED = "x-asyncrl-untrained"
 """Header of a request for an untrained answer."""
 
@@ -211,17 +214,14 @@ class PolicyEndpoint:
     async def _body(self, request: web.BaseRequest) -> tuple[Body, bytes]:
         """The body as an object, and the digest of the request. Raises RejectedRequest, CutConnection."""
         raw = await self._read(request)
-        try:
-            body = msgspec.json.decode(raw)
-            problem = "" if isinstance(body, dict) else "the body is not a JSON object"
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            problem = f"the body is not JSON: {error}"
-        if problem:
-            raise RejectedRequest(Failure(status=400, message=problem, code="invalid_json"))
         salt = f"{request.path}\n{request.headers.get('Idempotency-Key', '')}\n"
-        identity = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
-        identity.update(raw)
-        return body, identity.digest()
+        try:
+            if len(raw) < LARGE_BODY:
+                return msgspec.json.decode(raw, type=Body), digest(raw, salt)
+            return await asyncio.to_thread(_decoded_in_parts, raw), await asyncio.to_thread(digest, raw, salt)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            problem = f"the body is no JSON object: {error}"
+            raise RejectedRequest(Failure(status=400, message=problem, code="invalid_json")) from None
 
     async def _read(self, request: web.BaseRequest) -> bytearray:
         most = self._max_request_bytes
@@ -303,6 +303,13 @@ def _silent_logger() -> logging.Logger:
     return logger
 
 
+def digest(raw: bytearray, salt: str) -> bytes:
+    """A digest, the same for the same body and salt."""
+    made = hashlib.blake2b(salt.encode(errors="surrogateescape"), digest_size=16)
+    made.update(raw)
+    return made.digest()
+
+
 def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[float, int | None]:
     """The value of a reward, and the node it is for; None: the one answered last. Raises ChatRefused."""
     for name in body.keys() - {"value", "completion"}:
@@ -321,3 +328,14 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
     if node is None:
         raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
     return reward, node
+
+
+def _decoded_in_parts(raw: bytearray) -> Body:
+    """The body, decoded element by element, so that the interpreter is free in between."""
+    body: Body = {}
+    for name, value in _RAW_OBJECT.decode(raw).items():
+        if memoryview(value)[0] == ord("["):
+            body[name] = [msgspec.json.decode(each) for each in _RAW_LIST.decode(value)]
+        else:
+            body[name] = msgspec.json.decode(value)
+    return body

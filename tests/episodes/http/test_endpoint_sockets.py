@@ -218,6 +218,8 @@ async def test_only_what_is_served_is_served():
 async def test_what_is_no_json_object_is_refused():
     bodies = [b"{", b"", b"[]", b"\xff\xfe", b'{"messages": NaN}', b'{"messages": "\\ud800"}']
     bodies += [b'{"messages":' + b"[" * 100_000]
+    # Long ones are read in another way.
+    bodies += [b" " * (256 << 10) + body for body in (b"[]", b'{"messages": [{]}', b'{"messages": [' + b"[" * 100_000)]
     core = ScriptedCore()
     async with http_client(core) as (_, client):
         for sent in bodies:
@@ -249,6 +251,21 @@ async def test_too_long_a_body_is_refused_however_it_is_sent():
                 if length == 500:
                     writer.write(json.dumps(HI).encode().ljust(length))
                     assert [await reader.readline() for _ in range(2)] == [b"\r\n", b"HTTP/1.1 200 OK\r\n"]
+
+
+async def test_a_long_body_is_read_as_a_short_one_is():
+    core = ScriptedCore()
+    # With everything that JSON has, and blanks where they are allowed.
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": [1, -2.5e3, None, True, {}, []]}}}
+    body = {"messages": [{"role": "user", "content": "ü" * (1 << 18)}, *HI["messages"]], "tools": [tool], "user": None}
+    body["metadata"] = {"a": "b"}
+    async with http_client(core, max_request_bytes=4 << 20) as (_, client):
+        written = json.dumps(body, indent=3)
+        first = await client.post(CHAT, content=written)
+        again = await client.post(CHAT, content=written, headers=RETRY)
+    assert first.json() == again.json()
+    assert (core.asked[0].messages, core.asked[0].tools) == (body["messages"], body["tools"])
+    assert len(core.asked) == 1
 
 
 async def test_a_client_that_does_not_send_is_closed():
