@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 import thief
 import uvloop
@@ -16,7 +17,7 @@ from reward.pools import MODULE, request, workers
 
 from asyncrl.config import Config
 from asyncrl.config.load import validate_config
-from asyncrl.core.errors import ConfigError, RemoteError, RewardBroken
+from asyncrl.core.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.catalogue import edges_of
 from asyncrl.reward import reward_pool as pool_module
@@ -26,6 +27,7 @@ from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.heartbeat import gather_heartbeat
 from asyncrl.rpc.wire.keys import Credentials, create_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
+from asyncrl.workers import worker_pool as workers_pool
 from asyncrl.workers.confinement import why_not
 
 pytestmark = pytest.mark.usefixtures("user_module")
@@ -156,6 +158,16 @@ async def test_a_function_that_cannot_be_called_ends_the_actor_before_it_is_read
         await served.actor.main()
     assert caught.value.exit_code == 78
     assert not served.actor.ready and workers() == []
+
+
+async def test_the_pool_that_cannot_go_on_ends_the_actor(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers_pool, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(workers_pool, "MAX_START_FAILURES", 2)
+    async with serving(config_with(workers=1), tmp_path) as served:
+        (tmp_path / "act_rewards.py").write_text("")
+        psutil.Process(workers()[0]).kill()
+        with pytest.raises(RewardFailed, match="no worker process left"):
+            await asyncio.wait_for(served.life, 60)
 
 
 async def test_a_function_that_fails_in_every_call_ends_the_run(tmp_path):

@@ -174,6 +174,22 @@ async def test_a_worker_that_cannot_be_started_is_tried_on_for_as_long_as_there_
         assert await reward(pool, "abc") == 3.0
 
 
+async def test_a_worker_that_hangs_while_it_is_started_again_is_killed_and_tried_again(tmp_path):
+    hangs = tmp_path / "hangs"
+    (tmp_path / "act_rewards.py").write_text(
+        f"import os, time\nif os.path.exists({str(hangs)!r}):\n    time.sleep(1000)\n" + MODULE
+    )
+    async with started(start_timeout_s=4.0) as pool:
+        hangs.touch()
+        first, waits = pool.score(request("exit")), pool.score(request("abc"))
+        with pytest.raises(RewardFailed, match="exit code 3"):
+            await first
+        await until(lambda: pool.counters.workers_killed > 0)
+        hangs.unlink()
+        assert (await waits).rewards == [3.0]
+        assert (pool.counters.workers_died, pool.counters.failed) == (1, 1)
+
+
 def test_workers_do_not_outlive_a_pool_that_is_killed(tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(f"""
