@@ -136,7 +136,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     """The configuration and the files that the groups were made with."""
     components: list[str] = []
-    """Names of reward components of the run (learner/groups/components.py)."""
+    """Names of reward components of the run (learner/groups/deliveries.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ ActorState = Literal[
     "exporting",
     "done",
 ]
-"""States of actors, by the names of telemetry/states.py."""
+"""States of actors, by the names of observe/states.py."""
 BUDGETS_S: dict[ActorState, float] = {"starting": 600.0, "checkpointing": 1800.0, "exporting": 1800.0}
 """Times of states that may last longer than anything else of an actor."""
 

@@ -97,7 +97,7 @@ class Learner(Actor):
         draining = self.tasks.create_task(self.drained())
         await asyncio.wait({training, draining}, return_when=asyncio.FIRST_COMPLETED)
         if training.done():
-            # A learner that is done stays: rollouters and dataloader, which end before it (roles.py), still call it.
+            # A learner that is done stays: rollouters and dataloader end before it (core/roles.py) and still call it.
             await draining
 
     async def _follow(self, backend: Backend) -> None:

@@ -27,9 +27,9 @@ RewardFunction = Callable[..., float]
 def exact(*, answer_key: str = "answer", normalize: str = "strip") -> RewardFunction:
     """1 if the completion is the row's answer, or one of them when that is a list; else 0.
 
-    ``answer_key`` is the column of the answer. ``normalize`` names differences that do not count: none; strip: white
-    space at both ends; text: also case, and how much white space is between words; number: how a number is written
-    (1,234.50 is 1234.5), and text for others.
+    ``answer_key`` is the column of the answer. ``normalize`` says which differences do not count. With "none" all
+    count. "strip" ignores white space at both ends. "text" also ignores case, and the amount of white space between
+    words. "number" ignores how a number is written (1,234.50 is 1234.5), and treats others as text.
     """
     key = _normalizer(normalize)
 

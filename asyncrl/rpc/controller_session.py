@@ -6,7 +6,7 @@ successor comes up at the same address, or the node agent ends the actor.
 
 A notice that changes before it is sent is sent once, in its newest form. There are at most MOST_KEYS notices; further
 keys are counted in the last one. A notice belongs to an incarnation of its actor, and the wait that it reports ends
-with that incarnation (controller/observation/open_waits.py).
+with that incarnation (controller/observation/recent_lines.py).
 """
 
 from __future__ import annotations

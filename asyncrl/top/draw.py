@@ -1,7 +1,7 @@
 """Drawing for a width: lines of styled text, bars, and tables that drop columns where there is no room. Pure.
 
 A line is what ``Text.assemble`` of Rich takes. Invariant: ``rich_text`` alone makes Rich text, and only of printable
-text (printable.py), so a terminal never obeys what a run says.
+text (core/printable.py), so a terminal never obeys what a run says.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def ours(assets: Assets, further: Mapping[str, str], folder: Path, seed: int, st
 
 
 def waited_for_engine(events: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds that the first step waited before the engine had started; ``events`` of a trace (telemetry/trace.py)."""
+    """Seconds that the first step waited before the engine had started; ``events`` of a trace (observe/trace.py)."""
     waited = min(event["ts"] for event in events if event["name"] == "wait for groups")
     generated = min(event["ts"] for event in events if event["name"].startswith("generate v"))
     return max(0.0, float(generated - waited) / 1e6)

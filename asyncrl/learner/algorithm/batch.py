@@ -23,7 +23,7 @@ loss, no denominator and no statistic of the policy. The same holds for tokens s
 A step has one update or several, each from its share of the groups. Advantages are those of the whole step; each update
 has the denominator of its own tokens.
 
-Every group has passed ``check_group`` (intake.py). Fails as the advantage does.
+Every group has passed ``check_group`` (learner/groups/intake.py). Fails as the advantage does.
 """
 
 from __future__ import annotations

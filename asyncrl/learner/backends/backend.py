@@ -1,8 +1,8 @@
 """The interface between the learner's shell and the backend that trains, and its two backends.
 
-``fsdp2`` (trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both block and
-are not thread-safe. A rank calls all methods from **one** thread, unless a method says otherwise: its collectives must
-stay in order and its CUDA device current.
+``fsdp2`` (fsdp/trainer.py) trains a model on ``learner.ranks`` processes; ``sim`` (sim.py) only takes time. Both block
+and are not thread-safe. A rank calls all methods from **one** thread, unless a method says otherwise: its collectives
+must stay in order and its CUDA device current.
 
 Order of calls, rank 0::
 

@@ -56,7 +56,7 @@ _HAS_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Pieces of a row of T tokens, in the order of the row (packing.py)."""
+    """Pieces of a row of T tokens, in the order of the row (algorithm/packing.py)."""
 
     lengths: tuple[int, ...]
     """Length of each piece; sums to T."""

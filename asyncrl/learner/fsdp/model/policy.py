@@ -6,7 +6,7 @@ compute type, so more chunks do not make it worse. A frozen head gets no gradien
 
 ``position_ids`` that restart at 0 mark the sequences of a packed row, with ``use_cache=False`` and no attention mask.
 With the cache left on, or a mask of ones, transformers silently treats the row as one long sequence. A common beginning
-of several sequences may be in the row once (packing.py). Positions then continue behind it, and attention.py
+of several sequences may be in the row once (algorithm/packing.py). Positions then continue behind it, and attention.py
 fetches its keys and values for each sequence.
 """
 

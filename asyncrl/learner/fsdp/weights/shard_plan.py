@@ -56,7 +56,7 @@ def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int)
 def refusal(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
     """Reason that a model must not be loaded at all, None where it may; by the same.
 
-    The checks before the start find it first, on the hosts where they look (checks/weights.py).
+    The checks before the start find it first, on the hosts where they look (launcher/checks/weights.py).
     """
     if settings.get("quantization_config"):
         return "its weights are quantized: take the release in bfloat16, or save a dequantized copy"

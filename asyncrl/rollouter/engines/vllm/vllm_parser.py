@@ -1,4 +1,4 @@
-"""Adapter of vLLM's parsers of tool calls and reasoning to AnswerParser (chat/parsers.py), by the names of its server.
+"""vLLM's parsers of tool calls and reasoning as an AnswerParser (text/chat/parsers.py), by the names of its server.
 
 Used in the rollouter's process. The import takes seconds and belongs on a thread. Invariant: no text of a model makes a
 parser fail. A call that vLLM cannot read stays in the content and is counted.
