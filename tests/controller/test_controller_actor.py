@@ -14,7 +14,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.recent_lines import LINES_KEPT
-from asyncrl.core.errors import AsyncRLError, DataError, RemoteError
+from asyncrl.core.errors import AsyncRLError, DataError, Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import (
     ActorEnded,
@@ -357,7 +357,19 @@ async def test_an_actor_registers_again_until_a_successor_accepts_or_refuses_it(
     assert (await resolved(cluster, "rollouter/0")).incarnation == 9
     assert not failures and not life.done()
     await cluster.die()
+    failures.append(Refused(CONTROLLER, "incarnation", ours="10", theirs="9"))
     await cluster.start(10)
+    with pytest.raises(RemoteError, match="Refused"):
+        await life
+
+
+@on_cluster()
+async def test_an_actor_that_the_successor_refuses_ends(cluster):
+    actor = Working(cluster.context("rollouter/0", 9, controller=cluster.controller.address))
+    life = asyncio.create_task(actor.main())
+    assert await resolved(cluster, "rollouter/0")
+    await cluster.die()
+    await cluster.start(8)
     await cluster.register("rollouter/0", incarnation=11)
     with pytest.raises(AsyncRLError, match="incarnation"):
         await life
