@@ -89,6 +89,7 @@ class HostChanges:
     async def _keep_and_send(self) -> None:
         # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
         members, leaving = self._membership.members, self._membership.leaving
+        left_while_lost = self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values()))
         text = json.dumps(self._membership.describe())
         while True:
             try:
@@ -104,7 +105,7 @@ class HostChanges:
         self._actor.take_in(members)
         self.members = members
         # In one step, so that a lost host that leaves is not reported as back.
-        for host in self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values())):
+        for host in left_while_lost:
             self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
         self._watchers.wake()

@@ -2,20 +2,23 @@
 
 import asyncio
 import json
+import queue
+import threading
 
 import pytest
-from controller.test_controller_actor import CONFIG, Cluster, beats
+from controller.test_controller_actor import CONFIG, Cluster, beats, is_parked
 from harness import until
 from played import played
 
 from asyncrl.config.load import validate_config
 from asyncrl.config.operation import SupervisionConfig
 from asyncrl.controller.health import failure_detector
+from asyncrl.controller.joining import host_changes
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.messages import Done
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Condemned, Dead, Notice, WatchRun
-from asyncrl.messages.hosts import Leave
+from asyncrl.messages.hosts import Join, Leave, NewHost
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.rpc.actor import CONTROLLER, Actor, Caller, handler
 from asyncrl.rpc.wire.keys import LAUNCHER
@@ -115,6 +118,38 @@ async def test_a_successor_of_the_controller_continues_without_a_host_that_was_l
     await cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
     state = await told(watcher, lambda state: not state.lost_hosts)
     assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
+
+
+@on_cluster()
+async def test_a_lost_host_that_leaves_during_a_write_of_the_members_is_not_sent_as_back(
+    cluster, tasks, over, monkeypatch
+):
+    cut = await start(cluster, tasks, over)
+    watcher, begun, may_write = cluster.caller("learner/0"), threading.Event(), queue.SimpleQueue()
+    await told(watcher, lambda state: state.phase == "running")
+    cut.set()
+    await told(watcher, lambda state: state.lost_hosts)
+    write = host_changes.replace_file
+
+    def slow(*item, **how):
+        begun.set()
+        may_write.get(timeout=10)
+        write(*item, **how)
+
+    monkeypatch.setattr(host_changes, "replace_file", slow)
+    join = Join(ask="a" * 16, hosts=[NewHost(host="c", replicas=1)])
+    joined = cluster.caller(LAUNCHER).call(join, timeout=5.0)
+    await until(begun.is_set)
+    left = cluster.caller(LAUNCHER).call(Leave(host="b", within_s=1.0))
+    assert await is_parked(left)
+    may_write.put(None)
+    state = await told(watcher, lambda state: state.members == 1)
+    assert (state.lost_hosts, state.leaving) == ({"b (agent/1)": FAR}, [])
+    may_write.put(None)
+    state = await told(watcher, lambda state: not state.lost_hosts)
+    assert [leaving.name for leaving in state.leaving] == ["agent/1", *FAR]
+    may_write.put(None)
+    await asyncio.gather(joined, left)
 
 
 @on_cluster()
