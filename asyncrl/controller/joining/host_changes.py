@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from asyncrl.controller.joining.known_hosts import KnownHost, KnownHosts
 from asyncrl.controller.joining.membership import Member, Membership, can_serve
@@ -278,13 +279,15 @@ class HostChanges:
         return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
     def _known(self) -> list[KnownHost]:
-        # A joined host may start, and be named again, before its agent registers.
-        members = [each for each in self._membership.hosts.values() if each.stage in ("joined", "leaving")]
-        found = {
-            each.agent: KnownHost(each.agent, each.host, frozenset(each.actors), frozenset({each.address} - {""}))
-            for each in members
-        }
-        return sorted((found | self._hosts.known).values(), key=lambda host: int(host.agent.partition("/")[2]))
+        found = dict(self._hosts.known)
+        for agent, member in self._membership.hosts.items():
+            also = frozenset({member.address} - {""})
+            if (host := found.get(agent)) is not None:
+                found[agent] = replace(host, also=host.also | also)
+            elif member.stage in ("joined", "leaving"):
+                # A joined host may start, and be named again, before its agent registers.
+                found[agent] = KnownHost(agent, member.host, frozenset(member.actors), also)
+        return sorted(found.values(), key=lambda host: int(host.agent.partition("/")[2]))
 
     def _names(self) -> list[str]:
         """All names of the run."""

@@ -200,6 +200,26 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
     assert (again.agent, again.actors, again.stage) == (found.agent, found.actors, "serving")
 
 
+@on_cluster()
+async def test_a_successor_of_the_controller_knows_a_joined_host_by_its_address(cluster, tmp_path):
+    asked = Join(ask=ASK, hosts=[NewHost(host="gpu-5", replicas=1, address="10.0.0.5")])
+    (found,) = (await cluster.caller(LAUNCHER).call(asked, timeout=1.0)).hosts
+    await host(cluster, found.agent, "gpu-5", found.actors)
+    await cluster.register(found.actors[0])
+    await members(cluster, lambda members: members.serving)
+    listed = tmp_path / "private" / "controller.json"
+    await until(lambda: found.agent in json.loads(listed.read_text())["hosts"])
+    await cluster.die()
+    await cluster.start(8)
+    await cluster.all_ready()
+    await cluster.register(found.actors[0])
+    await state(cluster, lambda state: state.phase == "running")
+    other = Join(ask="b" * 16, hosts=[NewHost(host="alias", replicas=1, address="10.0.0.5")])
+    with pytest.raises(RemoteError, match=rf"takes part in this run already, as gpu-5 \({found.agent}\), at 10.0.0.5"):
+        await cluster.caller(LAUNCHER).call(other, timeout=1.0)
+    assert (await leave(cluster, "10.0.0.5")).agent == found.agent
+
+
 @on_cluster(TWO)
 async def test_a_successor_of_the_controller_does_not_wait_for_a_host_that_left_and_may_return(cluster, tmp_path):
     """I5: although the configuration names it, and the list of hosts was not written in time."""
