@@ -300,11 +300,12 @@ class JoinedHosts:
         self.progress.say(
             "these hosts are drained, and the run continues without them; signal again to end them at once"
         )
-        asking = asyncio.gather(*(self._ask_to_leave(member, within) for member in self.members))
-        # An agent gives its actors ``within`` seconds, and then drain_s to end.
-        await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            asking = [tasks.create_task(self._ask_to_leave(member, within)) for member in self.members]
+            # An agent gives its actors ``within`` seconds, and then drain_s to end.
+            await self.interrupts.next(within + self.run.config.supervision.drain_s + SLACK_S)
+            for task in asking:
+                task.cancel()
         if self._refused:
             await self.interrupts.first()
         self._killing = True

@@ -81,6 +81,48 @@ def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_en
     assert [one.sent for one in members] == [[KILL, "killed"], [KILL, "killed"]]
 
 
+class Asked:
+    """A controller that tells nothing of the members, and is asked once."""
+
+    def __init__(self, error=None):
+        self.asked, self.error = asyncio.Event(), error
+
+    async def members(self):
+        await asyncio.Event().wait()
+        yield
+
+    async def ask(self, request, timeout=None):
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
+        await asyncio.Event().wait()
+
+
+def test_hosts_that_end_before_the_controller_has_answered_leave_no_call_behind():
+    async def work():
+        member, controller = Member(2), Asked()
+        followed = joined([member], controller)
+        ending = asyncio.create_task(followed.main())
+        followed.interrupts.note(signal.SIGINT)
+        await controller.asked.wait()
+        member.gone.set()
+        await ending
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(work())
+
+
+def test_what_fails_while_the_controller_is_asked_is_not_passed_over():
+    async def work():
+        followed = joined([Member(2)], Asked(OSError(5, "no room")))
+        followed.interrupts.note(signal.SIGINT)
+        with pytest.raises(ExceptionGroup) as caught:
+            await followed.main()
+        assert caught.group_contains(OSError, match="no room")
+
+    run_virtual(work())
+
+
 def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
     """I5: as when everything on its head was killed."""
     deaf = Member(2)
