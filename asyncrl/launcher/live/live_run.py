@@ -55,14 +55,17 @@ def find_live_run(place: str) -> LiveRun:
     try:
         if not (path / CONFIG).exists():
             raise UsageError(f"{place} holds no run: name a run folder, on the machine of the run's head")
-        config, last = config_from_json((path / CONFIG).read_text()), last_attempt(path)
+        text, last = (path / CONFIG).read_text(), last_attempt(path)
         if not is_live(path):
             raise UsageError(
                 f"{path}: the run in it has ended, or its head is another machine; call this there, while it lives"
             )
-        if (found := read_address_file(private / ADDRESS_FILE)) is None:
-            raise UsageError(f"{path}: the run in it is only just starting; try again")
+        found = read_address_file(private / ADDRESS_FILE)
+        # If the folder has vanished, the run has just ended: that is found out before whether it has an address.
         credentials = load_credentials(private, LAUNCHER, 0)
+        if found is None:
+            raise UsageError(f"{path}: the run in it is only just starting; try again")
+        config = config_from_json(text)
     except UsageError:
         raise
     except PermissionError:

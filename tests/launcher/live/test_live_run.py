@@ -16,6 +16,7 @@ from asyncrl.launcher.live import join as joining
 from asyncrl.launcher.live import live_run
 from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.folders import create_run_folder, private_folder
+from asyncrl.launcher.run_folder.private import CONFIG
 from asyncrl.messages.hosts import Join, Joined, MemberHost, WatchMembers
 from asyncrl.rpc import controller_client
 from asyncrl.rpc.calls.server import CROWDED
@@ -110,6 +111,24 @@ def test_what_cannot_be_spoken_to_says_why(tmp_path, made, hosts, monkeypatch, c
         monkeypatch.setattr(live_run, "load_credentials", closed)
         said = f"only who can read {folder.private} may stop this run, or change who serves it"
         assert said in refused(commands[0])
+
+
+def test_a_run_whose_private_folder_vanishes_meanwhile_has_just_ended(made, monkeypatch):
+    folder = create_run_folder(made)
+    monkeypatch.setattr(live_run, "is_live", lambda path: True)
+    with pytest.raises(UsageError, match="the run in it has just ended$"):
+        find_live_run(str(folder.path))
+
+
+def test_the_configuration_of_another_version_is_reported_only_for_a_run_that_lives(made):
+    folder = create_run_folder(made)
+    (folder.path / CONFIG).write_text('{"of": "another version"}')
+    with pytest.raises(UsageError, match="the run in it has ended, or its head is another machine"):
+        find_live_run(str(folder.path))
+    with private_folder(folder, made):
+        speak(folder)
+        with pytest.raises(UsageError, match="is not that of this version of asyncrl"):
+            find_live_run(str(folder.path))
 
 
 class Told:
