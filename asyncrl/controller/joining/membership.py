@@ -239,8 +239,8 @@ class Membership:
     def _problems(self, hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
         """Why these hosts cannot join."""
         problems, names = [], [new.host.lower() for new in hosts]
-        for new, name in zip(hosts, names, strict=True):
-            if names.count(name) > 1:
+        for number, (new, name) in enumerate(zip(hosts, names, strict=True)):
+            if name in names[:number]:
                 problems.append(f"{new.host} is named twice")
             there = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
             if there is not None:

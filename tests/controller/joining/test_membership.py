@@ -61,7 +61,7 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
         ([new("FAR")], r"FAR takes part in this run already, as far \(agent/1\)$"),
         ([new("box-17")], r"box-17 takes part in this run already, as far \(agent/1\)"),
         ([new("alias", address="10.0.0.2")], r"alias takes part in this run already, as far \(agent/1\), at 10.0.0.2"),
-        ([new("c"), new("c", first=500)], "c is named twice"),
+        ([new("c"), new("c", first=500)], "^c is named twice$"),
         ([new("c", keys=[])], "c: keys are missing, and this run admits no host without"),
         ([new("c", keys=[[], [key(0)]])], "c: keys are missing"),
         ([new("c", 2, episodes=True)], "c: keys are missing"),
