@@ -162,7 +162,7 @@ Feed = Callable[[], AsyncIterator[Snapshot | Away | Waiting]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotSource:
-    """SnapshotSource of snapshots: a feed, or a recording."""
+    """Source of snapshots: a feed, or a recording."""
 
     feed: Feed | None = None
     replay: Replay | None = None

@@ -222,7 +222,7 @@ class ReachedHosts:
         what: str,
         tell: Callable[[list[str]], None] = lambda _: None,
     ) -> dict[str, Any]:
-        """The result for each host; ``show`` receives the hosts that have not answered."""
+        """The result for each host; ``tell`` receives the hosts that have not answered."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.limit_s
         tasks = {name: asyncio.ensure_future(each) for name, each in work.items()}
