@@ -313,6 +313,10 @@ class RewardPool(WorkerPool[RewardPlace]):
     def _encoded(self, pending: Pending) -> bytes | None:
         """The task as sent to a worker. A task that cannot be encoded fails, and the result is None."""
         request = pending.request
+        if any(each.branches for each in request.completions):
+            # A function gets no branches, and they may be most of the bytes.
+            replace = msgspec.structs.replace
+            request = replace(request, completions=[replace(each, branches=[]) for each in request.completions])
         try:
             body = self._encoder.encode(request)
             if len(body) > MAX_TASK_BYTES:

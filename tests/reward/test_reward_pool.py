@@ -47,6 +47,17 @@ async def test_the_messages_of_an_episode_and_whole_groups_reach_the_function():
             await pool.score(request("a", "abc", "", count=2))
 
 
+async def test_a_worker_is_not_sent_the_branches_of_a_conversation():
+    said = [{"role": "user", "content": "x" * 2000}] * 100
+    completions = [
+        Completion(text="", finish_reason="stop", tokens=1, messages=said, branches=[said] * 20) for _ in range(4)
+    ]
+    async with started("act_rewards:last_words") as pool:
+        scoring = pool.score(Score(uid="0-1", prompt="p", row={}, completions=completions))
+        assert (await scoring).rewards == [2000.0] * 4
+        assert 800_000 < scoring.size < 1_000_000
+
+
 async def test_an_error_of_the_function_or_its_task_fails_it_alone_and_keeps_the_worker():
     errors = {
         "raise": r"act_rewards:act: raised KeyError: 'no such judge' \(.*act_rewards.py:\d+\)",
