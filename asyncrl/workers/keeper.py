@@ -6,9 +6,9 @@ session of its own, so every process that the program starts is a descendant of 
 when the program ends, when the actor hangs up, and when the actor dies. If the keeper is killed, the program dies too.
 
 A frame ``terminate`` sends SIGTERM to the program's process group. The keeper sends one frame, JSON: exit code, last
-line of standard output, last lines of both outputs and processor seconds; or why the program cannot be started, and
-whose fault that is. The output of the program is the keeper's own. Standard library only, because each program has a
-keeper.
+line of standard output, lines printed last on either output, and processor seconds; or why the program cannot be
+started, and whose fault that is. The output of the program is the keeper's own. Standard library only, because each
+program has a keeper.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
 """Longest last line."""
 LAST_LINES, LAST_BYTES = 5, 1 << 12
-"""Last lines of both outputs, and bytes of each output that are looked through for them."""
+"""Lines printed last, on either output, and bytes of both outputs together that are looked through for them."""
 OF_PROGRAM = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG}
@@ -85,10 +85,13 @@ def main() -> None:
 
 
 class OutputLines:
-    """One output of the program, passed on in whole lines, so that the two outputs do not mix within a line."""
+    """One output of the program, passed on in whole lines, so that the two outputs do not mix within a line.
 
-    def __init__(self, pipe: int, to: int = 1) -> None:
-        self.pipe, self._to = pipe, to
+    ``both`` receives the last of what was passed on; the two outputs share it.
+    """
+
+    def __init__(self, pipe: int, both: bytearray, to: int = 1) -> None:
+        self.pipe, self._both, self._to = pipe, both, to
         os.set_blocking(pipe, False)
         self._held = b""
         self.tail = b""
@@ -113,6 +116,8 @@ class OutputLines:
         self._write(held)
 
     def _write(self, data: bytes) -> None:
+        self._both += data
+        del self._both[:-LAST_BYTES]
         at = 0
         while at < len(data):
             at += os.write(self._to, data[at:])
@@ -134,7 +139,8 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
         return {"error": f"cannot be started: {error}", "blame": blame}
     assert program.stdout is not None
     assert program.stderr is not None
-    out, err = OutputLines(program.stdout.fileno()), OutputLines(program.stderr.fileno())
+    both = bytearray()
+    out, err = OutputLines(program.stdout.fileno(), both), OutputLines(program.stderr.fileno(), both)
     ended, control = os.pidfd_open(program.pid), connection.fileno()
     # select() takes no descriptor from 1024 on, and the actor's number of the connection may be one.
     waiting = select.poll()
@@ -165,8 +171,7 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-    ends = [lines.tail[-LAST_BYTES:].decode(errors="replace").strip().splitlines() for lines in (out, err)]
-    said = [line.strip() for lines in ends for line in lines][-LAST_LINES:]
+    said = [line.strip() for line in both.decode(errors="replace").strip().splitlines()[-LAST_LINES:]]
     return {"code": code, "last_line": last, "last_lines": said, "user_s": used.ru_utime + used.ru_stime}
 
 

@@ -22,7 +22,7 @@ SECONDS = f"1000.{secrets.randbelow(10**9):09d}"
 """For which what a program starts sleeps; by it the processes of this run are known."""
 KEEPER = "asyncrl.workers.keeper"
 PROGRAM = """
-import json, os, signal, subprocess, sys, time
+import fcntl, json, os, signal, subprocess, sys, termios, time
 with open(os.environ["ASYNCRL_TASK_FILE"]) as file:
     task = json.load(file)
 how, *words = task["prompt"].split()
@@ -41,6 +41,12 @@ if how == "number":
     print("thinking"); print(words[0]); print("warned", file=sys.stderr)
 if how == "exit":
     print("one"); print("bad input", file=sys.stderr); sys.exit(3)
+if how == "warns_first":
+    print(*range(6), sep="\\n", file=sys.stderr)
+    # Until all of it is read.
+    while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))):
+        time.sleep(0.001)
+    print("last"); sys.exit(3)
 if how == "killed":
     os.kill(os.getpid(), signal.SIGSEGV)
 if how == "family":
@@ -125,6 +131,12 @@ async def test_a_program_ends_its_episode_by_its_exit(tmp_path):
             assert done.components == {"fits": fits, "mode": 0o600, "size": size}
         lines = "".join(text for _, text, _ in printed).splitlines()
         assert len(lines) == 4 and not any(map(os.path.exists, lines[::2])), "a task's file goes with the program"
+
+
+async def test_the_error_of_a_program_ends_with_what_it_printed_last_on_either_output(tmp_path):
+    async with hosting(command(), tmp_path) as host:
+        done = await host.play("warns_first")
+        assert done.error == "the program ended with exit code 3: 2 | 3 | 4 | 5 | last"
 
 
 async def test_the_key_of_an_episode_is_in_no_log_and_no_error(tmp_path):

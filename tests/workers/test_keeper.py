@@ -23,7 +23,7 @@ class Pipes:
         self.out, to = os.pipe()
         os.set_blocking(self.out, False)
         fcntl.fcntl(self.out, fcntl.F_SETPIPE_SZ, 1 << 20)
-        self.lines = OutputLines(source, to)
+        self.lines = OutputLines(source, bytearray(), to)
         self.held = [source, to, self.out]
 
     def said(self) -> bytes:
