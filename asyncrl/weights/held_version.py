@@ -51,7 +51,7 @@ class HeldVersion:
         ]
         self.manifest = msgspec.structs.replace(manifest, buckets=buckets)
         self._views: dict[int, memoryview] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # An object that its owner never received, because the waiting task was cancelled, closes itself.
         self._finalizer = weakref.finalize(self, _close_all, self.descriptors)
 
@@ -73,21 +73,32 @@ class HeldVersion:
     def bytes_of(self, bucket: int) -> memoryview:
         """Bytes of a bucket, read-only and not copied. Raises InvalidRequest for an unknown bucket, VersionGone."""
         with self._lock:
+            view = self._views[bucket] = self._view(bucket)
+            return view
+
+    def _view(self, bucket: int) -> memoryview:
+        """The view of a bucket that is kept, or a new one that is not: its pages count as memory of this process."""
+        with self._lock:
             if not self._finalizer.alive:
                 raise VersionGone(self.version)
             if bucket >= len(self.descriptors):
                 raise InvalidRequest(f"version {self.version} has no bucket {bucket}")
-            if bucket not in self._views:
-                mapping = map_segment(self.descriptors[bucket], self.manifest.buckets[bucket].size)
-                self._views[bucket] = memoryview(mapping)
-            return self._views[bucket]
+            if bucket in self._views:
+                return self._views[bucket]
+            return memoryview(map_segment(self.descriptors[bucket], self.manifest.buckets[bucket].size))
 
-    def verify(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Compare every bucket with its checksum, until ``stopped``; blocks. Raises WeightsCorrupt, VersionGone."""
+    def verify(
+        self, stopped: Callable[[], bool] = lambda: False, on_bucket: Callable[[Bucket], None] = lambda bucket: None
+    ) -> None:
+        """Compare every bucket with its checksum, until ``stopped``; blocks. Raises WeightsCorrupt, VersionGone.
+
+        ``on_bucket`` gets each that is right. Each is mapped for the time of its check.
+        """
         for index, bucket in enumerate(self.manifest.buckets):
-            for _ in verify_bytes(self.bytes_of(index), bucket.checksum, version=self.version, index=index):
+            for _ in verify_bytes(self._view(index), bucket.checksum, version=self.version, index=index):
                 if stopped():
                     return
+            on_bucket(bucket)
 
     def close(self) -> None:
         """Let the memory go. May be repeated. A GiB that no other process holds takes about 0.1 s."""

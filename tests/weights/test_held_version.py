@@ -16,7 +16,7 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from published_weights import stage
+from published_weights import held, open_memory, stage
 from tiny_models import Publisher
 
 from asyncrl.core.errors import WeightsCorrupt
@@ -87,6 +87,17 @@ def test_a_held_version_outlives_its_publisher(publisher):
     paths = [each.path for each in stage(publisher.publish(3, tensors())).manifest.buckets]
     publisher.close()
     assert not any(os.path.exists(path) for path in paths)
+
+
+def test_a_bucket_is_mapped_for_the_time_of_its_check_only():
+    with held(4, [b"first", b"second", b"third"]) as version:
+        before, mapped = open_memory(), []
+        version.verify(on_bucket=lambda _: mapped.append(open_memory() - before))
+        assert mapped == [0, 0, 0]
+        content = version.bytes_of(1)
+        version.verify()
+        # A mapping has a descriptor of its own.
+        assert (open_memory() - before, bytes(content)) == (2, b"second")
 
 
 @pytest.mark.parametrize(
