@@ -33,7 +33,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._virtual_now = 0.0
         self._threads = 0
         """Pieces of work that threads have not finished."""
-        super().__init__(_JumpingSelector(self._jump, lambda: self._threads > 0))
+        super().__init__(_JumpingSelector(self.jump, lambda: self._threads > 0))
 
     def time(self) -> float:
         return self._virtual_now
@@ -55,7 +55,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _thread_done(self, _future: asyncio.Future[Any]) -> None:
         self._threads -= 1
 
-    def _jump(self, seconds: float) -> None:
+    def jump(self, seconds: float) -> None:
+        """Let time pass, though threads work."""
         self._virtual_now += seconds
 
 

@@ -54,7 +54,7 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
 )
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
+from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.calls.retry import is_refusal, pause
 from asyncrl.rpc.parking import ParkingLot
@@ -84,35 +84,23 @@ async def fetch(
     chunk."""
     assert offer.manifest is not None, "a broadcast is not fetched"
     layout_of(offer.manifest)
-    stream = _Stream(offer, offer.manifest, weights, who, call, relay) if offer.transport == "stream" else None
+    fetching: _Stream | _Shared
+    if offer.transport == "stream":
+        fetching = _Stream(offer, offer.manifest, weights, who, call, relay)
+    else:
+        fetching = _Shared(offer.manifest)
     try:
         async with asyncio.timeout(weights.stage_deadline_s) as limit:
-            return await (_open(offer.manifest) if stream is None else stream.run())
+            return await fetching.run()
     except TimeoutError as error:
         if not limit.expired():
             raise
-        source, progress = (PARAMETER_SERVER, "") if stream is None else (stream.source, f"; {stream.progress}")
-        what = f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s{progress})"
-        raise DeadlineExceeded(who, source, what, weights.stage_deadline_s) from error
+        what = f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {fetching.progress})"
+        raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
 
 
-async def _open(manifest: Manifest) -> HeldVersion:
-    """Open and verify the memory of a process on this host."""
-    try:
-        held = await _in_thread(hold, manifest)
-    except WeightsCorrupt as error:
-        cause = error.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
-            # The holder has died, or has closed it and may use the number for another file.
-            raise VersionGone(manifest.version, str(error)) from error
-        raise
-    cancelled = threading.Event()
-    try:
-        await _in_thread(held.verify, cancelled.is_set, on_cancel=cancelled.set)
-    except BaseException:
-        await _in_thread(held.close)
-        raise
-    return held
+def _progress(count: int, manifest: Manifest) -> str:
+    return f"{count} of {sum(bucket.size for bucket in manifest.buckets)} bytes are here"
 
 
 async def _in_thread(work: Callable[..., T], *arguments: Any, on_cancel: Callable[[], None] = lambda: None) -> T:
@@ -130,6 +118,47 @@ async def _in_thread(work: Callable[..., T], *arguments: Any, on_cancel: Callabl
         # Retrieved, or asyncio would log it as an error that was never retrieved.
         running.exception()
         raise
+
+
+class _Shared:
+    """A fetch that opens and verifies the memory of a process on this host."""
+
+    source = PARAMETER_SERVER
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._held: HeldVersion | None = None
+        self._bytes = 0
+        """Bytes that are verified."""
+        self._cancelled = threading.Event()
+
+    @property
+    def progress(self) -> str:
+        return _progress(self._bytes, self._manifest)
+
+    async def run(self) -> HeldVersion:
+        try:
+            return await _in_thread(self._open, on_cancel=self._cancelled.set)
+        except BaseException:
+            # A cancellation may come when the thread has ended.
+            if self._held is not None:
+                await _in_thread(self._held.close)
+            raise
+
+    def _open(self) -> HeldVersion:
+        try:
+            self._held = hold(self._manifest)
+        except WeightsCorrupt as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno in (errno.ENOENT, errno.ESRCH, errno.ENXIO):
+                # The holder has died, or has closed it and may use the number for another file.
+                raise VersionGone(self._manifest.version, str(error)) from error
+            raise
+        self._held.verify(self._cancelled.is_set, self._add)
+        return self._held
+
+    def _add(self, bucket: Bucket) -> None:
+        self._bytes += bucket.size
 
 
 class _Stream:
@@ -166,7 +195,7 @@ class _Stream:
 
     @property
     def progress(self) -> str:
-        return f"{self._bytes} of {sum(bucket.size for bucket in self._buckets)} bytes are here"
+        return _progress(self._bytes, self._manifest)
 
     @staticmethod
     def _now() -> float:

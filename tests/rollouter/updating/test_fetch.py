@@ -6,6 +6,7 @@ import asyncio
 import copy
 import os
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from published_weights import (
     stage,
 )
 from structlog.testing import capture_logs
-from virtual import run_virtual
+from virtual import VirtualTimeLoop, run_virtual
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import DeadlineExceeded, ProtocolError, RemoteError, VersionGone, WeightsCorrupt
@@ -28,8 +29,9 @@ from asyncrl.messages import Request
 from asyncrl.messages.weights import FetchChunk, Offer
 from asyncrl.rollouter.updating import fetch as module
 from asyncrl.rollouter.updating.fetch import fetch
+from asyncrl.weights import held_version
 from asyncrl.weights.held_version import HeldVersion
-from asyncrl.weights.segments import Segment
+from asyncrl.weights.segments import Segment, verify_bytes
 
 pytestmark = pytest.mark.usefixtures("no_memory_left")
 
@@ -223,6 +225,26 @@ def test_a_fetch_ends_after_silence_or_at_its_deadline(whole_s, waits_s, ended, 
     assert what in str(error)
 
 
+def test_the_deadline_error_of_a_version_in_shared_memory_says_how_much_of_it_is_verified(server, monkeypatch):
+    def slow(view, checksum, *, version, index):
+        yield from verify_bytes(view, checksum, version=version, index=index)
+        if index == 2:
+            loop.call_soon_threadsafe(loop.jump, 50.0)
+        while index == 2:
+            time.sleep(0.001)
+            yield
+
+    monkeypatch.setattr(held_version, "verify_bytes", slow)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        loop = runner.get_loop()
+        with pytest.raises(DeadlineExceeded) as caught:
+            runner.run(take(server.offer(4, "shm"), server, stage_deadline_s=50.0))
+    error, verified = caught.value, SIZES[0] + SIZES[1]
+    assert (error.who, error.peer, error.waited_s) == ("rollouter/4", "parameter_server/0", 50.0)
+    told = f"all of version 4 by shm (weights.stage_deadline_s; {verified} of {sum(SIZES)} bytes are here)"
+    assert told in str(error)
+
+
 # --- cancelled ---
 
 
@@ -247,17 +269,23 @@ async def test_a_cancelled_stream_leaves_nothing(serving):
     assert open_memory() <= before
 
 
-@both
-async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkeypatch):
+@pytest.mark.parametrize(
+    ("transport", "place", "name"),
+    [("shm", module, "hold"), ("shm", HeldVersion, "verify"), ("stream", module, "_write")],
+    ids=["hold", "verify", "write"],
+)
+async def test_a_cancelled_fetch_waits_for_its_threads_and_closes_what_they_opened(
+    transport, place, name, server, monkeypatch
+):
     entered, go_on, left = threading.Event(), threading.Event(), threading.Event()
-    place, name = (HeldVersion, "verify") if transport == "shm" else (module, "_write")
-    real = getattr(place, name)
+    real, found = getattr(place, name), []
 
     def slow(*arguments, **named):
         entered.set()
         go_on.wait(10)
         try:
-            return real(*arguments, **named)
+            found.append(real(*arguments, **named))
+            return found[-1]
         finally:
             left.set()
 
@@ -272,6 +300,7 @@ async def test_a_cancelled_fetch_waits_for_its_threads(transport, server, monkey
     with pytest.raises(asyncio.CancelledError):
         await fetching
     assert left.is_set()
+    assert not any(each.descriptors for each in found if isinstance(each, HeldVersion))
 
 
 # --- over ZeroMQ ---
