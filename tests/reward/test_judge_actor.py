@@ -1,17 +1,25 @@
-"""A judge in the reward pool's actor: over the wire, and before a run begins."""
+"""A judge in the reward pool's actor: over the wire, for a rollouter's group, and before a run begins."""
 
 import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
 
 import uvloop
-from judge_server import judge_server, right, shown, status, told
+from judge_server import judge_server, right, scores, shown, status, told
+from made_group import make_group
+from services import services
 from test_reward_actor import config_with, serving
+from virtual import LoopClock
 
 from asyncrl.launcher.checks.inputs import Sample
 from asyncrl.launcher.checks.user_code import RewardTrial
 from asyncrl.messages.reward import Completion, Score
 from asyncrl.observe.catalogue import find
+from asyncrl.rollouter.groups import GroupRunner
+from asyncrl.rollouter.serving.group_events import GroupAccount
 from asyncrl.rpc.heartbeat import gather_heartbeat
 
+SAMPLES = 4
 RUN = uvloop.run
 
 
@@ -41,6 +49,38 @@ async def test_a_judge_serves_rollouters_and_reports_its_metrics(tmp_path):
         assert all(find(name) is not None for name in served.actor.metrics())
         assert sum(said.histograms["judge/request_s"].counts) == 21
         assert len(list((tmp_path / "judge_cache").iterdir())) == 20
+
+
+async def test_an_unjudged_group_is_tried_again_and_then_quarantined_with_the_reason(tmp_path):
+    def short(body):
+        return told(scores(body)[1:])
+
+    async def play(lease, account):
+        sample = account.sample
+        trajectory = make_group(samples=SAMPLES).trajectories[sample]
+        trajectory.reward, trajectory.text = None, f"worth {sample / 4}"
+        return trajectory
+
+    async with judge_server(short) as server, serving(judged_by(server), tmp_path) as served:
+        config = config_with(function="relative_judge", per="group").model_copy(deep=True)
+        object.__setattr__(config.rollout, "retry_backoff_s", 0.01)
+        pools = SimpleNamespace(score=lambda request, _: served.rollouter.call(request))
+        leases = SimpleNamespace(generated=lambda _: None, taken_at=defaultdict(float))
+        runner = GroupRunner(config, services(clock=LoopClock()), SimpleNamespace(play=play), pools, leases)
+
+        async def group():
+            lease = make_group(samples=SAMPLES).lease
+            return await runner.run(lease, GroupAccount(lease, LoopClock().now, LoopClock().wall))
+
+        found = await group()
+        attempts = config.rollout.max_attempts
+        assert found.trajectories == [] and f"scoring failed {attempts} times" in found.failure
+        assert "unjudged: its answer cannot be used, nor the repaired one: id " in found.failure
+        assert len(server.bodies) == 2 * attempts
+        # Judged at the second attempt, it is as any other.
+        server.script = [short, short, right]
+        found = await group()
+        assert (found.failure, [t.reward for t in found.trajectories]) == (None, [0.0, 0.25, 0.5, 0.75])
 
 
 async def test_a_judge_is_tried_before_the_run():

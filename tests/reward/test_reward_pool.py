@@ -225,6 +225,18 @@ asyncio.run(main())
     asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
 
 
+def test_hundreds_of_small_tasks_are_done_beside_one_that_hangs_on_the_other_loop():
+    async def body():
+        async with started(workers=2, timeout_s=1.0) as pool:
+            hanging = pool.score(request("deaf"))
+            assert await outcomes(pool, *["x" * 8192] * 400) == [8192.0] * 400
+            with pytest.raises(RewardFailed, match="ran longer"):
+                await hanging
+            assert (pool.counters.scored, pool.counters.failed) == (400, 1)
+
+    asyncio.run(body())
+
+
 async def test_rewards_of_an_async_function_come_back_in_order_and_one_that_hangs_is_ended():
     async with started("act_rewards:awaited", timeout_s=0.5) as pool:
         scores = await pool.score(request("a", "abc"))
