@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from run_settings import simulated_run
 
+from asyncrl.core.errors import HostFailed
 from asyncrl.launcher import follower as following_module
 from asyncrl.launcher.common.agent_messages import STOP, EndedEvent, HostEnded
 from asyncrl.launcher.follower import Follower
@@ -180,6 +181,37 @@ async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, mo
     assert warned[0] == "b has left the run without having taken part: no answer for 12 s"
     assert (ended.result, ended.actor) == ("failed", "agent/0 on a")
     assert ended.reason.startswith("its connection was lost; its end is recorded in")
+
+
+class Looked(Connection):
+    """One to the lost head. The first fails at its third order, and during the second the run ends."""
+
+    made: list = []
+
+    def __init__(self, *_):
+        super().__init__()
+        self.orders = []
+        self.made.append(self)
+        assert len(self.made) < 9
+
+    async def ask(self, order, kind):
+        self.orders.append(order)
+        if self is self.made[0] and len(self.orders) == 3:
+            raise HostFailed("a", "connection lost")
+        is_over = self is not self.made[0] and len(self.orders) > 1
+        return HostEnded(living=not is_over, killed=False, ended=FAILED if is_over else None)
+
+
+async def test_a_lost_head_is_looked_at_over_one_connection_until_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(following_module, "Contact", Looked)
+    monkeypatch.setattr(following_module, "LOOK_AGAIN_S", 0.01)
+    shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: None)
+    head = Cut(EndedEvent(result="done"))
+    follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head], shown, phase="running")
+    async with asyncio.timeout(20):
+        assert await follower.main() == FAILED
+    # The last one makes sure that nothing is left there.
+    assert [len(connection.orders) for connection in Looked.made] == [3, 2, 1]
 
 
 class Reached(Connection):

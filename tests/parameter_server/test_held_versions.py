@@ -53,6 +53,7 @@ def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(actor, "xxhash", SimpleNamespace(xxh3_64_intdigest=counted))
     monkeypatch.setattr(actor, "MAX_CHECKSUMS", 4)
+    before = open_memory()
     server = serving(random_bytes(100))
     # Four are kept; the oldest is dropped.
     for offset, count in ((0, 1), (10, 2), (20, 3), (30, 4), (0, 4), (30, 4), (40, 5), (10, 5), (0, 6)):
@@ -60,6 +61,7 @@ def test_a_checksum_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(computed) == count
     asyncio.run(server.close())
     assert not server._checksums
+    assert open_memory() == before, "close waits until the memory is free"
 
 
 @pytest.mark.parametrize(
