@@ -97,6 +97,16 @@ def logs_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """Variables that a test sets in this process end with it: a learner's rank sets one for gloo."""
+    before = dict(os.environ)
+    yield
+    now = os.environ.pop("PYTEST_CURRENT_TEST")
+    os.environ.clear()
+    os.environ.update(before, PYTEST_CURRENT_TEST=now)
+
+
 @pytest.fixture(scope="module")
 def only_new_objects_collected():
     """The garbage collector skips existing objects: collecting every import of a test session takes seconds."""
