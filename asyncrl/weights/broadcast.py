@@ -315,8 +315,8 @@ class Sender:
 
     def abort(self, reason: str) -> None:
         """Let a broadcast under way fail. From any thread; the next epoch may be sent to."""
-        if self._epoch is not None:
-            self._epoch.stop(reason)
+        if (epoch := self._epoch) is not None:
+            epoch.stop(reason)
 
     def close(self) -> None:
         """Send no more, and close the store. Called on the thread that sends; may be repeated."""

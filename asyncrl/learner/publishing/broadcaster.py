@@ -192,17 +192,21 @@ class Broadcaster:
         tasks.create_task(self._broadcast(self._queue, self._sender, probe), name=f"broadcast of version {version}")
         return self._queue
 
-    async def close(self) -> None:
+    async def close(self, within_s: float) -> None:
         """End. The tasks that ``begin`` made have ended.
 
-        A send under way is stopped. If all is sent, this waits until the members have it, or until the timeout.
+        A send under way is stopped. If all is sent, the members first have ``within_s`` to receive it.
         """
         if self._sender is not None:
+            # Behind a send under way.
+            closing = asyncio.ensure_future(self._on_thread(self._sender.close))
             if self._queue is not None:
                 self._queue.fail("the learner ends")
-                if not self._sender.all_sent:
+                if self._sender.all_sent:
+                    await asyncio.wait([closing], timeout=within_s)
+                if not closing.done():
                     self._sender.abort("the learner ends")
-            await self._on_thread(self._sender.close)
+            await closing
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._queue is not None:
             self._queue.close()

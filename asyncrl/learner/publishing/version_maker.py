@@ -172,7 +172,8 @@ class VersionMaker:
     async def close(self) -> None:
         """Close the held versions. The tasks have ended."""
         if self._broadcaster is not None:
-            await self._broadcaster.close()
+            # The actor gives all that it closes ``drain_s``.
+            await self._broadcaster.close(self._config.supervision.drain_s / 4)
         self._publisher.close()
 
     async def _on_thread(self, work: Callable[[], T]) -> T:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -148,7 +149,7 @@ def play(scenario: Callable[[Scene], Awaitable[None]], *, timeout_s: float = 5.0
                 await scenario(scene)
                 for task in scene.under_way():
                     task.cancel()
-            await scene.broadcaster.close()
+            await scene.broadcaster.close(0.5)
             assert scene.sender.closed
 
     with no_segment_left_open():
@@ -309,8 +310,10 @@ def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize("all_sent", [True, False])
-def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent: bool) -> None:
+@pytest.mark.parametrize(
+    ("all_sent", "members_count", "aborts"), [(True, True, 0), (True, False, 1), (False, True, 1)]
+)
+def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent, members_count, aborts) -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
         scene.gather(1)
@@ -320,14 +323,18 @@ def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent: bool) 
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             if task.get_name().startswith("broadcast of version"):
                 task.cancel()
-        threading.Timer(0.2, scene.sender.go_on.set).start()
+        if members_count:
+            threading.Timer(0.2, scene.sender.go_on.set).start()
         senders.append(scene.sender)
+        begun.append(time.monotonic())
 
-    # ``play`` closes the broadcaster.
+    # ``play`` closes the broadcaster, and gives the members half a second.
     senders: list[FakeSender] = []
+    begun: list[float] = []
     play(scenario)
     [sender] = senders
-    assert sender.closed and sender.aborts == int(not all_sent)
+    assert sender.closed and sender.aborts == aborts
+    assert time.monotonic() - begun[0] < WAIT_S / 2
 
 
 @pytest.mark.parametrize("sends", [True, False], ids=["in a send", "between buckets"])
