@@ -23,7 +23,7 @@ loss, no denominator and no statistic of the policy. The same holds for tokens s
 A step has one update or several, each from its share of the groups. Advantages are those of the whole step; each update
 has the denominator of its own tokens.
 
-Every group has passed ``check_group`` (learner/groups/intake.py). Fails as the advantage does.
+Fails with ValueError for a group that ``check_group`` refuses, and as the advantage does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.advantages import Advantage, Advantages, Penalties, ScoredGroup
-from asyncrl.learner.algorithm.group_check import turns_past
+from asyncrl.learner.algorithm.group_check import check_group, turns_past
 from asyncrl.learner.algorithm.group_metrics import (
     reward_metrics,
     rewards_of,
@@ -189,6 +189,10 @@ def build_step(
     sequence of such tokens is not computed, unless the update has no other.
     """
     learner = config.learner
+    # Groups of a checkpoint come here without the intake's check.
+    for group in groups:
+        if problem := check_group(group):
+            raise ValueError(f"group {group.lease.uid} cannot be trained: {problem}")
     masking = config.reward.truncated == "mask"
     oldest = version - config.staleness.max if config.staleness.hard else None
     updates: list[UpdatePlan] = []

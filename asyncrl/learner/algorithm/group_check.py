@@ -1,6 +1,6 @@
 """Checks of a delivered group: can it be trained, and do its rewards differ? Pure.
 
-``check_group`` checks everything that build_step relies on, once. A group that fails is quarantined with the reason.
+``check_group`` checks everything that build_step relies on. A group that fails is quarantined with the reason.
 
 ``has_signal`` is dynamic sampling: DAPO (arXiv 2503.14476, section 3.2) leaves out prompts whose answers are all right
 or all wrong. ``learner.signal`` names what is compared: a component, or the reward before the overlong penalty, so that

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner.learner_cases import make_group, make_sequence, make_trajectory, random_groups
+from learner.learner_cases import build_step, make_config, make_group, make_sequence, make_trajectory, random_groups
 
 from asyncrl.learner.algorithm.group_check import check_group
 from asyncrl.messages.groups import Group, Turn, VersionSpan
@@ -49,6 +49,8 @@ def test_a_broken_group_is_named_before_it_is_trained(fields, problem) -> None:
     assert found is not None
     assert problem in found
     assert "sample 1" in found
+    with pytest.raises(ValueError, match="group 0-7 cannot be trained: sample 1"):
+        build_step([group], version=0, config=make_config(), world_size=1, packed=True)
 
 
 @pytest.mark.parametrize(

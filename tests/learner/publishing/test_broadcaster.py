@@ -310,9 +310,7 @@ def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(
-    ("all_sent", "members_count", "aborts"), [(True, True, 0), (True, False, 1), (False, True, 1)]
-)
+@pytest.mark.parametrize(("all_sent", "members_count", "aborts"), [(True, True, 0), (True, False, 1), (False, True, 1)])
 def test_the_end_of_the_learner_stops_a_send_unless_all_is_sent(all_sent, members_count, aborts) -> None:
     async def scenario(scene: Scene) -> None:
         scene.sender.go_on.clear()
