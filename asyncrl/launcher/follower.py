@@ -59,7 +59,7 @@ ENDED_BY_CODE = {
     ),
 }
 """Ends that an agent's exit code alone describes."""
-LOOK_AGAIN_S = 5.0
+LOOK_AGAIN_S = 2.0
 """Time of one look at a head whose connection is lost, and pause after one that failed."""
 
 
@@ -261,19 +261,28 @@ class Follower:
     async def _wait_for_lost_head(self) -> None:
         """Wait until the run, now unheard, has ended, is to end at once, or the head stays out of reach."""
         head, supervision = self._head, self.config.supervision
+        assert head.contact is not None
+        order = self._order(head, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
         while not self._killing and loop.time() < until:
+            again = Contact(head.host, head.contact.start)
             try:
-                found = await self._ask_anew(head, CONFIRM_S, patience_s=LOOK_AGAIN_S, kill=False)
+                async with asyncio.timeout(CONFIRM_S):
+                    await again.reach()
+                while not self._killing:
+                    async with asyncio.timeout(CONFIRM_S):
+                        found = await again.ask(order, HostEnded)
+                    if not found.living:
+                        head.ended = found.ended
+                        return
+                    # It was reached, and from now on may be out of reach for as long again.
+                    until = loop.time() + supervision.host_grace_s + supervision.drain_s
             except (HostFailed, TimeoutError):
+                again.kill()
                 await asyncio.sleep(LOOK_AGAIN_S)
-                continue
-            if not found.living:
-                head.ended = found.ended
-                return
-            # It was reached, and from now on may be out of reach for as long again.
-            until = loop.time() + supervision.host_grace_s + supervision.drain_s
+            finally:
+                await again.close()
 
     def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has ended, and with it everything on that host."""
@@ -315,13 +324,15 @@ class Follower:
         try:
             async with asyncio.timeout(within_s):
                 await again.reach()
-                logs, run_dir = str(self.folder.logs), str(self.folder.path)
-                return await again.ask(EndOrder(run_dir=run_dir, index=member.index, log_dir=logs, **order), HostEnded)
+                return await again.ask(self._order(member, **order), HostEnded)
         except (HostFailed, TimeoutError):
             again.kill()
             raise
         finally:
             await again.close()
+
+    def _order(self, member: AgentHandle, **order: Any) -> EndOrder:
+        return EndOrder(run_dir=str(self.folder.path), index=member.index, log_dir=str(self.folder.logs), **order)
 
     def _result(self) -> EndedEvent:
         head = self._head.ended
