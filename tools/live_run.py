@@ -204,18 +204,30 @@ class LiveRun:
 
 
 class UpdatePhases:
-    """Return the phase of the weight update of each replica, as the parameter server last saw it."""
+    """The phase of the weight update of each replica, and the newest version, as the parameter server last saw them."""
 
     def __init__(self, run: LiveRun) -> None:
         self._news = LogTail(run, "parameter_server/0")
         self._last: dict[str, str] = {}
+        self._newest = -1
+
+    @property
+    def newest(self) -> int:
+        """The newest published version; -1 before the first one."""
+        self._look()
+        return self._newest
 
     def of(self, victim: str) -> str:
         """Return the phase of the victim, or of the replica that changed last."""
+        self._look()
+        return self._last.get(victim, self._last.get("", "none"))
+
+    def _look(self) -> None:
         for line in self._news.read():
             if line.get("event") == "phase":
                 self._last[line["replica"]] = self._last[""] = line["phase"]
-        return self._last.get(victim, self._last.get("", "none"))
+            elif line.get("event") == "published":
+                self._newest = max(self._newest, line["version"])
 
 
 class LogTail:

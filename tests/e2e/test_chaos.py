@@ -16,7 +16,7 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
     ("arguments", "trained"),
     [
         (["--faults", "8", "--everything", "1"], 100),
-        (["--faults", "6", "--kind", "kill", "--kind", "freeze"], 50),
+        (["--faults", "6", "--in-updates", "--kind", "kill", "--kind", "freeze"], 50),
         ([*OF_EPISODES, "function"], 50),
         ([*OF_EPISODES, "command"], 50),
     ],
@@ -24,7 +24,8 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
 )
 def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothing(arguments, trained):
     """Processes are killed, frozen or delayed; disk and network fail for a while; everything ends at once. Agents,
-    workers and hosts of episodes are hit in the middle of turns, engines and learners in the middle of weight updates.
+    workers and hosts of episodes are hit in the middle of turns, engines and learners in the middle of weight updates,
+    after which every replica serves new versions again.
     """
     seed = random.randrange(1 << 32)
     command = [sys.executable, "-m", "tools.chaos", *arguments, "--seed", str(seed), "--json"]
@@ -35,3 +36,6 @@ def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothi
     assert report["problems"] == []
     assert len(report["faults"]) == int(arguments[1]) + ("--everything" in arguments)
     assert report["figures"]["trained"] > trained
+    if "--in-updates" in arguments:
+        assert all(one["fault"]["during"] for one in report["faults"])
+        assert any(one["phase"] == one["fault"]["during"] for one in report["faults"])

@@ -14,6 +14,7 @@ from tools.chaos.plan import (
     ON_HOSTS,
     ON_PROCESSES,
     ROLLING_PHASES,
+    UPDATED,
     Link,
     draw,
     steps_of_run,
@@ -79,6 +80,14 @@ def test_each_phase_of_an_update_is_struck(transport, phases):
     assert {fault.victim.partition("/")[0] for fault in faults if fault.during} == {
         *("rollouter", "engine_core", "learner", "parameter_server")
     }
+
+
+@given(seeds)
+def test_a_plan_of_faults_in_updates_has_no_other_faults(seed):
+    struck = victims(3, 2, cores=True, episodes="command")
+    for fault in draw(seed, 12, struck, ON_PROCESSES, silence_s=SILENCE_S, in_updates=True):
+        assert fault.during in ROLLING_PHASES
+        assert fault.victim.startswith(UPDATED)
 
 
 def test_no_fault_shares_a_step_with_the_end_of_everything():

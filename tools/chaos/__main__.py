@@ -4,13 +4,15 @@
     python -m tools.chaos --faults 20 --everything 5 --seed 7 --json
     python -m tools.chaos --engine vllm --faults 20
     python -m tools.chaos --episodes command --faults 20
+    python -m tools.chaos --in-updates --faults 20
 
 The tool kills (SIGKILL) and freezes (SIGSTOP) every process of the run except launcher, guard and node agent. With
 ``--episodes`` it also strikes the processes that play episodes. Half of the faults that strike a part of a weight
-update wait for a phase of one. The tool fills the disk, cuts the network and resets all connections for a while. The
-simulated run has several hosts: the tool partitions two of them, slows a link, and sets a wall clock wrong. It prints
-the faults that this machine does not allow, and does not draw them. ``--everything`` kills all processes at once,
-sometimes during a checkpoint, and resumes the run with ``--resume auto``.
+update wait for a phase of one. With ``--in-updates`` all faults do, the simulated run has slow updates, and every
+replica must serve new versions after the last fault. The tool fills the disk, cuts the network and resets all
+connections for a while. The simulated run has several hosts: the tool partitions two of them, slows a link, and sets a
+wall clock wrong. It prints the faults that this machine does not allow, and does not draw them. ``--everything`` kills
+all processes at once, sometimes during a checkpoint, and resumes the run with ``--resume auto``.
 
 At the end the tool checks that training reached its last step with exit code 0, that every prompt has exactly one
 outcome, and that no process, port, shared memory or temporary file is left.
@@ -36,11 +38,12 @@ from typing import Any, TextIO
 from tools import kept
 from tools.chaos.audit import Expected, Findings, audit, read_lines
 from tools.chaos.faults import NotRecovered, Striker, Struck, torment
-from tools.chaos.plan import KINDS, Episodes, Fault, draw, steps_of_run, victims
+from tools.chaos.plan import KINDS, ON_PROCESSES, Fault, draw, steps_of_run, victims
 from tools.chaos.settings import (
     DISK_MIB,
     RANKS,
     REPLICAS,
+    REPLICAS_IN_UPDATES,
     SIM_PROMPTS,
     SIM_SILENCE_S,
     VLLM_SILENCE_S,
@@ -50,6 +53,7 @@ from tools.chaos.settings import (
     transport_of,
     vllm_tree,
     with_episodes,
+    with_slow_updates,
 )
 from tools.chaos.users import rows
 from tools.chaos.world import World, enter
@@ -89,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: TextIO) -> dict[str, Any]:
     """Run one round and return its outcome as the JSON object."""
     sim, hosts = chosen.engine == "sim", world.hosts.names
-    kinds = chosen.kind or KINDS
+    kinds = chosen.kind or (ON_PROCESSES if chosen.in_updates else KINDS)
+    replicas = REPLICAS_IN_UPDATES if sim and chosen.in_updates else REPLICAS
     skipped = {kind: why for kind, why in world.missing.items() if kind in kinds}
     drawn = [kind for kind in kinds if kind not in skipped]
     if chosen.faults and not drawn:
@@ -97,14 +102,15 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
     faults = draw(
         seed,
         chosen.faults,
-        victims(REPLICAS, RANKS, cores=not sim, episodes=chosen.episodes),
+        victims(replicas, RANKS, cores=not sim, episodes=chosen.episodes),
         drawn,
         hosts=hosts,
         everything=chosen.everything,
         silence_s=SIM_SILENCE_S if sim else VLLM_SILENCE_S,
         transport=transport_of(seed),
+        in_updates=chosen.in_updates,
     )
-    tree, promised = _configuration(chosen.engine, chosen.episodes, seed, faults, folder)
+    tree, promised = _configuration(chosen, seed, faults, folder)
     if len(hosts) > 1:
         tree = on_several_hosts(tree, seed)
     print(f"seed {seed}: {len(faults)} faults, {promised.steps} steps", file=out)
@@ -129,7 +135,16 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
 
     try:
         try:
-            torment(run, Striker(run, world, seed), faults, struck, patience_s=PATIENCE_S[chosen.engine], told=told)
+            torment(
+                run,
+                Striker(run, world, seed),
+                faults,
+                struck,
+                replicas=replicas,
+                in_updates=chosen.in_updates,
+                patience_s=PATIENCE_S[chosen.engine],
+                told=told,
+            )
         except (NotRecovered, TimeoutError) as error:
             findings = Findings()
             findings.say("end", f"{error}; {_last_words(run)}")
@@ -181,14 +196,16 @@ def _audit(run: LiveRun, world: World, promised: Expected, unstruck: int) -> Fin
 
 
 def _configuration(
-    engine: str, episodes: Episodes, seed: int, faults: Sequence[Fault], folder: Path
+    chosen: argparse.Namespace, seed: int, faults: Sequence[Fault], folder: Path
 ) -> tuple[dict[str, Any], Expected]:
-    steps = steps_of_run(faults)
-    if engine == "sim":
+    steps = steps_of_run(faults, in_updates=chosen.in_updates)
+    if chosen.engine == "sim":
         data = folder / "data.jsonl"
         made = list(rows(SIM_PROMPTS))
         data.write_text("".join(json.dumps(row) + "\n" for row in made))
-        tree = with_episodes(sim_tree(seed, steps, data), episodes)
+        tree = with_episodes(sim_tree(seed, steps, data), chosen.episodes)
+        if chosen.in_updates:
+            tree = with_slow_updates(tree)
         return tree, expected(tree, SIM_PROMPTS, [row["kind"] for row in made])
     from tools.quickstart.__main__ import CACHE
     from tools.quickstart.assets import ensure_assets
@@ -243,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
     parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of all processes at once (0)")
     parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
+    parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")
     parser.add_argument("--keep", type=Path, default=None, metavar="FOLDER", help="keep what the run has written there")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")

@@ -2,7 +2,8 @@
 
 Invariant: everything that was frozen, filled or cut for a while is undone, by ``tick`` in time or by ``lift`` at the
 end. Training must continue after each fault. If no new step is trained for ``patience_s``, the round ends with
-NotRecovered, which names the last faults.
+NotRecovered, which names the last faults. After a fault of a process that takes part in weight updates, every replica
+must serve a version that was gathered after the fault.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tools.chaos.hosts import conditions
-from tools.chaos.plan import CHECKPOINT, Fault
+from tools.chaos.plan import CHECKPOINT, UPDATED, Fault
 from tools.chaos.settings import PROGRAM
 from tools.chaos.world import World
 from tools.live_run import LiveRun, UpdatePhases, pid_lives
@@ -30,6 +31,8 @@ VICTIM_WAIT_S = 60.0
 """Longest wait for a victim that an earlier fault has ended."""
 PROGRESS_STEPS = 2
 """Steps after a fault that prove that training continues; the first may have started before the fault."""
+PROGRESS_VERSIONS = 2
+"""Versions after a fault that prove that updates continue; the first may have been on its way before the fault."""
 
 
 @dataclass(slots=True)
@@ -44,11 +47,13 @@ class Struck:
     phase: str
     step: int
     """Steps trained before the fault."""
+    version: int
+    """Newest version published before the fault."""
     pids: list[int] = field(default_factory=list)
     lifts_at: float = 0.0
     """Time of its end, on the same clock."""
     recovered_s: float | None = None
-    """Seconds from the fault until training continued and the victim was back."""
+    """Seconds from the fault until training continued, the victim was back, and every replica served again."""
 
 
 class Striker:
@@ -69,8 +74,8 @@ class Striker:
         """Carry a fault out. ``best`` is the last step ever trained. Returns None if the victim does not live now."""
         if fault.during:
             self._await(fault)
-        now = time.monotonic()
-        struck = Struck(fault, now - self._began, now, self._phase(fault), max(best, self._run.step))
+        now, phase, step = time.monotonic(), self._phase(fault), max(best, self._run.step)
+        struck = Struck(fault, now - self._began, now, phase, step, self._phases.newest)
         match fault.kind:
             case "everything":
                 self._run.kill_everything()
@@ -138,12 +143,13 @@ class Striker:
         """Return the current work of the run: a checkpoint, or the phase of a weight update."""
         if any(self._run.run_dir.glob("checkpoints/.*.partial-*")) and fault.during in ("", CHECKPOINT):
             return CHECKPOINT
-        return self._phases.of(fault.victim)
+        return self._phases.of(fault.victim.replace("engine_core/", "rollouter/"))
 
     def _await(self, fault: Fault) -> None:
         """Wait for what the fault is to strike in. A short phase may end before the signal arrives."""
         until = time.monotonic() + (CHECKPOINT_WAIT_S if fault.during == CHECKPOINT else PHASE_WAIT_S)
         while self._phase(fault) != fault.during and time.monotonic() < until and self._run.exit_code is None:
+            self.tick()
             time.sleep(0.0005)
 
 
@@ -163,10 +169,15 @@ def torment(
     faults: Sequence[Fault],
     struck: list[Struck],
     *,
+    replicas: int,
+    in_updates: bool,
     patience_s: float,
     told: Callable[[Struck], None],
 ) -> None:
-    """Return when the run has ended by itself. Calls ``struck`` with each fault, and ``told`` after its recovery."""
+    """Return when the run has ended by itself. Calls ``struck`` with each fault, and ``told`` after its recovery.
+
+    ``in_updates``: the run must not end before every one of its ``replicas`` serves again after the last fault.
+    """
     waiting = list(faults)
     best = 0
     moved_at = time.monotonic()
@@ -178,9 +189,11 @@ def torment(
             now = time.monotonic()
             if run.step > best:
                 best, moved_at = run.step, now
-            _note_recovered(run, struck, best, told)
+            _note_recovered(run, struck, best, replicas, told)
             if run.exit_code is not None:
-                _note_recovered(run, struck, best, told, ended=True)
+                if in_updates and not all(_serves_again(run, one, replicas) for one in struck):
+                    raise NotRecovered(f"the run ended with versions {run.served()} in its replicas{_since(struck)}")
+                _note_recovered(run, struck, best, replicas, told, ended=True)
                 return
             if now - moved_at > patience_s:
                 raise NotRecovered(f"nothing was trained for {patience_s:g} s after step {best}{_since(struck)}")
@@ -205,17 +218,24 @@ def torment(
 
 
 def _note_recovered(
-    run: LiveRun, struck: list[Struck], best: int, told: Callable[[Struck], None], *, ended: bool = False
+    run: LiveRun, struck: list[Struck], best: int, replicas: int, told: Callable[[Struck], None], *, ended: bool = False
 ) -> None:
     now = time.monotonic()
     for one in struck:
         if one.recovered_s is not None or now < one.lifts_at:
             continue
-        went_on = ended or best >= one.step + PROGRESS_STEPS
+        went_on = ended or (best >= one.step + PROGRESS_STEPS and _serves_again(run, one, replicas))
         for_good = one.fault.kind in ("kill", "freeze") and one.fault.victim != "reward_worker"
         if went_on and (ended or not for_good or not any(map(pid_lives, one.pids))):
             one.recovered_s = now - one.struck_at
             told(one)
+
+
+def _serves_again(run: LiveRun, one: Struck, replicas: int) -> bool:
+    """Whether every replica has served a version that was gathered after this fault, if it struck an update."""
+    served = run.served().values()
+    again = len(served) == replicas and min(served) >= one.version + PROGRESS_VERSIONS
+    return again or not one.fault.victim.startswith(UPDATED)
 
 
 def _since(struck: list[Struck]) -> str:

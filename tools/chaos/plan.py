@@ -34,6 +34,8 @@ MOST_AHEAD_S = 10.0
 """Most by which a clock differs, either way."""
 STEPS_PER_FAULT = 6
 """Steps between two faults, so that the run also trains undisturbed."""
+REST_IN_UPDATES = 40
+"""Steps after the last of the faults in updates. They take longer than a replica needs to serve again."""
 CHECKPOINT = "checkpoint"
 BROADCAST_PHASES, ROLLING_PHASES = ("announced", "paused", "receiving"), ("staging", "waiting", "loading")
 """Phases of a weight update by broadcast, and by the other transports."""
@@ -115,14 +117,18 @@ def draw(
     everything: int = 0,
     silence_s: float,
     transport: str = "shm",
+    in_updates: bool = False,
 ) -> list[Fault]:
     """Draw ``count`` faults of these ``kinds`` in the order of their start.
 
     Faults of processes strike ``struck``, faults of hosts strike ``hosts``. ``everything`` of them end all processes.
 
-    ``silence_s`` and ``transport`` are the run's supervision.silence_s and weights.transport.
+    ``silence_s`` and ``transport`` are the run's supervision.silence_s and weights.transport. ``in_updates``: every
+    fault of a process strikes a part of weight updates and waits for a phase of one.
     """
     randomness = random.Random(seed)
+    if in_updates:
+        struck = [name for name in struck if name.startswith(UPDATED)]
     cards = _deck(randomness, [(kind, victim) for kind in kinds for victim in _struck_by(kind, struck, hosts)])
     dealt: list[tuple[Kind, str]] = [next(cards) for _ in range(count)]
     for number in range(everything):
@@ -142,7 +148,7 @@ def draw(
                 after_step=step,
                 after_s=randomness.uniform(0.0, 1.0),
                 lasts_s=_duration(randomness, kind, silence_s),
-                during=_during(randomness, kind, victim, transport),
+                during=_during(randomness, kind, victim, transport, 1.0 if in_updates else 0.5),
                 link=_link(randomness) if kind == "slow" else None,
                 ahead_s=randomness.uniform(-MOST_AHEAD_S, MOST_AHEAD_S) if kind == "clock" else 0.0,
             )
@@ -150,9 +156,10 @@ def draw(
     return found
 
 
-def steps_of_run(faults: Sequence[Fault]) -> int:
+def steps_of_run(faults: Sequence[Fault], *, in_updates: bool = False) -> int:
     """Return the number of steps that hold all faults and a rest for the recovery."""
-    return max((fault.after_step for fault in faults), default=0) + 2 * STEPS_PER_FAULT
+    rest = REST_IN_UPDATES if in_updates else 2 * STEPS_PER_FAULT
+    return max((fault.after_step for fault in faults), default=0) + rest
 
 
 def between(hosts: Sequence[str]) -> list[str]:
@@ -189,8 +196,8 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
     return None
 
 
-def _during(randomness: random.Random, kind: Kind, victim: str, transport: str) -> str:
-    if randomness.random() >= 0.5:
+def _during(randomness: random.Random, kind: Kind, victim: str, transport: str, share: float) -> str:
+    if randomness.random() >= share:
         return ""
     if kind == "everything":
         return CHECKPOINT

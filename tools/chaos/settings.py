@@ -25,6 +25,7 @@ PORTS = "7000-7063"
 SIM_PROMPTS = 300
 SIM_GROUPS = 4
 REPLICAS = 2
+REPLICAS_IN_UPDATES = 3
 RANKS = 2
 DISK_MIB = {"sim": 256, "vllm": 2048}
 
@@ -94,6 +95,16 @@ def on_several_hosts(tree: dict[str, Any], seed: int) -> dict[str, Any]:
         "security": security,
         "network": tree["network"] | {"ports": randomness.choice(("0", PORTS))},
         "supervision": tree["supervision"] | {"host_grace_s": HOST_GRACE_S},
+    }
+
+
+def with_slow_updates(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the same simulated run with phases of updates that are long enough to strike."""
+    rollout, learner = tree["rollout"], tree["learner"]
+    return tree | {
+        "rollout": rollout | {"replicas": REPLICAS_IN_UPDATES, "sim": rollout["sim"] | {"load_s": 0.2}},
+        "learner": learner | {"sim": {"step_s": 0.5, "publish_bytes": 48 << 20, "gather_s": 0.4}},
+        "weights": tree["weights"] | {"deadline_s": 10.0, "broadcast_timeout_s": 5.0, "bucket_bytes": 8 << 20},
     }
 
 
