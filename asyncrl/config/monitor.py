@@ -67,16 +67,14 @@ class DriftConfig(Section):
     """Detection of engines that compute other log-probs than the learner.
 
     After each update every replica scores real prompts and responses, and samples some tokens as the run does. The
-    drift compares their log-probs with the learner's. It is the larger of two numbers: the root mean square of the
-    differences over the scored tokens, and 1.25 times their mean size over the sampled ones
-    (asyncrl/rollouter/serving/drift.py).
+    drift compares their log-probs with the learner's (docs/weights.md).
     """
 
     warn: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
-    """Drift (nats) above which the terminal and the log warn. auto is 0.003 in float32 with the engine on CPU, else
+    """Drift above which the terminal and the log warn. auto is 0.003 in float32 with the engine on CPU, else
     0.12."""
     stop: Annotated[float, Field(gt=0, le=1e6)] | Literal["auto"] = "auto"
-    """Drift (nats) that ends the run as failed; under weights.verify = "full" the engine loads again first. auto is
+    """Drift that ends the run as failed; under weights.verify = "full" the engine loads again first. auto is
     0.01 in float32 on CPU, else 0.15. 1e6 stops only for non-finite log-probs."""
 
 

@@ -93,7 +93,7 @@ class WatchdogConfig(Section):
     policy: Literal["report", "stop"] | None = None
     """The consequence of a stall. By default the run ends when a stall has outlasted stall_s and the deadlines of an
     engine call, an episode, a reward, a weight update and a collective operation together. "stop" ends it with the
-    first report, "report" never."""
+    first report, "report" never. A stall restarts no actor."""
     budgets_s: dict[ActorState, Seconds] = BUDGETS_S
     """Longer times for single states of an actor, by name of the state. States that are not named keep their times."""
 
@@ -126,7 +126,8 @@ class NetworkConfig(Section):
     ports: Annotated[str, Field(pattern=r"^\d{1,5}(-\d{1,5})?$")] = "0"
     """Ports that actors may bind: 0 for any, or LOW-HIGH. gloo and NCCL also use others."""
     controller_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port of the controller; 0 takes the lowest free one of network.ports. Other actors take the highest."""
+    """Port of the controller; 0 takes the lowest free one of network.ports. Choose the lowest or one
+    outside: other actors take the highest."""
     max_message_bytes: Positive = 1 << 30
     """Largest message; the sender refuses larger ones."""
     call_timeout_s: Seconds = 30.0
