@@ -44,6 +44,7 @@ from tools.chaos.settings import (
     RANKS,
     REPLICAS,
     REPLICAS_IN_UPDATES,
+    SILENCE_IN_UPDATES_S,
     SIM_PROMPTS,
     SIM_SILENCE_S,
     VLLM_SILENCE_S,
@@ -106,7 +107,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
         drawn,
         hosts=hosts,
         everything=chosen.everything,
-        silence_s=SIM_SILENCE_S if sim else VLLM_SILENCE_S,
+        silence_s=(SILENCE_IN_UPDATES_S if chosen.in_updates else SIM_SILENCE_S) if sim else VLLM_SILENCE_S,
         transport=transport_of(seed),
         in_updates=chosen.in_updates,
     )

@@ -15,7 +15,7 @@ from tools.chaos.users import KINDS
 from tools.quickstart.__main__ import CONFIG
 
 PROGRAM = str(Path(__file__).with_name("users.py"))
-SIM_SILENCE_S = 3.0
+SIM_SILENCE_S, SILENCE_IN_UPDATES_S = 3.0, 6.0
 VLLM_SILENCE_S = 20.0
 SIM_UNREACHABLE_S = 4.0
 """Longer than a lost host is waited for, and shorter than some partitions."""
@@ -105,6 +105,8 @@ def with_slow_updates(tree: dict[str, Any]) -> dict[str, Any]:
         "rollout": rollout | {"replicas": REPLICAS_IN_UPDATES, "sim": rollout["sim"] | {"load_s": 0.2}},
         "learner": learner | {"sim": {"step_s": 0.5, "publish_bytes": 48 << 20, "gather_s": 0.4}},
         "weights": tree["weights"] | {"deadline_s": 10.0, "broadcast_timeout_s": 5.0, "bucket_bytes": 8 << 20},
+        "network": {"call_timeout_s": 6.0},
+        "supervision": tree["supervision"] | {"silence_s": SILENCE_IN_UPDATES_S},
     }
 
 
