@@ -17,8 +17,8 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 
 pytestmark = pytest.mark.slow
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
-SLOW = ("--learner.sim.step_s", "0.3")
-"""Sinks that start while the run trains are up before its end, on a busy machine too."""
+SLOW = ("--learner.sim.step_s", "1.0")
+"""The import of wandb takes a few seconds, on a busy machine twenty: the run has to train for longer."""
 
 
 def logged(run, attempt, actor="*"):
@@ -90,12 +90,13 @@ def test_a_run_goes_on_and_ends_in_time_whatever_befalls_its_sinks(launch):
 
 
 def test_a_run_goes_on_when_the_disk_of_wandb_is_full(launch):
-    run = launch(*ALL)
+    run = launch(*ALL, *SLOW)
     folder = run.run_dir / "wandb"
     wait_until((run.run_dir / "config.json").exists, "the run folder")
     with small_disk(folder, "16k"):
         run.wait_to_show("step 3/")
         run.actor("sinks/0")
+        wait_until(lambda: shutil.disk_usage(folder).free == 0, "the disk to be full")
         ended_well(run, run.processes())
         assert shutil.disk_usage(folder).free == 0
     assert steps(run.run_dir) == list(range(1, STEPS + 1))
@@ -104,8 +105,9 @@ def test_a_run_goes_on_when_the_disk_of_wandb_is_full(launch):
 
 
 def test_i1_a_preempted_run_is_resumed_where_it_stopped_and_goes_on_in_its_sinks(launch):
-    run = launch(*ALL)
+    run = launch(*ALL, *SLOW)
     run.wait_to_show("step 8/")
+    wait_until((run.run_dir / "monitor" / "wandb.json").exists, "wandb")
     run.process.send_signal(signal.SIGTERM)
     code, shown = run.end()
     assert code == 75, shown
