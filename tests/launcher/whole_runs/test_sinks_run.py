@@ -17,7 +17,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 
 pytestmark = pytest.mark.slow
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")
-SLOW = ("--learner.sim.step_s", "1.0")
+SLOW = ("--learner.sim.step_s", "0.7")
 """The import of wandb takes a few seconds, on a busy machine twenty: the run has to train for longer."""
 
 
