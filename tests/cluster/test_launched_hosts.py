@@ -300,8 +300,16 @@ def without(path):
 
 
 without_python, without_asyncrl = without(sys.prefix), without(REPOSITORY / "asyncrl")
-# A folder of that name stays, such as the one that wandb creates.
-without_wandb = without(Path(sysconfig.get_path("purelib")) / "wandb")
+
+
+@contextlib.contextmanager
+def without_wandb(host):
+    """A folder of that name stays, such as the one that wandb creates. The host has the data of the run."""
+    prompts = host.trial.parents[1] / "prompts.jsonl"
+    row = json.dumps({"prompt": SECRET})
+    host.run(["sh", "-c", f"mkdir -p {prompts.parent} && for i in $(seq 400); do echo '{row}'; done > {prompts}"])
+    with without(Path(sysconfig.get_path("purelib")) / "wandb")(host):
+        yield
 
 
 @contextlib.contextmanager
