@@ -1,4 +1,4 @@
-"""What is trained and by which loss: corrections, rejection, reference, teacher, adapters, supervised steps."""
+"""Keys of the loss and of trained weights: corrections, rejection, reference, teacher, adapters, supervised steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Leaves that every part may import: errors, files, disk, roles, results of user functions, text for people."""
+"""Leaves that every part may import: errors, files, disk, roles, text for people, names of other frameworks."""

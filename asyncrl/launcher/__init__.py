@@ -1,1 +1,1 @@
-"""Starting a run: placement, node agents, progress."""
+"""Starts and follows a run: checks, placement, node agents, progress, the doctor, hosts that join and leave."""

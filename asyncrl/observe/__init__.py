@@ -1,1 +1,1 @@
-"""Instruments of a run: logs, metrics and their catalogue, states, the timeline, recorded snapshots."""
+"""Instruments of a run: logs, metrics, states, timelines, snapshots; below them sinks, report and explanations."""

@@ -1,1 +1,1 @@
-"""Actors: handlers, calls, supervision, registry, clock. Knows nothing of reinforcement learning."""
+"""Actors and their calls: handlers, heartbeats, supervision, the wire. Knows nothing of reinforcement learning."""
