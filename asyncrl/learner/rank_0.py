@@ -22,9 +22,10 @@ from asyncrl.core.disk import in_words
 from asyncrl.core.errors import CannotLearn
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checkpoint.checkpoint_reports import CheckpointReports
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
-from asyncrl.learner.checkpoint.run_checkpoints import CheckpointReports, RunCheckpoints
+from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
 from asyncrl.learner.controller_link import ControllerLink
 from asyncrl.learner.groups.dataloader_link import DATALOADER, DataloaderLink
 from asyncrl.learner.groups.deliveries import ComponentNames, Deliveries
@@ -78,7 +79,7 @@ class Rank0:
             actor.notify("version mark", f"{self._run_dir / FILE} {mark.problem}; {above}")
         await self._meet()
         files = await asyncio.to_thread(RecordFiles, self._run_dir, start)
-        self._reports = reports = CheckpointReports(
+        self._reports = CheckpointReports(
             services, self._controller.report, tasks=actor.tasks, track=actor.trace.track("checkpoint", CHECKPOINTS)
         )
         self._writer = CheckpointWriter(
@@ -86,14 +87,13 @@ class Rank0:
             actor.context.incarnation,
             self._backend,
             self._thread,
-            keep=config.checkpoint.keep,
-            keep_every_steps=config.checkpoint.keep_every_steps,
+            self._reports,
+            config=config.checkpoint,
             tasks=actor.tasks,
             clock=actor.clock,
-            on_written=reports.written,
-            on_failed=reports.failed,
         )
-        restored = await self._restore()
+        actor.states.enter("starting", "checkpoint")
+        restored = await self._writer.restore()
         origin = await asyncio.to_thread(Origin.recorded, config, self._run_dir)
         conversations = await self._load_conversations()
         self._make(mark, start, files, restored, origin, conversations)
@@ -112,17 +112,6 @@ class Rank0:
 
     def _read_numbers(self) -> VersionNumbers:
         return VersionNumbers(self._run_dir, find_used(self._run_dir, checkpoint_dir(self._config, self._run_dir)))
-
-    async def _restore(self) -> Contents | None:
-        """The contents of the newest whole checkpoint; the backend has loaded its part of it."""
-        self._actor.states.enter("starting", "checkpoint")
-        contents = await self._writer.restore()
-        for name, text in self._writer.damaged.items():
-            self._actor.notify(f"damaged {name}", text)
-        if contents is not None and self._writer.damaged:
-            # The controller may have found the damaged one.
-            self._reports.announce(contents.state.version, contents.state.step, contents.path)
-        return contents
 
     async def _load_conversations(self) -> Conversations | None:
         """Conversations of sft.data; None without. Raises DataError."""

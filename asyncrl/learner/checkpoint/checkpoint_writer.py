@@ -7,8 +7,8 @@ one, which waits.
 A checkpoint without enough room is not begun, because a full disk would break metrics and logs too. A task then checks
 for room, and the checkpoint is ``overdue`` as soon as there is some.
 
-``restore`` skips damaged checkpoints and fails with CheckpointError. A checkpoint that cannot be written is reported to
-``on_failed``, its files are removed, the last complete one stays, and training continues.
+``restore`` skips damaged checkpoints and fails with CheckpointError. A checkpoint that cannot be written is
+reported, its files are removed, the last complete one stays, and training continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checkpoint.contents import (
@@ -34,9 +33,11 @@ from asyncrl.checkpoint.contents import (
 )
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.checkpoint.step_back import StepBack
+from asyncrl.config.operation import CheckpointConfig
 from asyncrl.core.disk import free_bytes, no_room
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import Backend
+from asyncrl.learner.checkpoint.checkpoint_reports import CheckpointReports
 from asyncrl.learner.checkpoint.failed_writes import LOOK_S, FailedWrite, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.rpc.services import Clock
@@ -45,19 +46,6 @@ AROUND_BYTES = 1 << 16
 """Bytes of state, checksums and folders, apart from the trainer's files, the groups and the ledger."""
 _FILES = (STATE, GROUPS, f"{TRAINER}/{CONTENTS}")
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """A checkpoint that is complete."""
-
-    version: int
-    step: int
-    path: Path
-    staged_s: float
-    """Seconds for which training waited."""
-    seconds: float
-    """Seconds from the beginning until the checkpoint was complete."""
 
 
 class CheckpointWriter:
@@ -69,15 +57,12 @@ class CheckpointWriter:
         incarnation: int,
         backend: Backend,
         thread: Executor,
+        reports: CheckpointReports,
         *,
-        keep: int,
-        keep_every_steps: int,
+        config: CheckpointConfig,
         tasks: asyncio.TaskGroup,
         clock: Clock,
-        on_written: Callable[[Written], object],
-        on_failed: Callable[[FailedWrite, Kept | None], object],
     ) -> None:
-        """``on_failed`` also gets the newest complete checkpoint."""
         self.skipped = 0
         """Checkpoints that came due while one was being written."""
         self.newest: Kept | None = None
@@ -86,17 +71,15 @@ class CheckpointWriter:
         """Failure of the newest attempt; None while one is being written, and once it is complete."""
         self.overdue = False
         """Whether a checkpoint failed for lack of room, and now there is room."""
-        self.damaged: dict[str, str] = {}
-        """Damaged checkpoints that ``restore`` renamed: their names, and the text for the user."""
         self._looking: asyncio.Task[None] | None = None
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
         self._backend = backend
         self._thread = thread
-        self._keep, self._keep_every_steps = keep, keep_every_steps
+        self._reports = reports
+        self._config = config
         self._tasks = tasks
         self._clock = clock
-        self._on_written, self._on_failed = on_written, on_failed
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -108,7 +91,7 @@ class CheckpointWriter:
     async def restore(self) -> Contents | None:
         """Become the writer of the folder, and load the newest whole checkpoint into the backend; None without any.
 
-        Damaged newer ones are renamed and listed in ``damaged``. Comes after ``Backend.setup``. Raises CheckpointError.
+        Damaged newer ones are renamed and reported. Comes after ``Backend.setup``. Raises CheckpointError.
         """
         loop = asyncio.get_running_loop()
         # First: from here on an older learner can commit nothing.
@@ -123,9 +106,14 @@ class CheckpointWriter:
                 await asyncio.to_thread(search.pass_over, problem)
                 continue
             aside = await asyncio.to_thread(search.set_aside)
-            for damaged, now_at in zip(search.damaged, aside, strict=True):
-                self.damaged[damaged.path.name] = damaged.describe(path, contents.state.step, now_at)
             self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
+            self._reports.restored(
+                self.newest,
+                {
+                    damaged.path.name: damaged.describe(path, contents.state.step, now_at)
+                    for damaged, now_at in zip(search.damaged, aside, strict=True)
+                },
+            )
             return contents
         return None
 
@@ -140,8 +128,8 @@ class CheckpointWriter:
     ) -> bool:
         """Copy the state and begin to write it. False if it was skipped, or failed at once.
 
-        ``write_lines`` returns once the lines about everything in the checkpoint are written. The callbacks report how
-        it ends. A ``final`` one waits for the one before. The groups must not change later.
+        ``write_lines`` returns once the lines about everything in the checkpoint are written. A ``final`` one waits for
+        the one before. The groups must not change later.
         """
         if self.busy and not final:
             self.skipped += 1
@@ -216,7 +204,7 @@ class CheckpointWriter:
         )
         if self.failed.lacks_room:
             self._looking = self._tasks.create_task(self._look_for_room(needed))
-        self._on_failed(self.failed, self.newest)
+        self._reports.failed(self.failed, self.newest)
 
     async def _look_for_room(self, needed: int) -> None:
         while True:
@@ -247,10 +235,7 @@ class CheckpointWriter:
         try:
             path = await self._commit(partial, saving, state, buffered, filtered, write_lines)
             self.newest = Kept(version=state.version, step=state.step, path=path)
-            seconds = self._clock.now() - began
-            self._on_written(
-                Written(version=state.version, step=state.step, path=path, staged_s=staged_s, seconds=seconds)
-            )
+            self._reports.written(self.newest, staged_s=staged_s, seconds=self._clock.now() - began)
             await self._retain()
         except CheckpointError as error:
             await asyncio.to_thread(self._folder.discard, partial)
@@ -283,7 +268,8 @@ class CheckpointWriter:
 
     async def _retain(self) -> None:
         try:
-            await asyncio.to_thread(self._folder.retain, keep=self._keep, keep_every_steps=self._keep_every_steps)
+            keep, keep_every_steps = self._config.keep, self._config.keep_every_steps
+            await asyncio.to_thread(self._folder.retain, keep=keep, keep_every_steps=keep_every_steps)
         except CheckpointError as error:
             _LOG.warning("old checkpoints could not be removed: %s", error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from asyncrl.checkpoint.damage import reading
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import checkpoint_writer as writer_module
-from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter, Written
+from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.failed_writes import FailedWrite, Kept
 from asyncrl.messages.groups import Group
 from asyncrl.messages.ledger import Ledger
@@ -125,32 +125,45 @@ class _Held:
         done.set_result(None)
 
 
+class _Reports:
+    """The reports about checkpoints, kept for the test."""
+
+    def __init__(self) -> None:
+        self.damaged: list[str] = []
+        self.complete: list[Kept] = []
+        self.seconds: list[tuple[float, float]] = []
+        self.failures: list[FailedWrite] = []
+
+    def restored(self, kept: Kept, damaged: Mapping[str, str]) -> None:
+        self.damaged += damaged.values()
+
+    def written(self, kept: Kept, *, staged_s: float, seconds: float) -> None:
+        self.complete.append(kept)
+        self.seconds.append((staged_s, seconds))
+
+    def failed(self, failed: FailedWrite, kept: Kept | None) -> None:
+        self.failures.append(failed)
+
+
 class _World:
     def __init__(
         self, folder: Path, thread: ThreadPoolExecutor, *, backend: Any = None, incarnation: int = 100, keep: int = 1
     ) -> None:
         self.folder, self.thread, self.incarnation, self.keep = folder, thread, incarnation, keep
         self.backend = backend or create(CONFIG, 0)
-        self.written: list[Written] = []
-        self.failed: list[FailedWrite] = []
-        self.writer: CheckpointWriter
-
-    @property
-    def damaged(self) -> list[str]:
-        return list(self.writer.damaged.values())
+        self.reports = _Reports()
+        self.written, self.failed, self.damaged = self.reports.complete, self.reports.failures, self.reports.damaged
 
     def make(self, tasks: asyncio.TaskGroup) -> CheckpointWriter:
-        self.writer = writer = CheckpointWriter(
+        writer = CheckpointWriter(
             self.folder,
             self.incarnation,
             self.backend,
             self.thread,
-            keep=self.keep,
-            keep_every_steps=0,
+            self.reports,  # type: ignore[arg-type]
+            config=CONFIG.checkpoint.model_copy(update={"keep": self.keep}),
             tasks=tasks,
             clock=LoopClock(),
-            on_written=self.written.append,
-            on_failed=lambda failed, newest: self.failed.append(failed),
         )
         write = writer.write
 
@@ -201,7 +214,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(folder, thread) -> None:
         world.backend.train(plan_of(world.backend, CONFIG, step))
     world.play(first)
     assert [(w.version, w.step, w.path.name) for w in world.written] == [(3, 6, "v00000003"), (4, 8, "v00000004")]
-    assert all(0 <= w.staged_s <= w.seconds for w in world.written)
+    assert all(0 <= staged_s <= seconds for staged_s, seconds in world.reports.seconds)
     assert sorted(p.name for p in folder.iterdir()) == ["latest", "v00000004", "writer.json"]
 
     second = _World(folder, thread, incarnation=101)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from disks import fill, small_disk
@@ -20,6 +21,7 @@ from asyncrl.checkpoint.contents import CheckpointState
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends.backend import create
 from asyncrl.learner.checkpoint import failed_writes
+from asyncrl.learner.checkpoint.checkpoint_reports import CheckpointReports
 from asyncrl.learner.checkpoint.checkpoint_writer import CheckpointWriter
 from asyncrl.learner.checkpoint.final_writes import FinalWrites
 from asyncrl.learner.groups.training_progress import TrainingProgress
@@ -56,7 +58,7 @@ class Scene:
     def __init__(self, run_dir: Path, thread: ThreadPoolExecutor, room_wait_s: float) -> None:
         self.run_dir, self.thread = run_dir, thread
         config = make_config(backend="sim", steps=8)
-        checkpoint = config.checkpoint.model_copy(update={"room_wait_s": room_wait_s})
+        checkpoint = config.checkpoint.model_copy(update={"room_wait_s": room_wait_s, "keep": 2})
         self.config = config.model_copy(update={"checkpoint": checkpoint})
         self.backend = Backend(self.config)
         self.progress = TrainingProgress(version=4, step=4)
@@ -90,12 +92,10 @@ class Scene:
             100,
             self.backend,  # type: ignore[arg-type]
             self.thread,
-            keep=2,
-            keep_every_steps=0,
+            Mock(CheckpointReports),
+            config=self.config.checkpoint,
             tasks=tasks,
             clock=Clock(),
-            on_written=lambda _: None,
-            on_failed=lambda _failed, _newest: None,
         )
         self.final_writes = FinalWrites(
             self.config,
