@@ -11,7 +11,7 @@ import msgspec
 
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.metrics import Counters
-from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
 from asyncrl.rpc.wire.keys import Credentials
@@ -65,8 +65,7 @@ class Net:
             transport=transport,
             call_timeout_s=changes.pop("call_timeout_s", 10.0),
             max_message_bytes=changes.pop("max_message_bytes", 1 << 30),
-            resolve=self._resolve,
-            spawn=self._spawn,
+            owner=NetOwner(self),
             **changes,
         )
         self.endpoints.append(endpoint)
@@ -88,16 +87,12 @@ class Net:
         incarnation: int = 1,
         *,
         register: bool = True,
-        is_set_up: Callable[[], bool] = lambda: True,
+        ready: bool = True,
         **changes: Any,
     ) -> CallServer:
-        server = CallServer(
-            self.endpoint(name, incarnation, **changes),
-            (owner,),
-            lambda kind, error: self.errors.append((kind, error)),
-            lambda name, incarnation: self.replaced.append((name, incarnation)),
-            is_set_up=is_set_up,
-        )
+        endpoint = self.endpoint(name, incarnation, **changes)
+        endpoint.owner.ready = ready
+        server = CallServer(endpoint, (owner,))
         address = server.bind("memory:0" if self._network else "tcp://127.0.0.1:0")
         self.servers.append(server)
         if register:
@@ -118,18 +113,37 @@ class Net:
     def client(self, server: str, name: str = "client/0", incarnation: int = 1, **changes: Any) -> Peer:
         return self.peer(self.endpoint(name, incarnation, **changes), server)
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = self.tasks.create_task(work)
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
         return task
 
-    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+    async def resolve(self, name: str, above: int) -> ActorRecord | None:
         while True:
             record = self.records.get(name)
             if record is not None and record.incarnation > above:
                 return record
             await self._registered.wait()
+
+
+class NetOwner(EndpointOwner):
+    """The owner of one endpoint of a net."""
+
+    def __init__(self, net: Net) -> None:
+        self._net = net
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return self._net.spawn(work)
+
+    async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
+        return await self._net.resolve(name, above)
+
+    def note_death(self, name: str, incarnation: int) -> None:
+        self._net.replaced.append((name, incarnation))
+
+    def handler_failed(self, type: str, error: BaseException) -> None:
+        self._net.errors.append((type, error))
 
 
 def replace(struct: Any, **changes: Any) -> Any:

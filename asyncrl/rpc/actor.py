@@ -25,7 +25,7 @@ from asyncrl.observe.machine import Vitals, VitalSigns
 from asyncrl.observe.states import Kind, StateLedger
 from asyncrl.observe.trace import STATES, Trace, spans_kept
 from asyncrl.rpc.awaits import Awaits
-from asyncrl.rpc.calls.endpoint import Endpoint
+from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
@@ -75,7 +75,7 @@ class ActorContext:
         return int(self.name.partition("/")[2])
 
 
-class Actor:
+class Actor(EndpointOwner):
     """The base of every actor; see the module."""
 
     role: ClassVar[str]
@@ -123,8 +123,7 @@ class Actor:
             transport=context.transport,
             call_timeout_s=self.config.network.call_timeout_s,
             max_message_bytes=self.config.network.max_message_bytes,
-            resolve=self._resolve,
-            spawn=self._spawn,
+            owner=self,
         )
         self.counters = self._endpoint.counters
         """Counters and gauges by their names; see metrics.py and docs/metrics.md."""
@@ -304,13 +303,7 @@ class Actor:
         try:
             async with asyncio.TaskGroup() as self.tasks:
                 try:
-                    self._server = CallServer(
-                        self._endpoint,
-                        self.handling_parts(),
-                        self._handler_failed,
-                        self._note_death,
-                        is_set_up=lambda: self.ready,
-                    )
+                    self._server = CallServer(self._endpoint, self.handling_parts())
                     self.address = self._bind(self._server)
                     await self._live()
                 finally:
@@ -421,9 +414,9 @@ class Actor:
         for actor in dead:
             # The list may name this actor, as after the loss of its host, or its predecessor: neither is a peer of it.
             if actor.name != self.name:
-                self._note_death(actor.name, actor.incarnation)
+                self.note_death(actor.name, actor.incarnation)
 
-    def _note_death(self, name: str, incarnation: int) -> None:
+    def note_death(self, name: str, incarnation: int) -> None:
         if incarnation > self.dead.get(name, 0):
             self.dead[name] = incarnation
             assert self._server is not None
@@ -432,15 +425,15 @@ class Actor:
                 peer.adopt(incarnation + 1)
             self.peer_died(name, incarnation)
 
-    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+    async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
         reply = await self.peer(CONTROLLER).call(Resolve(name=name, above=above))
         record: ActorRecord | None = reply.record
         return record
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self.tasks.create_task(work)
 
-    def _handler_failed(self, type: str, error: BaseException) -> None:
+    def handler_failed(self, type: str, error: BaseException) -> None:
         self._endpoint.counters.add("errors/handler")
         self.log.error("handler failed", type=type, exc_info=error)
 

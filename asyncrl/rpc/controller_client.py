@@ -10,10 +10,9 @@ commands and for its successor. A reader sees a whole file or no file.
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -50,8 +49,6 @@ class ControllerClient:
             transport=self._transport,
             call_timeout_s=call_timeout_s,
             max_message_bytes=max_message_bytes,
-            resolve=_resolve,
-            spawn=_spawn,
         )
         self.peer = Peer(self.endpoint, CONTROLLER, ActorRecord(name=CONTROLLER, incarnation=0, address=address))
 
@@ -92,11 +89,3 @@ def read_address_file(path: Path) -> AddressFile | None:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} does not say where the controller is: {error}") from None
-
-
-async def _resolve(_name: str, _above: int) -> None:
-    raise AssertionError("the address of the controller is fixed")
-
-
-def _spawn(_work: Coroutine[Any, Any, None]) -> NoReturn:
-    raise AssertionError("a connection to a fixed address needs no task")

@@ -107,8 +107,6 @@ class Cluster:
                 transport=self.network.transport(),
                 call_timeout_s=5.0,
                 max_message_bytes=1 << 20,
-                resolve=None,
-                spawn=asyncio.create_task,
             )
             self.peers[key] = Peer(endpoint, record.name, record)
         return self.peers[key]

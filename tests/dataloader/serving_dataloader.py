@@ -165,7 +165,7 @@ async def running(
             controller=None,
         )
         actor = Dataloader(context)
-        actor._endpoint.resolve = endpoint.resolve
+        actor.resolve_peer = endpoint.owner.resolve_peer
         life = tasks.create_task(actor.main())
         # Where it failed, the task group ends this wait.
         await until(lambda: actor.ready or (life.done() and not life.exception()))

@@ -163,7 +163,7 @@ class Life:
             )
         )
         self.rollouter.script = self.groups
-        self.rollouter._endpoint.resolve = outward.resolve
+        self.rollouter.resolve_peer = outward.owner.resolve_peer
         self.gates = self.groups.gates
         self.task = asyncio.create_task(self.rollouter.main())
 

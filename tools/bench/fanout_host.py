@@ -143,7 +143,7 @@ class Replica(Actor):
         self._ordered.clear()
         self._tell("serves", version=version)
 
-    async def _resolve(self, name: str, above: int) -> ActorRecord | None:
+    async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
         if above < self._records[name].incarnation:
             return self._records[name]
         # It may be started again, and is found at the same address then.

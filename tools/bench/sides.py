@@ -52,8 +52,6 @@ class Ours:
             transport=self._transport,
             call_timeout_s=config.network.call_timeout_s,
             max_message_bytes=config.network.max_message_bytes,
-            resolve=_nowhere,
-            spawn=asyncio.get_running_loop().create_task,
         )
         self._peer = Peer(endpoint, peer, ActorRecord(name=peer, incarnation=1, address=address))
 
@@ -145,7 +143,3 @@ class Raw:
         await socket.send_multipart([self.HEADER, self.BODY, data], copy=False)
         await socket.recv_multipart(copy=False)
         return data.nbytes / (time.perf_counter() - began)
-
-
-async def _nowhere(_name: str, _above: int) -> Any:
-    raise AssertionError("the server's address is known")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,27 @@ NOT_READY = "not_ready"
 """Code of the answer to a call that came before the actor was set up; the caller's side repeats it by itself."""
 
 
+class EndpointOwner:
+    """Owner of an endpoint: an actor overrides all of this. Others only call a peer at a fixed address."""
+
+    ready: bool = True
+    """Whether it is set up: before that no handler is called."""
+
+    async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
+        """The record of an incarnation larger than ``above``; None when the wait ran out."""
+        raise AssertionError(f"the address of {name} is fixed")
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task whose failure fails the actor."""
+        raise AssertionError("a connection to a fixed address needs no task")
+
+    def note_death(self, name: str, incarnation: int) -> None:
+        """Note that this incarnation of a peer is dead, for example since a newer one has said HELLO."""
+
+    def handler_failed(self, type: str, error: BaseException) -> None:
+        """Note that the handler of a message of this type has failed."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Endpoint:
     """One actor on the wire."""
@@ -30,10 +51,7 @@ class Endpoint:
     transport: Transport
     call_timeout_s: float
     max_message_bytes: int
-    resolve: Callable[[str, int], Awaitable[ActorRecord | None]]
-    """(name, above) → the record of an incarnation larger than ``above``; None when the wait ran out."""
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-    """Start a task whose failure fails the actor."""
+    owner: EndpointOwner = field(default_factory=EndpointOwner)
     codec: Codec = field(default_factory=Codec)
     param_version: int = -1
     ending: bool = False

@@ -297,7 +297,7 @@ class Peer:
 
     def _find(self) -> None:
         if self._resolving is None and not self._closed and not self._endpoint.ending:
-            self._resolving = self._endpoint.spawn(self._resolve())
+            self._resolving = self._endpoint.owner.spawn(self._resolve())
 
     async def _resolve(self) -> None:
         try:
@@ -306,7 +306,7 @@ class Peer:
                 above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
                 try:
                     # Parked by the controller, so that a loop without an answer does not spin.
-                    record = await self._endpoint.resolve(self.name, above)
+                    record = await self._endpoint.owner.resolve_peer(self.name, above)
                 except (DeadlineExceeded, RemoteError):
                     # The controller is away; the callers' own deadlines bound this.
                     await asyncio.sleep(REPEAT_S / 10)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,21 +100,11 @@ class _Session:
 class CallServer:
     """Serves the handlers of some objects: an actor and its parts."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        owners: Iterable[object],
-        on_error: Callable[[str, BaseException], None],
-        on_replaced: Callable[[str, int], None],
-        *,
-        is_set_up: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, parts: Iterable[object]) -> None:
         self._endpoint = endpoint
-        self._is_set_up = is_set_up
+        self._owner = endpoint.owner
         self._loop = asyncio.get_running_loop()
-        self._on_error = on_error
-        self._on_replaced = on_replaced
-        self._handlers = {name: found for owner in owners for name, found in handlers_of(owner).items()}
+        self._handlers = {name: found for part in parts for name, found in handlers_of(part).items()}
         self._sessions: dict[bytes, _Session] = {}
         self._by_name: dict[str, dict[bytes, _Session]] = {}
         """Sessions by the name of the caller: a HELLO looks at its own alone."""
@@ -223,7 +213,7 @@ class CallServer:
         self._newest[hello.name] = hello.incarnation
         self._drop_sessions(hello.name, hello.incarnation, routing_id)
         if replaced < hello.incarnation:
-            self._on_replaced(hello.name, replaced)
+            self._owner.note_death(hello.name, replaced)
         known = self._sessions.get(routing_id)
         # A HELLO that is said again keeps the session, with its running calls and stored replies.
         if known is None or (known.name, known.incarnation) != (hello.name, hello.incarnation):
@@ -309,7 +299,7 @@ class CallServer:
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
         caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
         if found.is_async:
-            task = self._endpoint.spawn(self._run_call(session, header, found, request, caller))
+            task = self._owner.spawn(self._run_call(session, header, found, request, caller))
             session.running[header.id] = task
             # Also for a task that is cancelled before it has begun.
             tick = self._deadlines.add(task, deadline)
@@ -356,7 +346,7 @@ class CallServer:
 
     def _is_early(self, session: _Session, id: int) -> bool:
         """Whether the actor is not set up; if so, answers with the error."""
-        if self._is_set_up():
+        if self._owner.ready:
             return False
         self._endpoint.counters.add(EARLY)
         self._error(session.routing_id, id, NOT_READY, "this actor is not set up so far", retryable=True)
@@ -409,7 +399,7 @@ class CallServer:
         if not may_send(session.name, found.senders):
             self._endpoint.counters.add(REFUSED)
             return
-        if not self._is_set_up():
+        if not self._owner.ready:
             self._endpoint.counters.add(EARLY)
             return
         message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
@@ -417,7 +407,7 @@ class CallServer:
         try:
             found.function(message, caller)
         except Exception as error:
-            self._on_error(header.type, error)
+            self._owner.handler_failed(header.type, error)
 
     # --- answering ---
 
@@ -440,7 +430,7 @@ class CallServer:
         if isinstance(error, AsyncRLError):
             retryable = bool(getattr(error, "retryable", False))
         else:
-            self._on_error(header.type, error)
+            self._owner.handler_failed(header.type, error)
             retryable = self._may_try_again(session)
         # The class's own: the ``code`` of a RemoteError or a Refused is its instance's, and answers another question.
         code = getattr(type(error), "code", type(error).__name__)

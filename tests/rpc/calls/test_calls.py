@@ -358,13 +358,12 @@ async def test_a_parked_call_is_asked_about_only_after_half_of_its_deadline(memo
 async def test_a_parked_call_to_a_peer_that_is_not_set_up_is_repeated_soon(memory, monkeypatch):
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
     async with Net(memory=memory) as net:
-        is_set_up = False
         server, tap = Server(), Tap()
         server.answer.set()
-        net.serve(server, "server/0", tap=tap, is_set_up=lambda: is_set_up)
+        net.serve(server, "server/0", tap=tap, ready=False)
         call = net.client("server/0").call(Watch(), timeout=600.0)
         await until(lambda: tap.taken["ASK"] > 2)
-        is_set_up = True
+        net.endpoints[0].owner.ready = True
         await asyncio.wait_for(call, 60)
 
 
