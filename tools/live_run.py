@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from asyncrl.core.errors import PREEMPTED_EXIT_CODE
+
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
@@ -196,10 +198,20 @@ class LiveRun:
                 break
             known |= {process.pid for process in found}
         self.launcher.wait(END_S)
+        self._until_gone()
+
+    def preempt(self) -> None:
+        """End it by SIGTERM. Return when no process is left. Raises RunEnded if it was not preempted."""
+        self.launcher.send_signal(signal.SIGTERM)
+        if (code := self.launcher.wait(END_S)) != PREEMPTED_EXIT_CODE:
+            raise RunEnded(f"exit code {code} after SIGTERM: {self.output[-2000:]}")
+        self._until_gone()
+
+    def _until_gone(self) -> None:
         deadline = time.monotonic() + END_S
         while left := self.left():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"killed but not ended: {left}")
+                raise TimeoutError(f"ended, and not gone: {left}")
             time.sleep(LOOK_S)
 
 

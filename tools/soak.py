@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from asyncrl.core.errors import PREEMPTED_EXIT_CODE
 from tools import kept
 from tools.bench.tiny_model import make_model
+from tools.chaos.audit import covered
 from tools.live_run import LiveRun, RunEnded
 
 SUMMARY = "Run the real vLLM through an update after every step, and look at the result."
@@ -71,8 +71,7 @@ def follow(run: LiveRun, steps: int) -> None:
     run.until(lambda: len(run.served()) == REPLICAS, "a version served by each rollouter", RUN_S)
     last = max(run.served().values()) + steps
     run.until(lambda: min(run.served().values()) >= last, f"version {last} served by each rollouter", RUN_S)
-    if (code := run.stop()) != PREEMPTED_EXIT_CODE:
-        raise RunEnded(f"exit code {code} after Ctrl-C: {run.output[-2000:]}")
+    run.preempt()
 
 
 def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
@@ -84,13 +83,9 @@ def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:
             for trajectory in group["trajectories"]:
                 trajectories += 1
                 [sequence] = trajectory["sequences"]
-                spans = sequence["spans"]
-                mixed += len(spans) > 1
-                ends = [0, *(span[2] for span in spans)]
-                if [span[1] for span in spans] != ends[:-1] or ends[-1] != len(sequence["tokens"]):
-                    problems.append(f"{group['uid']}: spans {spans} do not cover {len(sequence['tokens'])} tokens")
-                if sorted(versions := [span[0] for span in spans]) != versions:
-                    problems.append(f"{group['uid']}: versions {versions} go back")
+                mixed += len(sequence["spans"]) > 1
+                if not covered(sequence):
+                    problems.append(f"{group['uid']}: {sequence['spans']} of {len(sequence['tokens'])} tokens")
     updates = run.lines("update")
     if not trajectories or (mixed > 0) == (mode == "drain"):
         problems.append(f"{mixed} of {trajectories} trajectories met an update")
@@ -130,7 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all")
     parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
-    parser.add_argument("--keep", type=Path, default=None, help="folder to keep the runs in")
     chosen = parser.parse_args(arguments)
     failed = False
     found: dict[str, Any] = {}
@@ -139,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_model(model)
         for transport in chosen.transport or TRANSPORTS:
             for mode in chosen.mode or MODES:
-                folder = (chosen.keep or Path(name)) / f"{transport}-{mode}"
+                folder = Path(name) / f"{transport}-{mode}"
                 folder.mkdir(parents=True)
                 run = LiveRun(configuration(transport, mode, model), folder)
                 try:

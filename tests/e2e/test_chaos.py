@@ -15,7 +15,7 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
 @pytest.mark.parametrize(
     ("arguments", "trained"),
     [
-        (["--faults", "8", "--everything", "1"], 100),
+        (["--faults", "8", "--everything", "2"], 100),
         (["--faults", "6", "--in-updates", "--kind", "kill", "--kind", "freeze"], 50),
         ([*OF_EPISODES, "function"], 50),
         ([*OF_EPISODES, "command"], 50),
@@ -23,9 +23,9 @@ OF_EPISODES = ["--faults", "6", "--kind", "kill", "--kind", "freeze", "--episode
     ids=["everybody", "in updates", "functions", "commands"],
 )
 def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothing(arguments, trained):
-    """Processes are killed, frozen or delayed; disk and network fail for a while; everything ends at once. Agents,
-    workers and hosts of episodes are hit in the middle of turns, engines and learners in the middle of weight updates,
-    after which every replica serves new versions again.
+    """Processes are killed, frozen or delayed; disk and network fail for a while; the run is killed, and preempted.
+    Agents, workers and hosts of episodes are hit in the middle of turns, engines and learners in the middle of weight
+    updates, after which every replica serves new versions again.
     """
     seed = random.randrange(1 << 32)
     command = [sys.executable, "-m", "tools.chaos", *arguments, "--seed", str(seed), "--json"]
@@ -34,7 +34,9 @@ def test_i1_i5_i7_a_run_that_is_broken_repeatedly_loses_nothing_and_leaves_nothi
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["problems"] == []
-    assert len(report["faults"]) == int(arguments[1]) + ("--everything" in arguments)
+    ends = {"everything", "preempt"} if "--everything" in arguments else set()
+    assert len(report["faults"]) == int(arguments[1]) + len(ends)
+    assert {one["fault"]["kind"] for one in report["faults"]} >= ends
     assert report["figures"]["trained"] > trained
     if "--in-updates" in arguments:
         assert all(one["fault"]["during"] for one in report["faults"])

@@ -11,8 +11,9 @@ The tool kills (SIGKILL) and freezes (SIGSTOP) every process of the run except l
 update wait for a phase of one. With ``--in-updates`` all faults do, the simulated run has slow updates, and every
 replica must serve new versions after the last fault. The tool fills the disk, cuts the network and resets all
 connections for a while. The simulated run has several hosts: the tool partitions two of them, slows a link, and sets a
-wall clock wrong. It prints the faults that this machine does not allow, and does not draw them. ``--everything`` kills
-all processes at once, sometimes during a checkpoint, and resumes the run with ``--resume auto``.
+wall clock wrong. It prints the faults that this machine does not allow, and does not draw them. ``--everything`` ends
+the whole run, sometimes during a checkpoint, and resumes it with ``--resume auto``. In turn, it kills all processes at
+once, and sends SIGTERM to the launcher, which must end with exit code 75 and leave no process.
 
 At the end the tool checks that training reached its last step with exit code 0, that every prompt has exactly one
 outcome, and that no process, port, shared memory or temporary file is left.
@@ -58,7 +59,7 @@ from tools.chaos.settings import (
 )
 from tools.chaos.users import rows
 from tools.chaos.world import World, enter
-from tools.live_run import LiveRun
+from tools.live_run import LiveRun, RunEnded
 
 PATIENCE_S = {"sim": 90.0, "vllm": 300.0}
 """Longest time without a trained step."""
@@ -146,7 +147,7 @@ def go(chosen: argparse.Namespace, seed: int, folder: Path, world: World, out: T
                 patience_s=PATIENCE_S[chosen.engine],
                 told=told,
             )
-        except (NotRecovered, TimeoutError) as error:
+        except (NotRecovered, RunEnded, TimeoutError) as error:
             findings = Findings()
             findings.say("end", f"{error}; {_last_words(run)}")
         else:
@@ -259,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         "--episodes", choices=("function", "command"), help="simulated agents play, so (a prompt has one response)"
     )
     parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
-    parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of all processes at once (0)")
+    parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of the whole run (0)")
     parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
     parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")

@@ -177,21 +177,25 @@ def _samples(run_dir: Path, history: dict[int, dict[str, Any]]) -> tuple[dict[in
     return found, torn
 
 
+def covered(sequence: dict[str, Any]) -> bool:
+    """Whether each token has one version, and no sampled token an older version than one before it."""
+    spans = sequence["spans"]
+    ends = [0, *(end for _, _, end, _ in spans)]
+    versions = [version for version, _, _, role in spans if role == "sampled"]
+    is_whole = [start for _, start, _, _ in spans] == ends[:-1] and ends[-1] == len(sequence["tokens"])
+    return is_whole and versions == sorted(versions)
+
+
 def _spans(findings: Findings, samples: dict[int, list[dict[str, Any]]]) -> None:
     """I3: the versions of a response cover its tokens, in order."""
-    wrong = []
-    for groups in samples.values():
-        for group in groups:
-            for sequence in (sequence for trajectory in group["trajectories"] for sequence in trajectory["sequences"]):
-                spans = sequence["spans"]
-                ends = [0, *(end for _, _, end, _ in spans)]
-                versions = [version for version, _, _, role in spans if role == "sampled"]
-                if (
-                    [start for _, start, _, _ in spans] != ends[:-1]
-                    or ends[-1] != len(sequence["tokens"])
-                    or versions != sorted(versions)
-                ):
-                    wrong.append(f"{group['uid']} {spans}")
+    wrong = [
+        f"{group['uid']} {sequence['spans']}"
+        for groups in samples.values()
+        for group in groups
+        for trajectory in group["trajectories"]
+        for sequence in trajectory["sequences"]
+        if not covered(sequence)
+    ]
     findings.say_any("spans", "sequences are not covered by versions in order", wrong)
 
 

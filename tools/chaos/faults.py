@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tools.chaos.hosts import conditions
-from tools.chaos.plan import CHECKPOINT, UPDATED, Fault
+from tools.chaos.plan import CHECKPOINT, ENDS, UPDATED, Fault
 from tools.chaos.settings import PROGRAM
 from tools.chaos.world import World
 from tools.live_run import LiveRun, UpdatePhases, pid_lives
@@ -80,6 +80,10 @@ class Striker:
             case "everything":
                 self._run.kill_everything()
                 self.lift()
+            case "preempt":
+                # A checkpoint of its own needs room on the disk, and all hosts.
+                self.lift()
+                self._run.preempt()
             case "disk":
                 self._world.fill()
                 self._full_until = self._after(fault)
@@ -206,7 +210,7 @@ def torment(
                     struck.append(found)
                     waiting.pop(0)
                     missing_since = due_at = None
-                    if found.fault.kind == "everything":
+                    if found.fault.kind in ENDS:
                         run.resume()
                     # The recovery from the last fault restarts the clock.
                     moved_at = time.monotonic()

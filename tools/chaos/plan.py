@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-Kind = Literal["kill", "freeze", "stall", "delay", "disk", "cut", "reset", "partition", "slow", "clock", "everything"]
+Kind = Literal[
+    "kill", "freeze", "stall", "delay", "disk", "cut", "reset", "partition", "slow", "clock", "everything", "preempt"
+]
 ON_PROCESSES: tuple[Kind, ...] = ("kill", "freeze", "stall", "delay")
 """SIGKILL; SIGSTOP for good; SIGSTOP for about as long as supervision takes to notice; SIGSTOP for a moment."""
 ON_MACHINE: tuple[Kind, ...] = ("disk", "cut", "reset")
@@ -22,6 +24,8 @@ ON_HOSTS: tuple[Kind, ...] = ("partition", "slow", "clock")
 host.
 """
 KINDS: tuple[Kind, ...] = (*ON_PROCESSES, *ON_MACHINE, *ON_HOSTS)
+ENDS: tuple[Kind, ...] = ("everything", "preempt")
+"""Ends of the whole run, after which it is resumed: SIGKILL to all processes at once; SIGTERM to the launcher."""
 Episodes = Literal["function", "command"] | None
 """How a run plays episodes. None: a prompt has one response."""
 MACHINE_CARDS = 3
@@ -121,7 +125,8 @@ def draw(
 ) -> list[Fault]:
     """Draw ``count`` faults of these ``kinds`` in the order of their start.
 
-    Faults of processes strike ``struck``, faults of hosts strike ``hosts``. ``everything`` of them end all processes.
+    Faults of processes strike ``struck``, faults of hosts strike ``hosts``. ``everything`` more end the whole run, by
+    each of ENDS in turn.
 
     ``silence_s`` and ``transport`` are the run's supervision.silence_s and weights.transport. ``in_updates``: every
     fault of a process strikes a part of weight updates and waits for a phase of one.
@@ -134,11 +139,11 @@ def draw(
     for number in range(everything):
         # Spread them over the round.
         at = randomness.randint(len(dealt) * number // everything, len(dealt) * (number + 1) // everything)
-        dealt.insert(at, ("everything", ""))
+        dealt.insert(at, (ENDS[(seed + number) % len(ENDS)], ""))
     found = []
     step = 0
     for number, (kind, victim) in enumerate(dealt):
-        alone = kind == "everything" or not number or dealt[number - 1][0] == "everything"
+        alone = kind in ENDS or not number or dealt[number - 1][0] in ENDS
         if alone or randomness.random() >= TOGETHER:
             step += STEPS_PER_FAULT
         found.append(
@@ -199,7 +204,7 @@ def _duration(randomness: random.Random, kind: Kind, silence_s: float) -> float 
 def _during(randomness: random.Random, kind: Kind, victim: str, transport: str, share: float) -> str:
     if randomness.random() >= share:
         return ""
-    if kind == "everything":
+    if kind in ENDS:
         return CHECKPOINT
     phases = BROADCAST_PHASES if transport == "gloo" else ROLLING_PHASES
     return randomness.choice(phases) if kind in ON_PROCESSES and victim.startswith(UPDATED) else ""
