@@ -1,7 +1,7 @@
 """The dataloader's shell: messages to events, prompts to leases, parked calls woken when something changed.
 
-All decisions are made in ``lease_book`` and the modules under it; reading and tokenizing happen on threads before the
-actor is ready. Orphans of a dead rollouter are leased again only after the learner has said which it holds.
+All decisions are made in ``lease_book`` and the modules under it; ``prompts`` reads and tokenizes before the actor is
+ready. Orphans of a dead rollouter are leased again only after the learner has said which it holds.
 
 The gate is shut until the learner says where the run stands (``Restored``); then each rollouter is asked what it holds,
 under a deadline, and one that does not answer counts as holding nothing: what it holds all the same is generated twice
@@ -14,16 +14,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
-from asyncrl.config.rollout import RolloutConfig
-from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.core.errors import InvalidRequest, RestoreNeeded, WireError
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalPrompt, EvalSet
-from asyncrl.dataloader.gate import WorkingLimit
-from asyncrl.dataloader.holders import Ask, PromptLease
+from asyncrl.dataloader.holders import Ask
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.prompts import PromptSet, load_dataset
-from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, check_unchanged, rebuild
+from asyncrl.dataloader.prompts import RunPrompts
+from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import (
     LeasesHeld,
@@ -37,7 +34,7 @@ from asyncrl.messages.dataloader import (
     Supply,
     WatchSupply,
 )
-from asyncrl.messages.groups import Lease, NewLeases, RequestLeases, ReturnLeases, sealed
+from asyncrl.messages.groups import NewLeases, RequestLeases, ReturnLeases, sealed
 from asyncrl.messages.learner import Held, Holds
 from asyncrl.observe.group_log import LEASED, ORPHANED, RETURNED, SETTLED, GroupLog
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
@@ -49,8 +46,6 @@ from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.tokenizer import Tokenizer, tokenizer_of
 
 LEARNER = "learner/0"
-TOKENIZED_AT_ONCE = 2000
-"""Prompts between two looks at whether the actor is to end."""
 
 
 class Dataloader(Actor):
@@ -61,10 +56,8 @@ class Dataloader(Actor):
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
         self._group_log = GroupLog(self.name)
-        self._prompts: PromptSet
-        self._eval_prompts: dict[str, PromptSet] = {}
-        self._source: RestoreInputs
-        self._limit: WorkingLimit
+        self._prompts = RunPrompts(self.config)
+        self._restorer: Restorer
         self._book: LeaseBook | None = None
         """Leases of the run; None while the gate is shut."""
         self._previous: LeaseBook | None = None
@@ -96,10 +89,14 @@ class Dataloader(Actor):
         tokenizer = await asyncio.to_thread(tokenizer_of, config)
         if config.episode.kind != "single":
             await asyncio.to_thread(self._check_chat, tokenizer)
-        self._prompts = await self._read("data", config.data, tokenizer)
-        for name, evaluation in config.eval.items():
-            self._eval_prompts[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer)
-        self._make_source()
+        await self._prompts.read(tokenizer, self.services)
+        training = self._prompts.training
+        self._restorer = Restorer(
+            config,
+            EpochOrder(training.fingerprint, config.run.seed, len(training), shuffle=config.data.shuffle),
+            training.oversize,
+            [EvalSet(name, prompts.admissible, config.eval[name]) for name, prompts in self._prompts.evals.items()],
+        )
 
     def _check_chat(self, tokenizer: Tokenizer) -> None:
         """Check the chat template for the whole run, in the log and in the run folder. Raises ConfigError."""
@@ -107,49 +104,6 @@ class Dataloader(Actor):
         for line in report.lines():
             self.log.info("chat template", found=line)
         (self.context.run_dir / CHAT_FILE).write_bytes(report.to_json())
-
-    async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer) -> PromptSet:
-        dataset = await asyncio.to_thread(load_dataset, data)
-        prompts = PromptSet(dataset, data, tokenizer, self.config)
-        while not await asyncio.to_thread(prompts.tokenize, TOKENIZED_AT_ONCE):
-            self.progress()
-        self.log.info(
-            "prompts are ready",
-            data=key,
-            prompts=len(prompts),
-            too_long=len(prompts.oversize),
-            bad_rows=prompts.skipped,
-            fingerprint=prompts.fingerprint,
-        )
-        for remark in prompts.remarks(key):
-            self.notify(f"{remark.kind}/{key}", f"{key}: {remark.detail}. To do: {remark.fix}")
-        return prompts
-
-    def _make_source(self) -> None:
-        config, learner = self.config, self.config.learner
-        self._limit = WorkingLimit(
-            groups_per_step=learner.groups_per_step,
-            groups_per_version=config.groups_per_version,
-            staleness_max=config.staleness.max,
-            adapt=config.staleness.adapt,
-        )
-        self._source = RestoreInputs(
-            EpochOrder(self._prompts.fingerprint, config.run.seed, len(self._prompts), shuffle=config.data.shuffle),
-            frozenset(self._prompts.oversize),
-            tuple(
-                EvalSet(
-                    name,
-                    self._eval_prompts[name].admissible,
-                    every_versions=evaluation.every_versions,
-                    at_start=evaluation.at_start,
-                    at_end=evaluation.at_end,
-                )
-                for name, evaluation in config.eval.items()
-            ),
-            groups_per_version=config.groups_per_version,
-            max_attempts=config.rollout.max_attempts,
-            may_change=frozenset(config.resume.allow),
-        )
 
     async def run(self) -> None:
         """Serve; ask the learner about orphans whenever there are any."""
@@ -200,7 +154,7 @@ class Dataloader(Actor):
 
         Raises RunChanged, and InvalidRequest for a learner that has a successor.
         """
-        check_unchanged(self._source, request)
+        self._restorer.check_unchanged(request)
         async with self._restoring:
             # Looked at under the lock: a newer learner may have been served while this call waited.
             if caller.incarnation < self._learner:
@@ -215,7 +169,7 @@ class Dataloader(Actor):
                 self._last_word = request
                 self._open(book)
             assert self._book is not None
-            order = self._source.order
+            order = self._restorer.order
             return Resumed(
                 fingerprint=order.fingerprint,
                 seed=order.seed,
@@ -227,10 +181,7 @@ class Dataloader(Actor):
     @handler
     def sample_prompts(self, request: SamplePrompts, caller: Caller) -> PromptSample:
         """Prompts from all over the data."""
-        admissible = self._prompts.admissible
-        count = min(request.count, len(admissible))
-        chosen = [admissible[i * len(admissible) // count] for i in range(count)]
-        return PromptSample(prompts=[self._prompts.prompt(index)[0] for index in chosen])
+        return PromptSample(prompts=self._prompts.sample(request.count))
 
     def _is_known(self, request: Restored, caller: Caller) -> bool:
         """Whether the run continues from there already, or from a later state of the same learner."""
@@ -251,9 +202,7 @@ class Dataloader(Actor):
         found = await asyncio.gather(*(self._ask_rollouter(name) for name in names))
         answers = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
         previous = self._previous
-        book = await asyncio.to_thread(
-            rebuild, self._source, self._limit, request, answers, previous, self._supply_number + 1
-        )
+        book = await asyncio.to_thread(self._restorer.rebuild, request, answers, previous, self._supply_number + 1)
         # Groups that were delivered after the learner spoke and before their rollouter did.
         # The gate admits no more than this, so unknown groups are among the next in the order.
         asked = await asyncio.to_thread(book.to_come, self.config.gate_capacity)
@@ -397,7 +346,7 @@ class Dataloader(Actor):
                 # No rollouter needs to be set aside for it any more.
                 self._parked.wake()
             key, of = self.context.credentials.seal_key, (ask.rollouter, ask.incarnation)
-            return NewLeases(leases=[sealed(key, self._lease(lease), *of) for lease in leases])
+            return NewLeases(leases=[sealed(key, self._prompts.lease(lease), *of) for lease in leases])
         return NewLeases(closed=True) if book.closed else None
 
     def _asks_no_more(self, ask: Ask) -> bool:
@@ -454,32 +403,6 @@ class Dataloader(Actor):
         ended = [uid for uid in uids if not book.is_out(uid)]
         leased = [self._leased.pop(uid) for uid in ended if uid in self._leased]
         return [self.clock.now() - at for at in leased]
-
-    def _lease(self, lease: PromptLease) -> Lease:
-        prompt, rollout = lease.prompt, self.config.rollout
-        sampling: RolloutConfig | EvalConfig = rollout
-        if isinstance(prompt, EvalPrompt):
-            prompts, sampling = self._eval_prompts[prompt.name], self.config.eval[prompt.name]
-            purpose, epoch, samples = f"eval/{prompt.name}", prompt.version, sampling.n
-        else:
-            prompts = self._prompts
-            purpose, epoch, samples = "train", prompt.epoch, rollout.samples_per_prompt
-        ids, text, row = prompts.prompt(prompt.index)
-        return Lease(
-            uid=prompt.uid,
-            number=lease.number,
-            purpose=purpose,
-            epoch=epoch,
-            index=prompt.index,
-            param_version=lease.param_version,
-            attempt=lease.attempt,
-            prompt_ids=ids,
-            prompt=text,
-            row=row,
-            samples=samples,
-            temperature=sampling.temperature,
-            max_tokens=sampling.max_tokens or rollout.max_tokens,
-        )
 
     def metrics(self) -> dict[str, float]:
         # Copied in one step: the heartbeat's thread asks while the event loop runs.

@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from asyncrl.config.training import EvalConfig
+
 
 @dataclass(frozen=True, slots=True)
 class EvalSet:
-    """A named set: the indices of its prompts that may be leased, and when it is evaluated."""
+    """A named set: the indices of its prompts that may be leased, and its configuration."""
 
     name: str
     prompts: tuple[int, ...]
-    every_versions: int = 0
-    at_start: bool = False
-    at_end: bool = False
+    config: EvalConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class EvalRounds:
             for number, round in enumerate(begun):
                 # The round at the start is the first of its set: nothing is closed before it, and it has the lowest
                 # version.
-                self._open(item, round, at_start=item.at_start and not past and number == 0)
+                self._open(item, round, at_start=item.config.at_start and not past and number == 0)
                 self._rounds[item.name, round].deliver(going_on[item.name, round])
-            if item.at_start and not past and not begun:
+            if item.config.at_start and not past and not begun:
                 self._open(item, version, at_start=True)
             elif overdue and not begun:
                 self._publish(item, version, previous=max(past, default=0))
@@ -121,7 +121,7 @@ class EvalRounds:
     def finish(self, version: int) -> None:
         """Open the rounds at the end; ``version`` is the last one."""
         for item in self._sets:
-            if item.at_end and self._newest[item.name] != version:
+            if item.config.at_end and self._newest[item.name] != version:
                 self._open(item, version)
 
     def is_waiting(self, served_version: int) -> bool:
@@ -177,7 +177,7 @@ class EvalRounds:
         raise AssertionError(f"{uid} is of no open round")
 
     def _publish(self, item: EvalSet, version: int, previous: int) -> None:
-        every = item.every_versions
+        every = item.config.every_versions
         is_open = any(name == item.name for name, _ in self._rounds)
         if every and version // every > previous // every and not is_open:
             self._open(item, version)

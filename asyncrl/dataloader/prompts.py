@@ -1,4 +1,4 @@
-"""A set of prompts ready to be leased: rows that were read, checked and tokenized.
+"""The prompts of a run, ready to be leased: rows that were read, checked and tokenized.
 
 Reading blocks and may take minutes: it belongs on a thread. A row is checked, made fit for the wire, and fingerprinted.
 Invariants: the content of a DataRow survives MessagePack and JSON. The fingerprint depends on prompts, rows and their
@@ -12,6 +12,7 @@ than max_left_out_fraction is left out; with ConfigError if the model has no cha
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,15 +22,22 @@ import msgspec
 import numpy as np
 
 from asyncrl.config import Config
-from asyncrl.config.training import DataConfig
+from asyncrl.config.rollout import RolloutConfig
+from asyncrl.config.training import DataConfig, EvalConfig
 from asyncrl.core.errors import ChatRefused, ConfigError, DataError
 from asyncrl.data.files import find_files
 from asyncrl.data.rows import RawRow, column_names, column_of, has_column, read_json_rows
+from asyncrl.dataloader.evals import EvalPrompt
+from asyncrl.dataloader.holders import PromptLease
 from asyncrl.dataloader.sources import hf, missing_column, parquet, reasoning_gym, synthetic
+from asyncrl.messages.groups import Lease
+from asyncrl.rpc.services import ActorServices
 from asyncrl.text.chat.messages import Tool, read_tools, without_nulls
 from asyncrl.text.chat.prompt import Prompt, PromptEncoder, read_prompt
 from asyncrl.text.tokenizer import Tokenizer
 
+TOKENIZED_AT_ONCE = 2000
+"""Prompts between two looks at whether the actor is to end."""
 LISTED_PROBLEMS = 5
 KEPT_PROBLEMS = 1000
 MEND = 'mend it, or leave such rows out with data.on_bad_row = "skip"'
@@ -344,6 +352,74 @@ class PromptSet:
         """(ids int32 [P], text, row) of a prompt that may be leased."""
         assert index not in self.oversize
         return self._ids[index], self._texts[index], unpack(self._packed[index])
+
+
+class RunPrompts:
+    """All prompts of a run: those of training, and those of each evaluation set."""
+
+    training: PromptSet
+    """Exists once ``read`` has returned."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.evals: dict[str, PromptSet] = {}
+
+    async def read(self, tokenizer: Tokenizer, services: ActorServices) -> None:
+        """Read and tokenize all of them on threads. Raises DataError or ConfigError."""
+        self.training = await self._read("data", self._config.data, tokenizer, services)
+        for name, evaluation in self._config.eval.items():
+            self.evals[name] = await self._read(f"eval.{name}.data", evaluation.data, tokenizer, services)
+
+    async def _read(self, key: str, data: DataConfig, tokenizer: Tokenizer, services: ActorServices) -> PromptSet:
+        dataset = await asyncio.to_thread(load_dataset, data)
+        prompts = PromptSet(dataset, data, tokenizer, self._config)
+        while not await asyncio.to_thread(prompts.tokenize, TOKENIZED_AT_ONCE):
+            services.progress()
+        services.log.info(
+            "prompts are ready",
+            data=key,
+            prompts=len(prompts),
+            too_long=len(prompts.oversize),
+            bad_rows=prompts.skipped,
+            fingerprint=prompts.fingerprint,
+        )
+        for remark in prompts.remarks(key):
+            services.notify(f"{remark.kind}/{key}", f"{key}: {remark.detail}. To do: {remark.fix}")
+        return prompts
+
+    def sample(self, count: int) -> list[np.ndarray]:
+        """Tokens of training prompts from all over the data, the same each time; fewer if fewer may be leased."""
+        admissible = self.training.admissible
+        count = min(count, len(admissible))
+        chosen = [admissible[i * len(admissible) // count] for i in range(count)]
+        return [self.training.prompt(index)[0] for index in chosen]
+
+    def lease(self, lease: PromptLease) -> Lease:
+        """The lease as its rollouter gets it, without a seal."""
+        prompt, rollout = lease.prompt, self._config.rollout
+        sampling: RolloutConfig | EvalConfig = rollout
+        if isinstance(prompt, EvalPrompt):
+            prompts, sampling = self.evals[prompt.name], self._config.eval[prompt.name]
+            purpose, epoch, samples = f"eval/{prompt.name}", prompt.version, sampling.n
+        else:
+            prompts = self.training
+            purpose, epoch, samples = "train", prompt.epoch, rollout.samples_per_prompt
+        ids, text, row = prompts.prompt(prompt.index)
+        return Lease(
+            uid=prompt.uid,
+            number=lease.number,
+            purpose=purpose,
+            epoch=epoch,
+            index=prompt.index,
+            param_version=lease.param_version,
+            attempt=lease.attempt,
+            prompt_ids=ids,
+            prompt=text,
+            row=row,
+            samples=samples,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens or rollout.max_tokens,
+        )
 
 
 def _share(count: int, total: int) -> str:

@@ -9,9 +9,10 @@ Fails with RunChanged when the ledger speaks of other prompts, or of another ord
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.config import Config
 from asyncrl.core.errors import InvalidRequest, RunChanged
 from asyncrl.data.rows import EpochOrder
 from asyncrl.dataloader.evals import EvalRounds, EvalSet
@@ -22,19 +23,6 @@ from asyncrl.messages.ledger import Ledger, position_of
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreInputs:
-    """The facts that follow from the configuration and the data."""
-
-    order: EpochOrder
-    oversize: frozenset[int]
-    evals: tuple[EvalSet, ...]
-    groups_per_version: int
-    max_attempts: int
-    may_change: Collection[str] = ()
-    """Things that may change, of data, seed and batch: resume.allow."""
-
-
-@dataclass(frozen=True, slots=True)
 class RollouterAnswer:
     """The leases that a rollouter says it holds."""
 
@@ -42,83 +30,97 @@ class RollouterAnswer:
     held: LeasesHeld
 
 
-def check_unchanged(source: RestoreInputs, request: Restored) -> None:
-    """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""
-    order = source.order
-    if _is_other_data(source, request) and "data" not in source.may_change:
-        raise RunChanged(
-            "data",
-            "the prompts differ",
-            was=_prompts(request.prompts, request.fingerprint),
-            now=_prompts(order.size, order.fingerprint),
+class Restorer:
+    """Rebuilds the book over one order of the training prompts; ``oversize`` are those that are never leased."""
+
+    def __init__(
+        self, config: Config, order: EpochOrder, oversize: Collection[int] = (), evals: Sequence[EvalSet] = ()
+    ) -> None:
+        self.order = order
+        self._config, self._oversize, self._evals = config, frozenset(oversize), evals
+        self._limit = WorkingLimit(
+            groups_per_step=config.learner.groups_per_step,
+            groups_per_version=config.groups_per_version,
+            staleness_max=config.staleness.max,
+            adapt=config.staleness.adapt,
         )
-    if request.seed not in (-1, order.seed) and "seed" not in source.may_change:
-        raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(order.seed))
+        """The limit outlives its books: it does not begin anew with another learner."""
 
+    def check_unchanged(self, request: Restored) -> None:
+        """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""
+        order, may_change = self.order, self._config.resume.allow
+        if self._is_other_data(request) and "data" not in may_change:
+            raise RunChanged(
+                "data",
+                "the prompts differ",
+                was=_prompts(request.prompts, request.fingerprint),
+                now=_prompts(order.size, order.fingerprint),
+            )
+        if request.seed not in (-1, order.seed) and "seed" not in may_change:
+            raise RunChanged("seed", "run.seed differs", was=str(request.seed), now=str(order.seed))
 
-def rebuild(
-    source: RestoreInputs,
-    limit: WorkingLimit,
-    request: Restored,
-    answers: Mapping[str, RollouterAnswer],
-    previous: LeaseBook | None,
-    supply_number: int,
-) -> LeaseBook:
-    """The book that stands where ``request`` says the run does; ``previous`` is left as it is.
+    def rebuild(
+        self,
+        request: Restored,
+        answers: Mapping[str, RollouterAnswer],
+        previous: LeaseBook | None,
+        supply_number: int,
+    ) -> LeaseBook:
+        """The book that stands where ``request`` says the run does; ``previous`` is left as it is.
 
-    ``answers`` are of all living rollouters, by name. Raises InvalidRequest on what is no ledger. May take a second for
-    a million prompts.
-    """
-    try:
-        ledger = Ledger.restore(request.ledger)
-    except ValueError as error:
-        raise InvalidRequest(f"where the run stands cannot be read: {error}") from error
-    if _is_other_data(source, request):
-        # The old uids name other prompts here, so the new data begins with an epoch that no uid has.
-        ledger.first_epoch = _next_epoch(ledger, request.claims)
-    trained = ledger.count("trained")
-    gate = Gate(
-        limit,
-        groups_per_version=source.groups_per_version,
-        groups_left=request.groups_left,
-        first_version=request.version,
-        trained=trained,
-        trained_at_version=request.trained_at_version,
-    )
-    evals = EvalRounds(
-        source.evals,
-        request.version,
-        closed=request.rounds_closed,
-        open={round.name: round.held for round in request.rounds_open},
-        # A learner that begins again with nothing trained publishes a number above 0 and has passed no version by it.
-        overdue=trained > 0,
-    )
-    if request.finished:
-        gate.finished = True
-        evals.finish(request.version)
-    book = LeaseBook(
-        PromptQueue(source.order, ledger, source.oversize),
-        gate,
-        evals,
-        max_attempts=source.max_attempts,
-        number=request.outcomes_number,
-        supply_number=supply_number,
-    )
-    if previous is not None:
-        book.recall_calls(previous)
-    for uid in request.claims:
-        book.claim(uid)
-    for name, answer in answers.items():
-        book.adopt(name, answer.incarnation, answer.held, previous)
-    return book
+        ``answers`` are of all living rollouters, by name. Raises InvalidRequest on what is no ledger. May take a second
+        for a million prompts.
+        """
+        try:
+            ledger = Ledger.restore(request.ledger)
+        except ValueError as error:
+            raise InvalidRequest(f"where the run stands cannot be read: {error}") from error
+        if self._is_other_data(request):
+            # The old uids name other prompts here, so the new data begins with an epoch that no uid has.
+            ledger.first_epoch = _next_epoch(ledger, request.claims)
+        trained = ledger.count("trained")
+        gate = Gate(
+            self._limit,
+            groups_per_version=self._config.groups_per_version,
+            groups_left=request.groups_left,
+            first_version=request.version,
+            trained=trained,
+            trained_at_version=request.trained_at_version,
+        )
+        evals = EvalRounds(
+            self._evals,
+            request.version,
+            closed=request.rounds_closed,
+            open={round.name: round.held for round in request.rounds_open},
+            # A learner that begins again with nothing trained publishes a number above 0 and has passed no version by
+            # it.
+            overdue=trained > 0,
+        )
+        if request.finished:
+            gate.finished = True
+            evals.finish(request.version)
+        book = LeaseBook(
+            PromptQueue(self.order, ledger, self._oversize),
+            gate,
+            evals,
+            max_attempts=self._config.rollout.max_attempts,
+            number=request.outcomes_number,
+            supply_number=supply_number,
+        )
+        if previous is not None:
+            book.recall_calls(previous)
+        for uid in request.claims:
+            book.claim(uid)
+        for name, answer in answers.items():
+            book.adopt(name, answer.incarnation, answer.held, previous)
+        return book
+
+    def _is_other_data(self, request: Restored) -> bool:
+        return request.fingerprint not in ("", self.order.fingerprint)
 
 
 def _prompts(count: int, fingerprint: str) -> str:
     return (f"{count:,} prompts with " if count else "") + f"the fingerprint {fingerprint}"
-
-
-def _is_other_data(source: RestoreInputs, request: Restored) -> bool:
-    return request.fingerprint not in ("", source.order.fingerprint)
 
 
 def _next_epoch(ledger: Ledger, claims: Collection[str]) -> int:

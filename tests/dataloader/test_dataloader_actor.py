@@ -11,6 +11,7 @@ from serving_dataloader import LEARNER, A, B, ledger, run, running, small_config
 
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.dataloader import actor as actor_module
+from asyncrl.dataloader import prompts as prompts_module
 from asyncrl.dataloader.gate import TOO_LONG
 from asyncrl.messages import Done
 from asyncrl.messages.dataloader import OutcomesSeen, Rejected, SamplePrompts
@@ -158,7 +159,7 @@ async def test_prompts_that_are_too_long_are_reported_and_never_leased(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notices = []
-    monkeypatch.setattr(actor_module, "TOKENIZED_AT_ONCE", 1)
+    monkeypatch.setattr(prompts_module, "TOKENIZED_AT_ONCE", 1)
     monkeypatch.setattr(actor_module.Dataloader, "notify", lambda self, *told: notices.append(told))
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps({"prompt": "x" * length}) + "\n" for length in (3, 30, 4)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl.dataloader.evals import EvalRounds, EvalSet
+from dataloader.eval_sets import eval_set
+
+from asyncrl.dataloader.evals import EvalRounds
 
 
 def take_all(rounds: EvalRounds, served: int) -> list[str]:
@@ -13,7 +15,7 @@ def take_all(rounds: EvalRounds, served: int) -> list[str]:
 
 
 def test_a_round_at_the_start_is_open_until_its_last_prompt_is_evaluated() -> None:
-    rounds = EvalRounds([EvalSet("a", (0, 2), at_start=True), EvalSet("b", (0,), every_versions=1)])
+    rounds = EvalRounds([eval_set("a", (0, 2), at_start=True), eval_set("b", (0,), every_versions=1)])
     assert rounds.starting
     assert rounds.sizes == {"eval/a@0": 2}
     assert not rounds.is_waiting(-1)
@@ -26,7 +28,7 @@ def test_a_round_at_the_start_is_open_until_its_last_prompt_is_evaluated() -> No
 
 
 def test_a_round_opens_at_each_multiple_also_between_two_reports_unless_the_last_one_is_open() -> None:
-    rounds = EvalRounds([EvalSet("a", (0,), every_versions=3), EvalSet("b", (0,), every_versions=1)])
+    rounds = EvalRounds([eval_set("a", (0,), every_versions=3), eval_set("b", (0,), every_versions=1)])
     rounds.published(2, 0)
     assert rounds.sizes == {"eval/b@2": 1}
     rounds.finish_prompt("b@2-0")
@@ -47,7 +49,7 @@ def test_the_round_at_the_end_is_never_skipped_and_one_in_between_of_the_last_ve
         (4, False, {"eval/a@4": 1}),
         (4, True, {}),
     ):
-        rounds = EvalRounds([EvalSet("a", (0,), every_versions=2, at_end=True)])
+        rounds = EvalRounds([eval_set("a", (0,), every_versions=2, at_end=True)])
         rounds.published(4, 3)
         if evaluated:
             rounds.finish_prompt("a@4-0")
@@ -57,7 +59,7 @@ def test_the_round_at_the_end_is_never_skipped_and_one_in_between_of_the_last_ve
 
 def test_rounds_continue_from_the_state_of_the_learner() -> None:
     """An actor that has started again knows the rounds from the learner."""
-    sets = [EvalSet("a", (0, 1, 2), every_versions=4, at_start=True)]
+    sets = [eval_set("a", (0, 1, 2), every_versions=4, at_start=True)]
     rounds = EvalRounds(sets, 9, closed=["a@0"], open={"a@4": ["a@4-1"], "gone@4": []}, overdue=True)
     assert (rounds.sizes, rounds.starting) == ({"eval/a@4": 3}, False)
     assert [rounds.hold(uid) is not None for uid in ("a@4-0", "a@4-0", "a@4-1", "a@0-0")] == [True, False, False, False]
@@ -66,23 +68,23 @@ def test_rounds_continue_from_the_state_of_the_learner() -> None:
         rounds.finish_prompt(f"a@4-{index}")
     assert rounds.sizes == {}
     # An open round at the start still comes before training.
-    assert EvalRounds([EvalSet("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
+    assert EvalRounds([eval_set("a", (0,), at_start=True)], 9, open={"a@7": []}).starting
 
 
 def test_a_round_that_is_closed_never_opens_again_and_an_unknown_set_begins_at_the_start() -> None:
-    sets = [EvalSet("a", (0,), every_versions=1, at_start=True, at_end=True)]
+    sets = [eval_set("a", (0,), every_versions=1, at_start=True, at_end=True)]
     rounds = EvalRounds(sets, 3, closed=["a@0", "a@3"], open={"a@3": []}, overdue=True)
     rounds.finish(3)
     assert rounds.sizes == {}
     rounds.finish(4)
     assert rounds.sizes == {"eval/a@4": 1}
-    rounds = EvalRounds([EvalSet("a", (0,), at_start=True), EvalSet("b", (0,), every_versions=4)], 9, overdue=True)
+    rounds = EvalRounds([eval_set("a", (0,), at_start=True), eval_set("b", (0,), every_versions=4)], 9, overdue=True)
     assert (rounds.sizes, rounds.starting) == ({"eval/a@9": 1, "eval/b@9": 1}, True)
-    assert EvalRounds([EvalSet("b", (0,), every_versions=4)], 9).sizes == {}
+    assert EvalRounds([eval_set("b", (0,), every_versions=4)], 9).sizes == {}
 
 
 def test_a_rejected_prompt_keeps_its_round_open_until_the_learner_has_taken_note() -> None:
-    rounds = EvalRounds([EvalSet("a", (0, 1), at_start=True)])
+    rounds = EvalRounds([eval_set("a", (0, 1), at_start=True)])
     rounds.reject(rounds.take(0), "it kills")
     rounds.take(0)
     rounds.finish_prompt("a@0-1")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from dataloader.eval_sets import eval_set
+from run_settings import simulated_run
 
 from asyncrl.core.errors import ProtocolError
 from asyncrl.data.rows import EpochOrder
@@ -12,7 +14,7 @@ from asyncrl.dataloader.evals import EvalRounds, EvalSet
 from asyncrl.dataloader.gate import Gate, PromptQueue, WorkingLimit
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.restoring import RestoreInputs, rebuild
+from asyncrl.dataloader.restoring import Restorer
 from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Rejected, Restored
 from asyncrl.messages.ledger import Ledger
 
@@ -113,10 +115,9 @@ def restored_without_answer(book: Book, *claims: str) -> LeaseBook:
         ledger=Ledger().state,
         claims=list(claims),
     )
-    source = RestoreInputs(
-        EpochOrder("f", 0, 100, shuffle=False), frozenset(), (), groups_per_version=4, max_attempts=3
-    )
-    return rebuild(source, book.gate.limit, word, {}, book, book.supply_number + 1)
+    config = simulated_run(learner={"groups_per_step": 4}, staleness={"max": 1, "adapt": False})
+    restorer = Restorer(config, EpochOrder("f", 0, 100, shuffle=False))
+    return restorer.rebuild(word, {}, book, book.supply_number + 1)
 
 
 def test_an_overtaken_request_gets_no_lease_and_the_later_one_still_counts_as_answered() -> None:
@@ -239,7 +240,7 @@ def test_a_report_with_an_impossible_outcome_is_refused_as_a_whole(wrong: tuple[
 
 
 def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
-    book = Book(EvalSet("a", (0, 1), every_versions=1))
+    book = Book(eval_set("a", (0, 1), every_versions=1))
     book.tell("0-1", kind="filtered", version=1)
     book.tell("0-2", "1-0")
     book.tell("0-2", kind="filtered")
@@ -250,7 +251,7 @@ def test_an_outcome_counts_once_also_before_its_prompts_turn() -> None:
 
 
 def test_the_number_of_the_supply_moves_with_news_for_the_learner_and_not_with_every_lease() -> None:
-    book = Book(EvalSet("a", (0,), every_versions=1), steps=2, staleness_max=5)
+    book = Book(eval_set("a", (0,), every_versions=1), steps=2, staleness_max=5)
     seen = [book.supply_number]
 
     def moved() -> bool:
@@ -275,14 +276,14 @@ def test_the_number_of_the_supply_moves_with_news_for_the_learner_and_not_with_e
 
 
 def test_rounds_in_between_take_turns_with_training_and_need_no_place() -> None:
-    book = Book(EvalSet("a", (0, 1, 2), every_versions=1), staleness_max=0)
+    book = Book(eval_set("a", (0, 1, 2), every_versions=1), staleness_max=0)
     book.tell(*book.uids(), version=1)
     assert book.uids(seen=4, served=1) == ["a@1-0", "0-4", "a@1-1", "0-5"]
     assert book.uids(seen=8, served=1) == ["a@1-2", "0-6", "0-7"]
 
 
 def test_closed_once_the_run_is_finished_and_no_round_is_open() -> None:
-    book = Book(EvalSet("a", (0,), at_end=True), steps=1)
+    book = Book(eval_set("a", (0,), at_end=True), steps=1)
     book.tell(*book.uids(), version=1)
     assert not book.closed
     book.tell(version=1, finished=True)
@@ -376,7 +377,7 @@ def test_a_prompt_that_kills_on_its_own_is_rejected_with_the_reason() -> None:
 
 
 def test_eval_prompts_run_alone_and_are_rejected_likewise() -> None:
-    book = Book(EvalSet("a", (0, 1), at_start=True))
+    book = Book(eval_set("a", (0, 1), at_start=True))
     for life in range(1, 6):
         assert marks(book.lease(A, 1, life=life)) == [("a@0-0", life - 1, life > 2)]
         book.lease(A, 1, life=life, seen=1, served=-1, holding="a@0-0")

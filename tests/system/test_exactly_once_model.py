@@ -12,23 +12,23 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
+from dataloader.eval_sets import eval_set
 from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from made_group import make_group
+from run_settings import simulated_run
 
-from asyncrl.config.training import LearnerConfig
 from asyncrl.data.rows import EpochOrder
-from asyncrl.dataloader.evals import EvalPrompt, EvalSet
-from asyncrl.dataloader.gate import WorkingLimit
+from asyncrl.dataloader.evals import EvalPrompt
 from asyncrl.dataloader.holders import Ask, PromptLease
 from asyncrl.dataloader.lease_book import LeaseBook
-from asyncrl.dataloader.restoring import RestoreInputs, RollouterAnswer, rebuild
+from asyncrl.dataloader.restoring import Restorer, RollouterAnswer
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake, IntakeState
 from asyncrl.messages.dataloader import LeasesHeld, Outcome, Outcomes, Restored
@@ -127,18 +127,16 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.size, self.steps, self.oversize = size, steps, oversize
         # At least one prompt must be trainable.
         self.poison = frozenset(index for index in poison if index < size - 1 and index not in oversize)
-        self.per_version = groups_per_step * steps_per_version
-        self.config = LearnerConfig(groups_per_step=groups_per_step, steps_per_version=steps_per_version)
-        sets = (EvalSet("e", (0, 1), every_versions=2, at_start=True, at_end=True),) if evals else ()
-        self.source = RestoreInputs(
-            RememberedOrder("model", seed, size),
-            oversize,
-            sets,
-            groups_per_version=self.per_version,
-            max_attempts=MAX_ATTEMPTS,
+        config = simulated_run(
+            learner={"groups_per_step": groups_per_step, "steps_per_version": steps_per_version},
+            staleness={"max": staleness_max, "adapt": True},
+            rollout={"max_attempts": MAX_ATTEMPTS},
         )
-        self.capacity = (staleness_max + 1) * self.per_version
-        self.staleness_max = staleness_max
+        self.config, self.capacity = config.learner, config.gate_capacity
+        self.evaluates = evals
+        sets = [eval_set("e", (0, 1), every_versions=2, at_start=True, at_end=True)] if evals else []
+        self.make_restorer = partial(Restorer, config, RememberedOrder("model", seed, size), oversize, sets)
+        self.restorer = self.make_restorer()
         self.mark = -1
         self.incarnations = 0
         self.rollouters = [Rollouter(f"rollouter/{i}") for i in range(replicas)]
@@ -159,7 +157,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         """Whether an actor did not answer, or did not name what the learner has: it may be generated twice."""
         self.lone_deaths: Counter[str] = Counter()
         """Deaths of rollouters that held nothing but this prompt."""
-        self.make_limit()
         ledger = Ledger()
         ledger.attempts = {f"0-{index}": ALONE_FROM for index in suspects if index < size}
         self.checkpoints = [Checkpoint(IntakeState(ledger.state, [], []), 0, (), ())]
@@ -261,7 +258,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             ledger=self.intake.ledger.state,
             claims=self.intake.claims,
             fingerprint="model",
-            seed=self.source.order.seed,
+            seed=self.restorer.order.seed,
             rounds_closed=self.evals.closed,
             rounds_open=self.evals.open,
             finished=self.finished,
@@ -315,19 +312,11 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     # --- the dataloader ---
 
-    def make_limit(self) -> None:
-        self.limit = WorkingLimit(
-            groups_per_step=self.config.groups_per_step,
-            groups_per_version=self.per_version,
-            staleness_max=self.staleness_max,
-            adapt=True,
-        )
-
     def crash_dataloader(self) -> None:
         self.leases = self.previous = self.restoring = None
         self.dataloader += 1
         self.dead = {}
-        self.make_limit()
+        self.restorer = self.make_restorer()
 
     @precondition(lambda self: self.restoring is not None and self.restoring.waiting)
     @rule(data=st.data(), answered=st.sampled_from([True, True, True, False]))
@@ -354,9 +343,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     def open_gate(self, learner_answers: bool) -> None:
         restoring, previous = self.restoring, self.previous
         assert restoring is not None
-        leases = rebuild(
-            self.source, self.limit, restoring.request, restoring.answers, previous, self.supply_number + 1
-        )
+        leases = self.restorer.rebuild(restoring.request, restoring.answers, previous, self.supply_number + 1)
         self.blind |= len(restoring.answers) < len(self.rollouters) or not learner_answers
         self.blind |= restoring.learner != self.learner
         asked = leases.to_come(self.capacity)
@@ -632,7 +619,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             assert ledger.count("quarantined") >= EPOCHS * len(self.poison)
         if not endless:
             assert len(self.trained) == groups
-            if self.source.evals:
+            if self.evaluates:
                 assert f"e@{self.version}" in self.evals.closed
 
     def epochs_are_over(self) -> bool:
