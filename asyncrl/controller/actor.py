@@ -272,8 +272,7 @@ class Controller(Actor):
         entry = self._registry.entries[caller.name]
         entry.version = caller.param_version
         self.counters["heartbeats/left_out"] = self._registry.left_out
-        # As the registry has bounded them.
-        self._observation.add_events(caller.name, entry.heartbeat.events if entry.heartbeat is not None else ())
+        self._observation.add_events(entry)
         if self._run.phase == "starting" and self._with_stage(caller.name) != before:
             self._run.stage_changed()
             self._followers.wake()

@@ -25,7 +25,7 @@ from asyncrl.episodes.episode_pool import EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
-from asyncrl.messages.monitor import AwaitRecord, ResourceRecord
+from asyncrl.messages.snapshot import Resource, Wait
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import NOTICE, confine
@@ -107,14 +107,14 @@ class EpisodesActor(Actor):
             if self._http is not None:
                 await self._http.close()
 
-    def waits(self) -> list[AwaitRecord]:
+    def waits(self) -> list[Wait]:
         waits, quiet = (
             super().waits(),
             [(session.quiet_s, session.task.uid) for session in list(self._sessions.values())],
         )
         if self._players is not None and quiet:
             seconds, uid = max(quiet)
-            waits.append(AwaitRecord("worker", f"{self._named()} of {uid}", seconds))
+            waits.append(Wait("worker", f"{self._named()} of {uid}", seconds))
         return waits
 
     def pulse(self) -> tuple[object, ...]:
@@ -133,7 +133,7 @@ class EpisodesActor(Actor):
         }
         return metrics | _http_figures(endpoint.counts)
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         """Resource records, one for each worker."""
         return self._players.resources() if self._players is not None else []
 

@@ -22,7 +22,7 @@ from asyncrl.learner.groups.deliveries import Deliveries
 from asyncrl.learner.rank_0 import Rank0
 from asyncrl.messages.groups import fits
 from asyncrl.messages.learner import Deliver, Delivered, Held, Holds, RolloutStats
-from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.snapshot import Resource
 from asyncrl.observe.trace import PHASES, Track
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.rpc.calls.server import REFUSED
@@ -133,7 +133,7 @@ class Learner(Actor):
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         return [self.states.record("rank")]
 
     # --- messages ---

@@ -7,22 +7,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from asyncrl.messages import LEARNER, MEMBERS, SINKS, VIEWER, Count, Done, Message, Request
-from asyncrl.messages.snapshot import Gpu, Histogram
+from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
 
 MOST_UNREACHED = 8
 """Actors out of reach that a heartbeat names."""
-
-
-class AwaitRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An open wait of an actor; see rpc/awaits.py."""
-
-    whom: str
-    """An actor, a role for any actor of it, or something inside the actor itself."""
-    what: str
-    seconds: float
-    """Time that it has lasted; where there are several for the same, the longest."""
-    idle: bool = False
-    """Normal idleness: no sign of trouble by itself."""
 
 
 class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
@@ -31,30 +19,6 @@ class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
     whom: str
     seconds: float
     """Time that it has lasted, on the clock of the reporting actor."""
-
-
-class ResourceRecord(Struct, gc=False, frozen=True, array_like=True):
-    """A serial resource of an actor, as its state-time ledger has it; see observe/states.py."""
-
-    name: str
-    state: str
-    awaiting: str
-    """Actor or thing that the state waits for."""
-    state_s: float
-    """Seconds in the present state."""
-    seconds: dict[str, float]
-    """Seconds by state, the present one up to now; they add up to the age of the resource."""
-
-
-class EventRecord(Struct, gc=False, frozen=True, array_like=True):
-    """A line of an actor's log of level warning or above."""
-
-    number: Count
-    """Ascending from 1 in each incarnation; one that was heard before is the same event."""
-    wall: float
-    """Unix time (s)."""
-    level: str
-    text: str
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -74,13 +38,13 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     state_s: float = 0.0
     """Seconds in the present state."""
     # As many as MOST_RECORDS of rpc/awaits.py.
-    awaits: Annotated[list[AwaitRecord], Meta(max_length=8)] = []
+    awaits: Annotated[list[Wait], Meta(max_length=8)] = []
     """Open waits, the oldest first."""
     counters: dict[str, float] = {}
     """Counters and gauges; names, kinds and units are in observe/catalogue.py."""
     histograms: dict[str, Histogram] = {}
     """Counts by the buckets of the catalogue."""
-    resources: list[ResourceRecord] = []
+    resources: list[Resource] = []
     """Its serial resources, where there are more than a beat carries in turn."""
     held_back: bool = False
     """Whether resources that have changed had to wait: else those that are left out have stayed where they were."""
@@ -94,8 +58,9 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """The GPUs that it may use, where they can be asked."""
     left_out: Annotated[int, Meta(ge=0, le=8)] = 0
     """Number of heartbeats that may be left out after this one, as nothing changes."""
-    events: list[EventRecord] = []
-    """Events of the last few beats, the oldest first."""
+    events: list[Event] = []
+    """Lines of its log of level warning or above, of the last few beats, the oldest first. Their numbers ascend from 1
+    in each incarnation; one that was heard before is the same event."""
     unreached: Annotated[list[UnreachedRecord], Meta(max_length=MOST_UNREACHED)] = []
     """Actors that it cannot reach, longest first."""
 

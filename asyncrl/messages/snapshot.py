@@ -23,18 +23,23 @@ ENDING = OVER | {"draining"}
 Count = Annotated[int, Meta(ge=0)]
 
 
-class Wait(Struct, gc=False, frozen=True, kw_only=True):
-    """An open wait of an actor."""
+class Wait(Struct, gc=False, frozen=True):
+    """An open wait of an actor; see rpc/awaits.py."""
 
     whom: str
+    """An actor, a role for any actor of it, or something inside the actor itself."""
     what: str
     seconds: float
+    """Time that it has lasted; where there are several for the same, the longest."""
     idle: bool = False
     """Whether the wait is normal, and no sign of trouble."""
 
 
 class Resource(Struct, gc=False, frozen=True, kw_only=True):
-    """A serial resource: an engine, a learner rank, a reward worker. It is in exactly one state at any time."""
+    """A serial resource: an engine, a learner rank, a reward worker. It is in exactly one state at any time.
+
+    A heartbeat has it as the resource's own ledger does (observe/states.py).
+    """
 
     name: str
     """engine, rank, worker/3."""
@@ -114,10 +119,12 @@ class Event(Struct, gc=False, frozen=True, kw_only=True):
     """Something that happened, of level info, warning or error."""
 
     number: Count
-    """Ascending within one controller."""
+    """Ascending within one controller; in a heartbeat, within one incarnation."""
     wall: float
+    """Unix time (s)."""
     level: str
-    actor: str
+    actor: str = ""
+    """The actor that it happened to; empty for the run, and in a heartbeat."""
     text: str
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.snapshot import Resource
 
 Kind = Literal["actor", "engine", "rank", "worker", "player"]
 
@@ -80,13 +80,13 @@ class StateLedger:
             self._since, self.state, self.awaiting = now, state, awaiting
         self.entered(state, awaiting)
 
-    def record(self, name: str) -> ResourceRecord:
+    def record(self, name: str) -> Resource:
         """The ledger as a resource of an actor."""
         with self._lock:
             here = self._now() - self._since
             seconds = dict(self._seconds)
             seconds[self.state] = seconds.get(self.state, 0.0) + here
-            return ResourceRecord(name, self.state, self.awaiting, here, seconds)
+            return Resource(name=name, state=self.state, awaiting=self.awaiting, state_s=here, seconds=seconds)
 
     def present(self) -> tuple[str, str, float]:
         """The state, the actor or thing that it waits for, and the seconds since it was entered."""

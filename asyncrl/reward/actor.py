@@ -13,8 +13,8 @@ from dataclasses import asdict
 from functools import partial
 
 from asyncrl.core.errors import RewardBroken
-from asyncrl.messages.monitor import AwaitRecord, ResourceRecord
 from asyncrl.messages.reward import Score, Scores
+from asyncrl.messages.snapshot import Resource, Wait
 from asyncrl.observe.trace import FIRST_SLOT
 from asyncrl.reward.faults import FailureRate, Faults, RewardFault
 from asyncrl.reward.functions import JUDGES
@@ -83,11 +83,11 @@ class RewardActor(Actor):
         if self._pool is not None:
             await self._pool.close()
 
-    def waits(self) -> list[AwaitRecord]:
+    def waits(self) -> list[Wait]:
         waits, task = super().waits(), self._pool.longest_task() if self._pool is not None else None
         if task is not None:
             uid, seconds = task
-            waits.append(AwaitRecord("worker", f"{self.config.reward.function} of {uid}", seconds))
+            waits.append(Wait("worker", f"{self.config.reward.function} of {uid}", seconds))
         return waits
 
     def pulse(self) -> tuple[object, ...]:
@@ -103,7 +103,7 @@ class RewardActor(Actor):
             metrics |= {f"judge/{name}": count for name, count in asdict(pool.judged).items()}
         return metrics | {"reward/queued": pool.queued, "reward/running": pool.running}
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         """Resource records, one for each worker."""
         return self._pool.resources() if self._pool is not None else []
 

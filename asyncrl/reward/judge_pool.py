@@ -23,8 +23,8 @@ import msgspec
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, RewardFailed, RewardPoolEnded
-from asyncrl.messages.monitor import ResourceRecord
 from asyncrl.messages.reward import Outcome, Score, Scores
+from asyncrl.messages.snapshot import Resource
 from asyncrl.reward.faults import RewardFault
 from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key_of
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
@@ -206,7 +206,7 @@ class JudgePool:
         """Calls of ``score`` without an answer."""
         return len(self._running)
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         """Resource records of the added function's workers."""
         return self._also.resources() if self._also is not None else []
 

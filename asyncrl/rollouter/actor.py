@@ -22,7 +22,7 @@ from collections.abc import Collection
 from asyncrl.messages.dataloader import LeasesHeld, OpenLeases
 from asyncrl.messages.episodes import Chat, ChatReply, EpisodeBegan, TurnReward, TurnRewarded
 from asyncrl.messages.learner import RolloutStats, UpdateTimes
-from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.snapshot import Resource
 from asyncrl.messages.weights import Chunk, FetchChunk
 from asyncrl.observe.trace import WEIGHTS
 from asyncrl.rollouter.engines import engine_parsers, make_engine
@@ -187,7 +187,7 @@ class Rollouter(Actor):
             # Only now: until the dataloader has them they are held, and named to a dataloader that asks (open_leases).
             self._leases.forget(uids)
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         return [self.states.record("engine")]
 
     @handler

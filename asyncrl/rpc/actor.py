@@ -19,7 +19,8 @@ from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, WireError
 from asyncrl.messages.actors import ActorRecord, Dead, Notice, ReportFailure, Resolve, RunState
 from asyncrl.messages.hosts import Members
-from asyncrl.messages.monitor import MOST_UNREACHED, AwaitRecord, ResourceRecord, UnreachedRecord
+from asyncrl.messages.monitor import MOST_UNREACHED, UnreachedRecord
+from asyncrl.messages.snapshot import Resource, Wait
 from asyncrl.observe.logging import get_logger, lost_lines
 from asyncrl.observe.machine import Vitals, VitalSigns
 from asyncrl.observe.states import Kind, StateLedger
@@ -273,7 +274,7 @@ class Actor(EndpointOwner):
         if self._vitals is not None:
             self._vitals.stop()
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         """The serial resources that it has; called from any thread."""
         return []
 
@@ -281,7 +282,7 @@ class Actor(EndpointOwner):
         """Vital signs of the process since the last call."""
         return self._vitals.take() if self._vitals is not None else Vitals()
 
-    def waits(self) -> list[AwaitRecord]:
+    def waits(self) -> list[Wait]:
         """The open waits, and the calls in flight that belong to none of them; called from any thread. A class that
         overrides it adds to it."""
         waits = self.awaits.records()

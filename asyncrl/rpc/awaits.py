@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 
 MOST_RECORDS = 8
 """Largest number of waits in a heartbeat."""
@@ -83,16 +83,16 @@ class Awaits:
         """A wait that lasts as long as its ``with``. The same one is not opened twice at a time."""
         return Await(self, (whom, what, idle))
 
-    def records(self) -> list[AwaitRecord]:
+    def records(self) -> list[Wait]:
         """The oldest wait of each kind, the oldest first."""
         with self.lock:
             now = self.now()
             oldest = [(next(iter(waits)).since, key) for key, waits in self.open.items()]
         oldest.sort()
-        return [AwaitRecord(whom, what, now - since, idle) for since, (whom, what, idle) in oldest]
+        return [Wait(whom, what, now - since, idle) for since, (whom, what, idle) in oldest]
 
 
-def longest_waits(records: list[AwaitRecord]) -> list[AwaitRecord]:
+def longest_waits(records: list[Wait]) -> list[Wait]:
     """At most MOST_RECORDS of the records, the oldest first; idle ones go before any other is left out."""
     kept = sorted(records, key=lambda record: (record.idle, -record.seconds))[:MOST_RECORDS]
     return sorted(kept, key=lambda record: -record.seconds)

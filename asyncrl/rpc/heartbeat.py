@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from asyncrl.config.operation import SupervisionConfig, WatchdogConfig
-from asyncrl.messages.monitor import EventRecord, Heartbeat, ResourceRecord
+from asyncrl.messages.monitor import Heartbeat
+from asyncrl.messages.snapshot import Event, Resource
 from asyncrl.observe.logging import write_text
 from asyncrl.rpc import stacks
 from asyncrl.rpc.awaits import longest_waits
@@ -299,11 +300,11 @@ class EventQueue:
         text = encodable(text)[:LONGEST_EVENT]
         with self._lock:
             self._number += 1
-            self._waiting.append([EventRecord(self._number, self._wall(), level, text), 0])
+            self._waiting.append([Event(number=self._number, wall=self._wall(), level=level, text=text), 0])
             while len(self._waiting) > EVENTS_KEPT:
                 self.dropped += self._waiting.popleft()[1] == 0
 
-    def take(self) -> list[EventRecord]:
+    def take(self) -> list[Event]:
         """Events for the next heartbeat."""
         with self._lock:
             taken = list(self._waiting)[:EVENTS_IN_BEAT]
@@ -349,7 +350,7 @@ class HeartbeatDelta:
         )
 
 
-def _stay(resource: ResourceRecord) -> tuple[Any, ...]:
+def _stay(resource: Resource) -> tuple[Any, ...]:
     """Values that stay the same while a resource stays in its state."""
     before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
     # Both grow alike while it stays; their difference does not, but for the rounding of floats.

@@ -23,7 +23,7 @@ import psutil
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import AsyncRLError, ConfigError, DeadlineExceeded
-from asyncrl.messages.monitor import ResourceRecord
+from asyncrl.messages.snapshot import Resource
 from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.calls.retry import backoff
 from asyncrl.workers.confinement import UNISOLATED, Confinement
@@ -180,7 +180,7 @@ class WorkerPool(Generic[P]):
             left += [str(helper.pid) for helper in kill_living(helpers)]
             raise DeadlineExceeded(self.owner, f"process {', '.join(left)}", "its end", CLOSE_TIMEOUT_S) from None
 
-    def resources(self) -> list[ResourceRecord]:
+    def resources(self) -> list[Resource]:
         """Resource records, one for each place; callable from any thread."""
         return [place.ledger.record(f"worker/{at}") for at, place in enumerate(self._places)]
 

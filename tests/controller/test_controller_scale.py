@@ -12,7 +12,7 @@ from asyncrl.controller.health.stalls import ActorStatus, describe_waits
 from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import WatchRun
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 
 SINGLE = ("dataloader/0", "learner/0", "parameter_server/0", "reward/0")
 
@@ -87,7 +87,7 @@ def a_stall(rollouters):
             name=name,
             incarnation=1,
             state="ready",
-            waits=[AwaitRecord(waits.get(name, "reward"), "Score", 10.0, False)],
+            waits=[Wait(waits.get(name, "reward"), "Score", 10.0, False)],
         )
         for name in names
     }

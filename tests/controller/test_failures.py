@@ -9,13 +9,14 @@ from harness import until
 
 from asyncrl.config.load import validate_config
 from asyncrl.messages.actors import ActorEnded, WatchRun
-from asyncrl.messages.monitor import AwaitRecord, Heartbeat, UnreachedRecord
+from asyncrl.messages.monitor import Heartbeat, UnreachedRecord
+from asyncrl.messages.snapshot import Wait
 from asyncrl.rpc.actor import CONTROLLER
 
 BEAT_S = 0.02
 STATES = {
-    "learner/0": ("waiting", [AwaitRecord("rollouter", "groups", 5.0)]),
-    "rollouter/0": ("generating", [AwaitRecord("engine", "tokens", 5.0)]),
+    "learner/0": ("waiting", [Wait("rollouter", "groups", 5.0)]),
+    "rollouter/0": ("generating", [Wait("engine", "tokens", 5.0)]),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from harness import Net, until
 
 from asyncrl.messages import ANYBODY, Done, Request
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 from asyncrl.rpc.awaits import MOST_RECORDS, Awaits, longest_waits
 from asyncrl.rpc.calls.handlers import Caller, handler
 
@@ -34,8 +34,8 @@ def test_a_wait_is_reported_from_start_to_end_and_the_oldest_of_equal_ones_count
                 after(5.0)
                 second.renew()
                 after(1.0)
-                assert awaits.records() == [AwaitRecord("reward/0", "Score", 6.0, False)]
-            assert awaits.records() == [AwaitRecord("reward/0", "Score", 1.0)]
+                assert awaits.records() == [Wait("reward/0", "Score", 6.0, False)]
+            assert awaits.records() == [Wait("reward/0", "Score", 1.0)]
             raise ValueError("gone")
 
     with pytest.raises(ValueError, match="gone"):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from inprocess import CREDENTIALS, sim_config
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import Heartbeat, ResourceRecord
-from asyncrl.messages.snapshot import Histogram
+from asyncrl.messages.monitor import Heartbeat
+from asyncrl.messages.snapshot import Histogram, Resource
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.heartbeat import (
     EVENT_REPEATS,
@@ -52,7 +52,7 @@ class Unspeakable(Actor):
 
     def resources(self):
         self.asked += 1
-        return [ResourceRecord("\udce9" if 1 < self.asked < 5 else "engine", "idle", "", 0.0, {"idle": 0.0})]
+        return [Resource(name="\udce9" if 1 < self.asked < 5 else "engine", state="idle", seconds={"idle": 0.0})]
 
 
 class Pulseless(Actor):
@@ -208,7 +208,8 @@ def test_changed_values_are_sent_and_a_new_controller_gets_all():
 def test_a_resource_that_keeps_its_state_is_not_sent():
     # In the end it has worked in between and is idle again.
     stays = [(3.0, {"idle": 4.0}), (4.0, {"idle": 5.0}), (0.5, {"idle": 5.5, "scoring": 0.5})]
-    workers, delta = [ResourceRecord("worker/0", "idle", "", *stay) for stay in stays], HeartbeatDelta()
+    workers = [Resource(name="worker/0", state="idle", state_s=here, seconds=seconds) for here, seconds in stays]
+    delta = HeartbeatDelta()
     assert [bool(delta.trim(beat(resources=[worker])).resources) for worker in workers] == [True, False, True]
 
 
@@ -230,7 +231,7 @@ def test_a_heartbeat_is_bounded_and_every_value_is_sent_in_the_end(beats):
 
 def test_many_resources_take_turns():
     delta, heard = HeartbeatDelta(), set()
-    resources = [ResourceRecord(f"worker/{i}", "scoring", "", 0.0, {"scoring": 0.0}) for i in range(200)]
+    resources = [Resource(name=f"worker/{i}", state="scoring", seconds={"scoring": 0.0}) for i in range(200)]
     for number in range(4):
         moved = [msgspec.structs.replace(one, seconds={"scoring": float(number), "idle": 1.0}) for one in resources]
         said = delta.trim(beat(number, resources=moved)).resources

@@ -26,7 +26,7 @@ from asyncrl.controller.joining.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.observation.observation import Observation
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.messages.actors import Condemned, Stuck
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, Registry
@@ -79,7 +79,7 @@ def _view(registry: Registry, entry: Entry, now: float) -> ActorStatus:
     )
 
 
-def _aged(awaits: list[AwaitRecord], age: float) -> list[AwaitRecord]:
+def _aged(awaits: list[Wait], age: float) -> list[Wait]:
     if age < FRESH_S:
         return awaits
     return [msgspec.structs.replace(wait, seconds=wait.seconds + age) for wait in awaits]

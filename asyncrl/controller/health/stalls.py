@@ -28,7 +28,7 @@ from asyncrl.config.operation import ActorState, WatchdogConfig
 from asyncrl.core.printable import name_some
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.actors import RunPhase
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 
 LEARNER = "learner/0"
 CONTROLLER = "controller"
@@ -56,7 +56,7 @@ class ActorStatus:
     incarnation: int
     state: str
     state_s: float = 0.0
-    waits: Sequence[AwaitRecord] = ()
+    waits: Sequence[Wait] = ()
     silent_s: float = 0.0
     """Seconds since its last heartbeat."""
     ended: bool = False
@@ -270,7 +270,7 @@ def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, flo
     return 3, f"is {actor.state} for {SECONDS} and waits for nothing", actor.state_s
 
 
-def _wait_clause(wait: AwaitRecord) -> str:
+def _wait_clause(wait: Wait) -> str:
     if "/" in wait.whom:
         return f"waits {SECONDS} on {wait.whom} for {wait.what}"
     # A role stands for any of its actors; another word is a part of the actor itself.

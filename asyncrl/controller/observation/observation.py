@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from asyncrl.controller.observation.snapshots import Snapshots, view_actor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import phase_and_reason
-from asyncrl.messages.monitor import EventRecord, Heartbeat
+from asyncrl.messages.monitor import Heartbeat
 from asyncrl.messages.snapshot import ActorView, Snapshot
 from asyncrl.observe.snapshots.recording import Recorder, is_wall, last_recorded
 from asyncrl.rpc.actor import Actor
@@ -95,15 +95,14 @@ class Observation:
         """Add an event; level is info, warning or error."""
         self.events.add(self._actor.clock.wall(), level, actor, text)
 
-    def add_events(self, actor: str, events: Iterable[EventRecord]) -> None:
-        """Add the events of an actor's heartbeat."""
-        entry = self._registry.entries[actor]
-        for event in events:
+    def add_events(self, entry: Entry) -> None:
+        """Add the events of an actor's last heartbeat, as the registry has bounded them."""
+        for event in entry.heartbeat.events if entry.heartbeat is not None else ():
             if event.number > entry.event:
                 entry.event = event.number
                 wall = event.wall if is_wall(event.wall) else self._actor.clock.wall()
-                if not self.events.is_recalled(wall, actor, event.text):
-                    self.events.add(wall, event.level, actor, event.text)
+                if not self.events.is_recalled(wall, event.actor, event.text):
+                    self.events.add(wall, event.level, event.actor, event.text)
 
     def recall(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""

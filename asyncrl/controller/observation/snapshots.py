@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from msgspec.structs import replace
 
 from asyncrl.controller.observation.recent_lines import RecentMetrics
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
-from asyncrl.messages.snapshot import ActorView, Resource, RunView, Snapshot, Wait
+from asyncrl.messages.snapshot import ActorView, Resource, RunView, Snapshot
 from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.calls.handlers import Caller, Connection, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
@@ -190,7 +191,7 @@ class Snapshots:
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         aside = {each.name: each.reason for each in run.aside}
-        views = [msgspec.structs.replace(view, condition="aside") if view.name in aside else view for view in views]
+        views = [replace(view, condition="aside") if view.name in aside else view for view in views]
         outcome, lines = run.outcome, seen.lines
         return Snapshot(
             wall=wall,
@@ -281,7 +282,7 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
         loop_busy=beat.loop_busy,
         cpu=beat.cpu,
         rss_bytes=beat.rss_bytes,
-        waits=[Wait(whom=w.whom, what=w.what, seconds=w.seconds + more, idle=w.idle) for w in beat.awaits],
+        waits=[replace(wait, seconds=wait.seconds + more) for wait in beat.awaits],
         resources=[_resource(heard, entry.since_s(heard), more) for heard in entry.resources.values()],
         gpus=beat.gpus,
     )
@@ -289,15 +290,7 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
 
 def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
     """A resource. ``since_s`` passed between its record and the last heartbeat, ``more`` after that."""
-    said = heard.record
-    return Resource(
-        name=said.name,
-        state=said.state,
-        awaiting=said.awaiting,
-        state_s=said.state_s + since_s + more,
-        seconds=said.seconds,
-        since_s=since_s,
-    )
+    return replace(heard.record, state_s=heard.record.state_s + since_s + more, since_s=since_s)
 
 
 def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted, ProtocolError, Refused, RemoteError
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 from asyncrl.rpc.calls.call import LARGE_BYTES, Absence, CallFuture, SendQueue
 from asyncrl.rpc.calls.deadlines import Deadlines
 from asyncrl.rpc.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
@@ -170,7 +170,7 @@ class Peer:
         """Calls without an answer so far."""
         return len(self._pending)
 
-    def oldest_calls(self) -> list[AwaitRecord]:
+    def oldest_calls(self) -> list[Wait]:
         """Waits on this peer, of the LOOKED_AT calls in flight for longest; callable from any thread."""
         if not self._pending:
             return []
@@ -178,7 +178,7 @@ class Peer:
         for future in list(self._pending.values())[:LOOKED_AT]:
             oldest.setdefault(future.kind, future.started)
         now = self._loop.time()
-        return [AwaitRecord(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
+        return [Wait(self.name, kind.__name__, now - since, kind.idle) for kind, since in oldest.items()]
 
     def forget(self, future: CallFuture, *, cancel: bool) -> None:
         """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer."""

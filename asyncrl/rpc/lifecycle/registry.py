@@ -7,6 +7,8 @@ Invariants:
   registers.
 * Silence is no death: a missed heartbeat changes no record (``silent``). Only the end of a process or the loss of its
   host is a death. An actor that was lost with its host is dead for good and is killed when the host is back.
+* Of a heartbeat only finite numbers count, and of an actor no more names than an actor needs, however many heartbeats
+  it sends. A name that was taken in once stays. A value that is left out is counted; the others of its heartbeat count.
 * The incarnation of an actor of a gang is its generation. The death of one actor ends its generation: its living actors
   are condemned, and so are actors of this or an older generation that register later. A new generation ends all older
   ones. So a gang comes together in one generation, in any order of reported deaths and starts.
@@ -22,14 +24,16 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
 from asyncrl.core.errors import Refused
 from asyncrl.messages.actors import ActorRecord, Condemned, Dead
-from asyncrl.messages.monitor import Heartbeat, ResourceRecord
-from asyncrl.messages.snapshot import Histogram
-from asyncrl.rpc.lifecycle.heartbeat_limits import take_in
+from asyncrl.messages.monitor import Heartbeat, UnreachedRecord
+from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
+
+T = TypeVar("T")
 
 FIRST_WORD_S = 30.0
 """Seconds after its start before an actor can count as silent: it loads its code."""
@@ -37,12 +41,29 @@ LONGEST_GAP = 0.5
 """Share of the shortest limit on silence: after a longer gap between two looks this process may not have listened. The
 shortest limit is three looks."""
 
+MOST_METRICS = 2048
+MOST_HISTOGRAMS = 128
+MOST_BUCKETS = 256
+MOST_RESOURCES = 4096
+MOST_STATES = 64
+"""States of one resource."""
+MOST_GPUS = 64
+MOST_EVENTS = 64
+"""Events in one heartbeat."""
+LONGEST_NAME = 200
+LONGEST_TEXT = 500
+LARGEST_METRIC = float(1 << 53)
+"""Largest metric: beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
+TEXTS = ("state", "awaiting")
+NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
+LISTS = ("counters", "histograms", "resources", "awaits", "unreached", "gpus", "events")
+
 
 @dataclass(frozen=True, slots=True)
 class HeardResource:
     """A resource of an actor, as last reported."""
 
-    record: ResourceRecord
+    record: Resource
     heard: float
     """Time of the report (s)."""
 
@@ -57,6 +78,7 @@ class Entry:
     heard: float
     """Time at which anything was last heard of it (s)."""
     heartbeat: Heartbeat | None = None
+    """The last one, without the values that are kept by name below."""
     version: int = -1
     """The newest weights it knew of at its last heartbeat."""
     ended: bool = False
@@ -79,15 +101,15 @@ class Entry:
 
     def merge(self, beat: Heartbeat, now: float) -> int:
         """Take in a heartbeat. Returns the number of its values that are left out."""
-        beat, left_out = take_in(beat, self.metrics, self.histograms, self.resources)
-        self.heartbeat, self.beaten = beat, now
-        self.metrics.update(beat.counters)
-        self.histograms.update(beat.histograms)
-        for resource in beat.resources:
-            self.resources[resource.name] = HeardResource(resource, now)
+        resources = {resource.name: HeardResource(resource, now) for resource in beat.resources}
+        taken = _take_in(self.metrics, beat.counters, MOST_METRICS, _is_number)
+        taken += _take_in(self.histograms, beat.histograms, MOST_HISTOGRAMS, _is_histogram)
+        taken += _take_in(self.resources, resources, MOST_RESOURCES, _is_resource)
+        self.heartbeat, self.beaten = _bounded(beat, self.record.name), now
         if not beat.held_back:
             self.stayed = now
-        return left_out
+        wrong = [name for name in NUMBERS if getattr(beat, name) != getattr(self.heartbeat, name)]
+        return _values(beat) - _values(self.heartbeat) - taken + len(wrong)
 
     def since_s(self, resource: HeardResource) -> float:
         """Seconds since its report for which a resource is known to have stayed in its state."""
@@ -102,6 +124,75 @@ class Entry:
     def ready(self) -> bool:
         """Whether it is alive and has registered its address, which it does at the end of its setup."""
         return self.heard_of and bool(self.record.address)
+
+
+def _take_in(known: dict[str, T], values: Mapping[str, T], most: int, is_sound: Callable[[T], bool]) -> int:
+    """Take values in by name, as far as there is room. Returns their number."""
+    taken = 0
+    for name, value in values.items():
+        if is_sound(value) and (name in known or (len(known) < most and len(name) <= LONGEST_NAME)):
+            known[name] = value
+            taken += 1
+    return taken
+
+
+def _bounded(beat: Heartbeat, actor: str) -> Heartbeat:
+    """A heartbeat of an actor as it is kept."""
+    return msgspec.structs.replace(
+        beat,
+        counters={},
+        histograms={},
+        resources=[],
+        awaits=[wait for wait in beat.awaits if _is_wait(wait)],
+        unreached=[record for record in beat.unreached if _is_unreached(record)],
+        gpus=[gpu for gpu in beat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
+        events=[_cut(event, actor) for event in beat.events[-MOST_EVENTS:]],
+        **{name: getattr(beat, name)[:LONGEST_TEXT] for name in TEXTS},
+        **{name: value if _is_number(value := getattr(beat, name)) else 0.0 for name in NUMBERS},
+    )
+
+
+def _values(beat: Heartbeat) -> int:
+    return sum(len(getattr(beat, name)) for name in LISTS)
+
+
+def _is_number(value: float) -> bool:
+    # NaN is neither.
+    return -LARGEST_METRIC <= value <= LARGEST_METRIC
+
+
+def _is_time(seconds: float) -> bool:
+    return 0.0 <= seconds <= LARGEST_METRIC
+
+
+def _is_histogram(value: Histogram) -> bool:
+    return len(value.counts) <= MOST_BUCKETS and math.isfinite(value.sum)
+
+
+def _is_resource(heard: HeardResource) -> bool:
+    value = heard.record
+    names = (value.state, value.awaiting, *value.seconds)
+    return (
+        len(value.seconds) <= MOST_STATES
+        and all(len(name) <= LONGEST_NAME for name in names)
+        and all(map(_is_time, (value.state_s, *value.seconds.values())))
+    )
+
+
+def _is_wait(value: Wait) -> bool:
+    return len(value.whom) <= LONGEST_NAME and len(value.what) <= LONGEST_NAME and _is_time(value.seconds)
+
+
+def _is_unreached(value: UnreachedRecord) -> bool:
+    return len(value.whom) <= LONGEST_NAME and _is_time(value.seconds)
+
+
+def _is_gpu(value: Gpu) -> bool:
+    return value.utilisation is None or _is_number(value.utilisation)
+
+
+def _cut(event: Event, actor: str) -> Event:
+    return msgspec.structs.replace(event, actor=actor, level=event.level[:LONGEST_NAME], text=event.text[:LONGEST_TEXT])
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from asyncrl.config.operation import WatchdogConfig
 from asyncrl.controller.health.stalls import MOST_STACKS, ActorStatus, StallDetector, describe_waits
-from asyncrl.messages.monitor import AwaitRecord
+from asyncrl.messages.snapshot import Wait
 
 STALL_S, LOOK_S, DEADLINES_S = 100.0, 5.0, 250.0
-GROUPS, TOKENS = AwaitRecord("rollouter", "groups", 1.0), AwaitRecord("engine", "tokens", 1.0)
+GROUPS, TOKENS = Wait("rollouter", "groups", 1.0), Wait("engine", "tokens", 1.0)
 
 
 class Watched:
@@ -144,8 +144,8 @@ def test_neither_an_idle_run_after_the_last_step_nor_a_learner_without_heartbeat
     learner = run.actors.pop("learner/0")
     run.passes(5 * STALL_S)
     run.actors["learner/0"] = learner
-    run.has("learner/0", "done", AwaitRecord("dataloader/0", "WatchSupply", 500.0, True))
-    run.has("rollouter/0", "waiting", AwaitRecord("dataloader/0", "Lease", 500.0, True))
+    run.has("learner/0", "done", Wait("dataloader/0", "WatchSupply", 500.0, True))
+    run.has("rollouter/0", "waiting", Wait("dataloader/0", "Lease", 500.0, True))
     run.passes(10 * STALL_S)
     assert run.reports == []
     # An actor that still works makes it a stall.
@@ -227,7 +227,7 @@ def test_a_stall_is_reported_neither_early_nor_late(history):
 
 
 def actor(name, state="ready", *waits, **facts):
-    return ActorStatus(name=name, incarnation=1, state=state, waits=[AwaitRecord(*wait) for wait in waits], **facts)
+    return ActorStatus(name=name, incarnation=1, state=state, waits=[Wait(*wait) for wait in waits], **facts)
 
 
 GROUPS_WAIT = ("rollouter", "groups", 312.0)
@@ -290,7 +290,7 @@ def test_a_report_has_the_situation_of_each_actor(situation):
         st.sampled_from([f"{role}/{i}" for role in ("learner", "rollouter", "reward") for i in range(12)]),
         st.tuples(
             st.sampled_from(["ready", "training", "N s {}"]),
-            st.lists(st.builds(AwaitRecord, st.sampled_from(["reward/0", "engine"]), st.text(), st.floats(0, 99))),
+            st.lists(st.builds(Wait, st.sampled_from(["reward/0", "engine"]), st.text(), st.floats(0, 99))),
             st.floats(0, 1000),
             st.booleans(),
         ),

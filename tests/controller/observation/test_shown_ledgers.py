@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from asyncrl.controller.observation.snapshots import SILENT_BEATS, view_actors
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import Heartbeat, ResourceRecord
-from asyncrl.messages.snapshot import RunView, Snapshot
+from asyncrl.messages.monitor import Heartbeat
+from asyncrl.messages.snapshot import Resource, RunView, Snapshot
 from asyncrl.observe.sinks.prometheus import families_of
 from asyncrl.observe.snapshots.rates import Interval
 from asyncrl.observe.states import StateLedger
@@ -103,7 +103,7 @@ def test_between_two_heartbeats_a_resource_spends_exactly_the_time_between_them(
 
 
 BEAT = Heartbeat(beat=1, state="ready", state_s=1.0)
-ENGINE = ResourceRecord("engine", "generating", "", 2.0, {"generating": 2.0, "waiting": 5.0})
+ENGINE = Resource(name="engine", state="generating", state_s=2.0, seconds={"generating": 2.0, "waiting": 5.0})
 
 
 def shown(now, then=None, lost=False, left_out=0):

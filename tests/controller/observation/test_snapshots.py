@@ -23,8 +23,8 @@ from asyncrl.controller.observation import snapshots as snapshots_module
 from asyncrl.controller.observation.recent_lines import MOST_EVALS, RecentMetrics
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Given, Snapshots
 from asyncrl.messages.actors import ActorEnded, StopRun, WatchRun
-from asyncrl.messages.monitor import EventRecord, Heartbeat, MetricsLine, WatchSnapshot
-from asyncrl.messages.snapshot import UPDATE_LINES
+from asyncrl.messages.monitor import Heartbeat, MetricsLine, WatchSnapshot
+from asyncrl.messages.snapshot import UPDATE_LINES, Event
 from asyncrl.observe.snapshots.recording import Recorder
 from asyncrl.rpc import actor as runtime_actor
 from asyncrl.rpc.wire.keys import VIEWER
@@ -46,6 +46,10 @@ async def seen_by(viewer, condition):
 
 def of(snapshot, name):
     return next(actor for actor in snapshot.actors if actor.name == name)
+
+
+def event(number, wall, level, text):
+    return Event(number=number, wall=wall, level=level, text=text)
 
 
 def beat(number=1, **facts):
@@ -135,7 +139,7 @@ def test_only_as_many_names_of_evaluations_are_kept_as_a_run_has():
 async def test_an_event_reported_twice_counts_once_and_one_without_a_time_has_the_time_of_its_arrival(cluster, wall):
     viewer, actor = cluster.caller(VIEWER), cluster.caller("reward/0")
     await cluster.register("reward/0")
-    first, second = EventRecord(1, 5.0, "error", "event 1"), EventRecord(2, wall, "warning", "event 2")
+    first, second = event(1, 5.0, "error", "event 1"), event(2, wall, "warning", "event 2")
     await cast(actor, beat(1, events=[first]))
     await cast(actor, beat(2, events=[first, second]))
     seen = await seen_by(viewer, lambda s: any(event.text == "event 2" for event in s.events))
@@ -386,7 +390,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_a_succ
     learner, actor = cluster.caller("learner/0"), cluster.caller("reward/0")
     for name in ("learner/0", "reward/0"):
         await cluster.register(name, attempt=2)
-    await cast(actor, beat(1, events=[EventRecord(1, 5.0, "error", "first"), EventRecord(2, 6.0, "error", "last")]))
+    await cast(actor, beat(1, events=[event(1, 5.0, "error", "first"), event(2, 6.0, "error", "last")]))
     for step in (1, 2):
         await cast(learner, MetricsLine(line={"kind": "train", "step": step, "start": 1, "reward/mean": step / 4}))
     await cast(learner, MetricsLine(line={"kind": "update", "replica": "rollouter/0"}))
@@ -402,7 +406,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_a_succ
     viewer, actor, learner = cluster.caller(VIEWER), cluster.caller("reward/0"), cluster.caller("learner/0")
     await cluster.register("reward/0", attempt=2)
     # It cannot know which viewers have its predecessor's last event.
-    again, new = EventRecord(2, 6.0, "error", "last"), EventRecord(3, 7.0, "error", "new")
+    again, new = event(2, 6.0, "error", "last"), event(3, 7.0, "error", "new")
     await cast(actor, beat(2, events=[again, new]))
     await cast(learner, MetricsLine(line={"kind": "train", "step": 3, "start": 1}))
     seen = await seen_by(viewer, lambda s: ("reward/0", "new") in texts(s) and any(x["step"] == 3 for x in s.train))
@@ -427,7 +431,7 @@ async def test_a_successor_knows_what_happened_before_and_says_that_it_is_a_succ
 @on_cluster(validate_config(CONFIG.model_dump() | {"monitor": RECORDED}))
 async def test_a_successor_takes_nothing_from_another_run(cluster, tmp_path):
     await cluster.register("reward/0")
-    await cast(cluster.caller("reward/0"), beat(1, events=[EventRecord(1, 5.0, "warning", "something")]))
+    await cast(cluster.caller("reward/0"), beat(1, events=[event(1, 5.0, "warning", "something")]))
     await recorded(tmp_path, lambda s: ("reward/0", "something") in texts(s))
     await cluster.die()
     [*_, last] = read_recording(tmp_path)

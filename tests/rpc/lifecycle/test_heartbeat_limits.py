@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.messages.monitor import AwaitRecord, EventRecord, Heartbeat, ResourceRecord
-from asyncrl.messages.snapshot import Gpu, Histogram
-from asyncrl.rpc.lifecycle import heartbeat_limits
+from asyncrl.messages.monitor import Heartbeat
+from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
+from asyncrl.rpc.lifecycle import registry as limits
 from asyncrl.rpc.lifecycle.registry import Registry
 
 NAN = math.nan
@@ -28,16 +28,21 @@ def heard(*beats):
 
 
 def resource(name="worker/0", state="idle", state_s=1.0, **seconds):
-    return ResourceRecord(name, state, "", state_s, seconds or {"idle": 1.0})
+    return Resource(name=name, state=state, state_s=state_s, seconds=seconds or {"idle": 1.0})
+
+
+def unnamed(heartbeat):
+    """A heartbeat as an entry keeps it, with the values by name elsewhere."""
+    return msgspec.structs.replace(heartbeat, counters={}, histograms={}, resources=[])
 
 
 SOUND = beat(
     counters={"a": 1.0, "b": -0.5},
     histograms={"h": Histogram([1, 2], 3.0)},
     resources=[resource()],
-    awaits=[AwaitRecord("x", "y", 1.0)],
+    awaits=[Wait("x", "y", 1.0)],
     gpus=[Gpu(index=0, utilisation=None, memory_bytes=1, memory_total_bytes=2)],
-    events=[EventRecord(1, 5.0, "error", "text")],
+    events=[Event(number=1, wall=5.0, level="error", actor="reward/0", text="text")],
     cpu=1.5,
     state_s=2.0,
 )
@@ -45,8 +50,9 @@ SOUND = beat(
 
 def test_valid_values_are_kept_unchanged():
     entry, left_out = heard(SOUND)
-    assert entry.heartbeat == SOUND and left_out == 0
-    assert (entry.metrics, list(entry.resources)) == (SOUND.counters, ["worker/0"])
+    assert entry.heartbeat == unnamed(SOUND) and left_out == 0
+    assert (entry.metrics, entry.histograms) == (SOUND.counters, SOUND.histograms)
+    assert [resource.record for resource in entry.resources.values()] == SOUND.resources
 
 
 @pytest.mark.parametrize(
@@ -57,7 +63,7 @@ def test_valid_values_are_kept_unchanged():
         {"counters": {"learner/step": math.inf}},
         {"histograms": {"h": Histogram([1], NAN)}},
         {"resources": [resource(state_s=NAN)]},
-        {"awaits": [AwaitRecord("x", "y", NAN)]},
+        {"awaits": [Wait("x", "y", NAN)]},
         {"state_s": NAN},
         {"loop_busy": math.inf},
         {"cpu": NAN},
@@ -66,7 +72,7 @@ def test_valid_values_are_kept_unchanged():
         {"resources": [resource(idle=-1.0)]},
         {"resources": [resource(state="x" * 10_000)]},
         {"resources": [resource(**{str(number): 1.0 for number in range(1000)})]},
-        {"awaits": [AwaitRecord("x", "y" * 10_000, 1.0)]},
+        {"awaits": [Wait("x", "y" * 10_000, 1.0)]},
         {"gpus": [Gpu(index=0, utilisation=NAN, memory_bytes=1, memory_total_bytes=2)]},
         {"loop_lag_s": NAN},
     ],
@@ -76,18 +82,18 @@ def test_invalid_values_are_omitted_and_the_rest_counts(facts):
     more = {name: SOUND.counters for name in ("counters",) if name not in facts}
     entry, left_out = heard(beat(**facts, **more, rss_bytes=7))
     assert left_out == 1
-    assert entry.heartbeat == beat(**more, rss_bytes=7)
+    assert entry.heartbeat == beat(rss_bytes=7)
     assert entry.metrics == more.get("counters", {}) and not entry.resources and not entry.histograms
 
 
 def test_texts_are_cut_and_of_too_many_events_the_newest_are_kept():
     long = "x" * 10_000
-    events = [EventRecord(number, 5.0, long, long) for number in range(1, 1001)]
+    events = [Event(number=number, wall=5.0, level=long, actor=long, text=long) for number in range(1, 1001)]
     entry, left_out = heard(beat(state=long, awaiting=long, events=events))
     said = entry.heartbeat
     assert max(map(len, (said.state, said.awaiting, *(e.text for e in said.events)))) == 500
-    assert [event.number for event in said.events] == list(range(1001 - heartbeat_limits.MOST_EVENTS, 1001))
-    assert left_out == 1000 - heartbeat_limits.MOST_EVENTS
+    assert [event.number for event in said.events] == list(range(1001 - limits.MOST_EVENTS, 1001))
+    assert left_out == 1000 - limits.MOST_EVENTS
 
 
 def test_the_values_kept_for_an_actor_are_limited():
@@ -102,8 +108,8 @@ def test_the_values_kept_for_an_actor_are_limited():
     ]
     entry, left_out = heard(*beats)
     kept = len(entry.metrics), len(entry.histograms), len(entry.resources)
-    assert kept == (heartbeat_limits.MOST_METRICS, heartbeat_limits.MOST_HISTOGRAMS, heartbeat_limits.MOST_RESOURCES)
+    assert kept == (limits.MOST_METRICS, limits.MOST_HISTOGRAMS, limits.MOST_RESOURCES)
     assert entry.metrics["0/0"] == 3.0
     assert left_out == 4 * 4600 - sum(kept)
     # The last heartbeat does not keep more either.
-    assert len(entry.heartbeat.counters) == 1 and not entry.heartbeat.histograms and not entry.heartbeat.resources
+    assert entry.heartbeat == unnamed(entry.heartbeat)
