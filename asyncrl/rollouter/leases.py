@@ -223,7 +223,7 @@ class HeldLeases:
 
     def _end(self, uid: str) -> None:
         del self.held[uid], self.ungenerated[uid], self.taken_at[uid]
-        self._host.suspects.forget(uid)
+        self._host.turns.forget(uid)
 
     def answer(self, request: OpenLeases, dataloader: int) -> LeasesHeld:
         """The leases held; from here on no learner before that of the request is believed, and no other dataloader."""
@@ -237,6 +237,6 @@ class HeldLeases:
         return LeasesHeld(
             seen=self._seen,
             served_version=self._host.version,
-            attempts={uid: self._host.suspects.deaths(lease) for uid, lease in self.held.items()},
+            attempts={uid: self._host.turns.deaths(lease) for uid, lease in self.held.items()},
             leaving=self.closed,
         )

@@ -84,7 +84,7 @@ async def test_the_answer_lists_every_unacknowledged_lease_with_its_deaths(tmp_p
         dataloader.lease("0-3", attempt=1)
         await life.until(lambda: learner.uids == ["0-1", "0-3"])
         held = life.rollouter._leases.held
-        life.rollouter._host.suspects.died([held["0-2"], held["0-3"]], "killed", alone=False)
+        life.rollouter._host.turns.died([held["0-2"], held["0-3"]], "killed")
         asker = life.net.client("rollouter/0", "dataloader/0", 7)
         life.net.register(ActorRecord(name="rollouter/0", incarnation=life.incarnation, address=life.rollouter.address))
         answer = await asker.call(OpenLeases(learner=1))

@@ -3,29 +3,25 @@
 Invariants: nothing is submitted between a pause and the commit of its update; the cache salt of a submission is
 that of the version being served; an engine whose update failed stays paused until the update is repeated whole or
 the engine is replaced; an engine is replaced only after it is gone. Requests wait here while it cannot serve, and for
-their turn.
-
-A suspect (messages/groups.py) has the engine alone. A lease that runs alone waits until all others are done, and those
-that ask after it wait. Turns are given in the order of asking, so neither starves. The samples of a lease that runs
-alone run together, until all are done or the engine dies. Invariants: while a lease runs alone no other is inside; each
-that asks gets a turn once those before it are done.
+their turn (turns.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from asyncrl.config import Config
 from asyncrl.core.errors import EngineDied, WeightsCorrupt
-from asyncrl.messages.groups import Lease, after_death, runs_alone, verdict
+from asyncrl.messages.groups import Lease
 from asyncrl.messages.weights import BroadcastPart, Probe
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines.base import Engine, EngineLoad, GenerationRequest, TokenDelta
 from asyncrl.rollouter.serving.drift import Drift, probe_engine
+from asyncrl.rollouter.serving.turns import EngineTurns
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.services import Clock
 from asyncrl.weights.held_version import HeldVersion
@@ -73,119 +69,6 @@ class Reprefill:
         self.tokens += sum(held.tokens for held in self._held.values())
 
 
-class SuspectLeases:
-    """Deaths of engines by lease. Pure."""
-
-    def __init__(self, max_attempts: int) -> None:
-        self._max_attempts = max_attempts
-        self._deaths: dict[str, int] = {}
-        self._reasons: dict[str, str] = {}
-        self.own_deaths = 0
-        """Deaths while a lease ran alone, over all leases."""
-        self.failed = 0
-        """Leases that have failed."""
-
-    def died(self, inside: Iterable[Lease], reason: str, *, alone: bool) -> None:
-        """An engine died with submissions of these leases in it; ``alone``: of one that ran alone."""
-        for lease in inside:
-            self._deaths[lease.uid] = after_death(self.deaths(lease), alone=alone)
-            self._reasons[lease.uid] = reason
-            self.own_deaths += alone
-            self.failed += alone and self.failure(lease) is not None
-
-    def deaths(self, lease: Lease) -> int:
-        """Deaths of its prompt, those at earlier holders included."""
-        return max(lease.attempt, self._deaths.get(lease.uid, 0))
-
-    def alone(self, lease: Lease) -> bool:
-        """Whether it runs alone."""
-        return runs_alone(self.deaths(lease))
-
-    def failure(self, lease: Lease) -> str | None:
-        """Why it may not run again; None while it may."""
-        if lease.uid not in self._deaths:
-            return None
-        return verdict(self.deaths(lease), self._max_attempts, self._reasons[lease.uid])
-
-    def forget(self, uid: str) -> None:
-        """Forget a lease that has ended."""
-        self._deaths.pop(uid, None)
-        self._reasons.pop(uid, None)
-
-    def __len__(self) -> int:
-        """Leases held in at least one death."""
-        return len(self._deaths)
-
-
-class EngineTurns:
-    """Turns in the engine. ``alone`` is asked when a turn comes up, so that it may change while a lease waits."""
-
-    def __init__(self, alone: Callable[[Lease], bool]) -> None:
-        self._alone = alone
-        self._inside: Counter[str] = Counter()
-        self._waiting: dict[asyncio.Future[None], Lease] = {}
-        """Leases that wait, in the order of asking."""
-        self.lone: str | None = None
-        """Uid of the lease that runs alone now."""
-        self._ending = False
-        """Whether its turn is over as soon as its samples are out."""
-        self.lone_turns = 0
-        """Times that a lease has had the engine for itself."""
-
-    async def take(self, lease: Lease) -> None:
-        """Wait for a turn; ``give_back`` ends it. Ends when those before it are done, or with the task that waits."""
-        leased: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[leased] = lease
-        self._lease()
-        try:
-            await leased
-        except asyncio.CancelledError:
-            if leased.cancelled():
-                self._waiting.pop(leased, None)
-                self._lease()
-            else:
-                # It was given the turn in the same moment.
-                self.give_back(lease)
-            raise
-
-    def give_back(self, lease: Lease) -> None:
-        """End one turn of a lease."""
-        self._inside[lease.uid] -= 1
-        if not self._inside[lease.uid]:
-            del self._inside[lease.uid]
-            if self.lone == lease.uid:
-                self.lone, self._ending = None, False
-        self._lease()
-
-    def end_lone(self) -> None:
-        """Put the lease that runs alone behind those that wait before it runs again."""
-        self._ending = self.lone is not None
-
-    def _lease(self) -> None:
-        while self.lone is None and self._waiting:
-            leased, lease = next(iter(self._waiting.items()))
-            if leased.cancelled() or not self._alone(lease):
-                self._enter(leased)
-            elif self._inside:
-                # Nothing is aborted for it: under on_update = drain a response is to have one version, and an engine
-                # that has just died, which is when suspects come up, is empty anyway.
-                return
-            else:
-                self.lone = lease.uid
-                self.lone_turns += 1
-        # After its death those that wait come first: what works is not kept waiting by what kills.
-        if self.lone is not None and not self._ending:
-            for leased in [leased for leased, lease in self._waiting.items() if lease.uid == self.lone]:
-                self._enter(leased)
-
-    def _enter(self, leased: asyncio.Future[None]) -> None:
-        lease = self._waiting.pop(leased)
-        # The task that waited may have been cancelled and not have run since.
-        if not leased.cancelled():
-            self._inside[lease.uid] += 1
-            leased.set_result(None)
-
-
 class EngineHost:
     """One engine at a time."""
 
@@ -208,13 +91,7 @@ class EngineHost:
         """The leases of these submissions."""
         self._frozen = False
         """Whether it is paused, and its pause complete."""
-        self.suspects = SuspectLeases(config.rollout.max_attempts)
-        self.turns = EngineTurns(self.suspects.alone)
-        self._blamed = ""
-        """The lease of the last death that was excused, until a submission has ended in good order."""
-        self.excused = False
-        """Whether the last death was that of a prompt which ran alone. Not where one prompt after the other dies and
-        nothing else works: that is the engine."""
+        self.turns = EngineTurns(config.rollout.max_attempts)
         self._sampling_since: float | None = None
         self.died = asyncio.Event()
         """Set when the engine must be replaced."""
@@ -298,7 +175,7 @@ class EngineHost:
                     sampled = True
                     self.reprefill.sampled(request.id, len(delta.tokens), delta.cached_tokens)
                 if sampled and delta.finish_reason is not None:
-                    self._blamed = ""
+                    self.turns.worked()
                 yield delta
         except EngineDied as error:
             if engine is self._engine:
@@ -326,13 +203,7 @@ class EngineHost:
             self._states.enter("restarting", "engine")
             self.reason = reason
             # A prompt that is frozen for an update is not to blame for a failed load.
-            inside = [] if self._frozen else list(self._inside.values())
-            lone = self.turns.lone if inside else None
-            self.suspects.died(inside, reason, alone=lone is not None)
-            self.turns.end_lone()
-            self.excused = lone is not None and self._blamed in ("", lone)
-            if lone is not None and self.excused:
-                self._blamed = lone
+            self.turns.died([] if self._frozen else list(self._inside.values()), reason)
         self.died.set()
 
     # --- updates ---

@@ -278,7 +278,7 @@ class PolicyCall:
         return ended
 
     def _require_innocent(self) -> None:
-        failure = self._host.suspects.failure(self._lease)
+        failure = self._host.turns.failure(self._lease)
         if failure is not None:
             raise TrajectoryFailed(failure)
 

@@ -126,9 +126,9 @@ class UpdateFollower:
     async def _replace_engine(self) -> None:
         """Replace the engine until one is up. Raises ActorFailed.
 
-        A death under a prompt that ran alone counts against that prompt only; see EngineHost.excused.
+        A death under a prompt that ran alone counts against that prompt only; see EngineTurns.excused.
         """
-        reason, excused = self._host.reason, self._host.excused
+        reason, excused = self._host.reason, self._host.turns.excused
         while True:
             pause_s = self._config.supervision.backoff_s if excused else self._restarts.next(self._clock.now())
             excused = False

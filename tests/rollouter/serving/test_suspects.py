@@ -9,36 +9,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_group import make_group
 
-from asyncrl.rollouter.serving.engine_host import EngineTurns, SuspectLeases
+from asyncrl.messages.groups import ALONE_FROM
+from asyncrl.rollouter.serving.turns import EngineTurns
 
 
 def lease(uid, **changes):
     return replace(make_group(uid).lease, **changes)
 
 
-def test_deaths_with_others_make_suspects_and_only_deaths_alone_count():
-    suspects, a, b = SuspectLeases(max_attempts=2), lease("0-1"), lease("0-2")
-    suspects.died([a, b], "killed", alone=False)
-    assert [suspects.deaths(t) for t in (a, b)] == [1, 1]
-    assert not suspects.alone(a) and suspects.alone(lease("0-3", attempt=2))
+async def has_it_alone(turns, lease):
+    await turns.take(lease)
+    found = turns.lone == lease.uid
+    turns.give_back(lease)
+    return found
+
+
+async def dies_alone(turns, lease, reason):
+    await turns.take(lease)
+    turns.died([lease], reason)
+    turns.give_back(lease)
+
+
+async def test_deaths_with_others_make_suspects_and_only_deaths_alone_count():
+    turns, a, b = EngineTurns(max_attempts=2), lease("0-1"), lease("0-2")
+    turns.died([a, b], "killed")
+    assert [turns.deaths(t) for t in (a, b)] == [1, 1]
+    assert not await has_it_alone(turns, a) and await has_it_alone(turns, lease("0-3", attempt=2))
     for _ in range(3):
-        suspects.died([a], "killed", alone=False)
-    assert suspects.alone(a) and not suspects.alone(b)
-    assert suspects.failure(a) is None, "a prompt that always had company is never given up"
-    assert suspects.deaths(a) == 2
-    suspects.died([a], "signal 9", alone=True)
-    assert (suspects.failure(a), suspects.deaths(a)) == (None, 3)
-    suspects.died([a], "signal 11", alone=True)
-    assert "died 2 times" in suspects.failure(a) and "signal 11" in suspects.failure(a)
-    assert (suspects.own_deaths, suspects.failed, len(suspects)) == (2, 1, 2)
-    suspects.forget("0-1")
-    assert (suspects.deaths(a), suspects.failure(a), len(suspects)) == (0, None, 1)
+        turns.died([a], "killed")
+    assert await has_it_alone(turns, a) and not await has_it_alone(turns, b)
+    assert turns.failure(a) is None, "a prompt that always had company is never given up"
+    assert turns.deaths(a) == 2
+    await dies_alone(turns, a, "signal 9")
+    assert (turns.failure(a), turns.deaths(a)) == (None, 3)
+    await dies_alone(turns, a, "signal 11")
+    assert "died 2 times" in turns.failure(a) and "signal 11" in turns.failure(a)
+    assert (turns.own_deaths, turns.failed, turns.suspects) == (2, 1, 2)
+    turns.forget("0-1")
+    assert (turns.deaths(a), turns.failure(a), turns.suspects) == (0, None, 1)
 
 
-def test_deaths_alone_at_earlier_holders_count():
-    suspects, suspect = SuspectLeases(max_attempts=2), lease("0-1", attempt=3)
-    suspects.died([suspect], "signal 11", alone=True)
-    assert suspects.deaths(suspect) == 4 and "died 2 times" in suspects.failure(suspect)
+async def test_deaths_alone_at_earlier_holders_count():
+    turns, suspect = EngineTurns(max_attempts=2), lease("0-1", attempt=3)
+    await dies_alone(turns, suspect, "signal 11")
+    assert turns.deaths(suspect) == 4 and "died 2 times" in turns.failure(suspect)
 
 
 async def rounds(count):
@@ -51,11 +65,15 @@ class Ground:
 
     def __init__(self, lone):
         self.lone, self.inside, self.log = lone, Counter(), []
-        self.turns = EngineTurns(lambda lease: lease.uid in lone)
+        self.turns = EngineTurns(max_attempts=2)
+
+    def lease(self, uid):
+        return lease(uid, attempt=ALONE_FROM if uid in self.lone else 0)
 
     async def pass_through(self, uid, hold=1, *, dies=False):
         """``hold`` is an event, or a number of rounds of the loop."""
-        await self.turns.take(lease(uid))
+        taken = self.lease(uid)
+        await self.turns.take(taken)
         try:
             self.inside[uid] += 1
             self.log.append(uid)
@@ -65,8 +83,8 @@ class Ground:
         finally:
             self.inside[uid] -= 1
             if dies:
-                self.turns.end_lone()
-            self.turns.give_back(lease(uid))
+                self.turns.died([taken], "killed")
+            self.turns.give_back(taken)
 
 
 async def test_a_lease_that_runs_alone_waits_for_those_inside_and_holds_back_later_ones():
@@ -109,6 +127,8 @@ async def test_a_lease_that_turns_suspect_while_it_waits_runs_alone():
             tasks.create_task(ground.pass_through(uid, hold))
         await rounds(1)
         ground.lone.add("x")
+        for _ in range(ALONE_FROM):
+            ground.turns.died([lease("x")], "killed")
         first.set()
     assert ground.log == ["a", "y", "x", "b"]
 
