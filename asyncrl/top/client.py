@@ -13,13 +13,21 @@ import dataclasses
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from asyncrl.core.errors import ActorFailed, DeadlineExceeded, ProtocolError, Refused, RemoteError, UsageError
+from asyncrl.core.errors import (
+    ActorFailed,
+    AsyncRLError,
+    DeadlineExceeded,
+    ProtocolError,
+    Refused,
+    RemoteError,
+    UsageError,
+)
 from asyncrl.core.files import read_json_object
 from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
 from asyncrl.messages.snapshot import OVER, Snapshot
@@ -150,21 +158,25 @@ class Viewer(ControllerClient):
             call_timeout_s=ANSWER_S,
             max_message_bytes=LARGEST_BYTES,
         )
-        self.target = target
 
-    async def snapshots(self) -> AsyncIterator[Snapshot | Away]:
-        """The newest snapshot, again and again; an Away about every ANSWER_S while the controller does not answer.
 
-        Ends after the last snapshot of a run, or when the run folder shows that the run has ended. Raises Refused.
-        """
-        seen, heard = -1, time.monotonic()
+async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
+    """The newest snapshot of one attempt, again and again; an Away about every ANSWER_S without an answer.
+
+    Ends after the last snapshot of a run, or when the run folder shows that the run has ended; then the last one is
+    made from the recording. Raises UsageError if the run refuses the keys, and ActorFailed if too many viewers watch.
+    """
+    seen, heard, last = -1, time.monotonic(), None
+    with Viewer(target) as viewer:
         while True:
             try:
-                taken: SnapshotTaken = await self.peer.call(WatchSnapshot(seen=seen))
+                taken: SnapshotTaken = await viewer.peer.call(WatchSnapshot(seen=seen))
                 snapshot = decode_snapshot(taken.snapshot) if taken.snapshot else None
+            except Refused as error:
+                raise _refused(target, error) from error
             except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
-                if await asyncio.to_thread(lambda: self.target.is_over):
-                    return
+                if await asyncio.to_thread(lambda: target.is_over):
+                    break
                 silent = isinstance(error, DeadlineExceeded)
                 yield Away("" if silent else str(error), time.monotonic() - heard)
                 if not silent:
@@ -173,41 +185,21 @@ class Viewer(ControllerClient):
                 continue
             seen, heard = taken.number, time.monotonic()
             if snapshot is not None:
+                last = snapshot
                 yield snapshot
                 if snapshot.run.phase in OVER:
                     return
+    if target.run_dir is not None and (end := await asyncio.to_thread(ending, target.run_dir, last)) is not None:
+        yield end
 
 
-async def watch(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
-    """``Viewer.snapshots`` on its own connection. Raises UsageError if the run refuses the keys, and ActorFailed if too
-    many viewers watch."""
-    try:
-        with Viewer(target) as viewer:
-            async for seen in viewer.snapshots():
-                yield seen
-    except Refused as error:
-        if error.code == CROWDED:
-            raise ActorFailed(
-                CONTROLLER,
-                f"{target.address}: the run accepts viewers {error.theirs}: close one, or wait",
-            ) from None
-        raise UsageError(
-            f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
-            f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
-        ) from error
-
-
-async def follow(target: WatchedRun) -> AsyncIterator[Snapshot | Away]:
-    """Snapshots of one attempt, the last of them of its end. Raises as ``watch`` does."""
-    last: Snapshot | None = None
-    async for seen in watch(target):
-        yield seen
-        if isinstance(seen, Snapshot):
-            last = seen
-    if target.run_dir is not None and (last is None or last.run.phase not in OVER):
-        end = await asyncio.to_thread(ending, target.run_dir, last)
-        if end is not None:
-            yield end
+def _refused(target: WatchedRun, error: Refused) -> AsyncRLError:
+    if error.code == CROWDED:
+        return ActorFailed(CONTROLLER, f"{target.address}: the run accepts viewers {error.theirs}: close one, or wait")
+    return UsageError(
+        f"{target.address}: these keys do not fit the run there ({error.code}: ours {error.ours}, theirs "
+        f"{error.theirs}); each start of a run makes new keys: copy its RUN/{PRIVATE} again"
+    )
 
 
 async def follow_folder(

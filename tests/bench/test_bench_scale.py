@@ -84,12 +84,12 @@ def test_targets_are_met_or_missed():
 
 
 class Snapshots:
-    """A viewer of these snapshots, and a run whose processes live."""
+    """The snapshots of a viewer, and a run whose processes live."""
 
     def __init__(self, *snapshots):
         self._left = snapshots
 
-    async def snapshots(self):
+    async def __aiter__(self):
         for each in self._left:
             yield each
 
@@ -98,8 +98,8 @@ class Snapshots:
 
 
 def watch(done, longest_s, *snapshots):
-    viewer = Snapshots(*snapshots)
-    return asyncio.run(Watch(viewer, viewer, print).until(done, longest_s, "steady"))
+    run = Snapshots(*snapshots)
+    return asyncio.run(Watch(run, run, print).until(done, longest_s, "steady"))
 
 
 STARTING = {"phase": "starting", "waiting_for": ["rollouter/0", "rollouter/1"]}

@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import time
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import msgspec
 import pytest
@@ -29,7 +29,7 @@ from asyncrl.rpc.calls import server
 from asyncrl.rpc.calls.handlers import Caller
 from asyncrl.rpc.wire.keys import VIEWER, load_credentials, write_credentials
 from asyncrl.rpc.wire.zeromq import ZmqServer, ZmqTransport
-from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, watch, why_unreachable
+from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, follow, why_unreachable
 
 
 def config_with(curve):
@@ -81,9 +81,7 @@ async def test_a_viewer_sees_the_run_and_may_do_nothing_else(tmp_path, curve):
     """I6: a viewer may send only the requests for viewers."""
     async with controller(tmp_path, config_with(curve)) as actor:
         with Viewer(find_target(str(tmp_path))) as viewer:
-            async for snapshot in viewer.snapshots():
-                assert isinstance(snapshot, Snapshot)
-                break
+            assert isinstance(await anext(follow(find_target(str(tmp_path)))), Snapshot)
             for request in (StopRun(reason="no"), WatchRun()):
                 with pytest.raises(RemoteError) as caught:
                     await viewer.peer.call(request)
@@ -122,8 +120,7 @@ def test_who_asks_and_does_not_read_fills_no_memory_and_others_are_served(tmp_pa
             )
             silent = Knocker(context, actor.address, guise, b"silent")
             silent.send(guise.hello())
-            with Viewer(find_target(str(tmp_path))) as honest:
-                news = honest.snapshots()
+            async with aclosing(follow(find_target(str(tmp_path)))) as news:
                 sizes, seen, began = [], 0, time.monotonic()
                 for id in range(2, asked + 2):
                     # It lies: of what it has read, and that it has read something.
@@ -161,7 +158,7 @@ async def test_viewers_do_not_fence_one_another_and_none_can_claim_a_larger_inca
         # By address, with keys from elsewhere.
         target = find_target(actor.address.removeprefix("tcp://"), tmp_path / "private")
         assert target.run_dir is None and not target.is_over
-        assert isinstance(await anext(watch(target)), Snapshot)
+        assert isinstance(await anext(follow(target)), Snapshot)
         with Viewer(target) as one, Viewer(target) as other:
             for _ in range(2):
                 taken = await asyncio.gather(*(each.peer.call(WatchSnapshot()) for each in (one, other)))
@@ -182,7 +179,7 @@ async def test_one_who_watches_too_many_is_told_so_and_disturbs_nobody(tmp_path,
             with pytest.raises(Refused, match="at most 2 at once"):
                 await third.peer.call(WatchSnapshot())
             with pytest.raises(ActorFailed, match="viewers at most 2 at once: close one"):
-                await anext(watch(target))
+                await anext(follow(target))
             # They have not lost their places.
             for viewer in (one, other):
                 await viewer.peer.call(WatchSnapshot())
@@ -196,7 +193,7 @@ async def test_a_watch_goes_on_with_the_successor(tmp_path, monkeypatch):
     config = config_with(True)
     seen = []
     async with controller(tmp_path, config):
-        news = watch(find_target(str(tmp_path)))
+        news = follow(find_target(str(tmp_path)))
         seen.append(await anext(news))
     while not isinstance(seen[-1], Away):
         seen.append(await anext(news))
@@ -220,7 +217,7 @@ async def test_a_controller_that_answers_at_once_that_it_cannot_is_not_asked_at_
     monkeypatch.setattr(Snapshots, "watch", fail)
     async with controller(tmp_path, config_with(False)):
         began = time.monotonic()
-        news = watch(find_target(str(tmp_path)))
+        news = follow(find_target(str(tmp_path)))
         seen = [await anext(news) for _ in range(4)]
         await news.aclose()
     assert all(isinstance(one, Away) for one in seen)
@@ -236,7 +233,7 @@ async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
         async with controller(tmp_path, config_with(False)):
             with (private / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                news = watch(dataclasses.replace(find_target(str(tmp_path)), lives=is_live))
+                news = follow(dataclasses.replace(find_target(str(tmp_path)), lives=is_live))
                 assert isinstance(await anext(news), Snapshot)
         if what == "its folder is gone":
             private.rename(tmp_path / "gone")

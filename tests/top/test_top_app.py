@@ -5,13 +5,15 @@ import itertools
 import time
 from functools import partial
 
+import msgspec
 import pytest
 from driven import known, recording, settled, shown, text_of, until
 from msgspec.structs import replace
 from recordings import record
 from top.pictures import WALL, Run
 
-from asyncrl.core.errors import ActorFailed
+from asyncrl.core.errors import ActorFailed, DeadlineExceeded
+from asyncrl.messages.monitor import SnapshotTaken
 from asyncrl.messages.snapshot import Event
 from asyncrl.observe.snapshots.recording import ending
 from asyncrl.top import app as terminal
@@ -23,6 +25,30 @@ from asyncrl.top.widgets import Rows
 
 pytestmark = pytest.mark.usefixtures("utc")
 DRAW_AGAIN = ("space", "space")
+
+
+FROZEN = object()
+
+
+class Answering:
+    """A viewer's connection to a controller that gives these snapshots, and then no answer in time, or with FROZEN
+    none at all."""
+
+    def __init__(self, snapshots):
+        self.peer, self._left = self, iter(snapshots)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    async def call(self, request):
+        if (snapshot := next(self._left, None)) is FROZEN:
+            await asyncio.Event().wait()
+        if snapshot is None:
+            raise DeadlineExceeded("viewer/0", "controller/0", "WatchSnapshot", 8.0)
+        return SnapshotTaken(number=request.seen + 1, snapshot=msgspec.msgpack.encode(snapshot))
 
 
 def later(history, **changes):
@@ -216,23 +242,15 @@ async def test_it_draws_at_a_pace_and_the_time_of_drawing_is_part_of_it(drawn_at
 async def test_a_viewer_of_a_folder_waits_for_the_start_and_follows_a_resumed_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "AGAIN_S", 0.02)
     monkeypatch.setattr(sources, "find_target", lambda run, keys: find())
-    address, attempts = (
-        tmp_path / "private" / "controller.json",
-        iter(([Run().at(98.0), Run(phase="done").at(100.0)], [Run(steps=777).at(20.0)])),
-    )
+    address = tmp_path / "private" / "controller.json"
+    attempts = iter(([Run().at(98.0), Run(phase="done").at(100.0)], [Run(steps=777).at(20.0), FROZEN]))
 
     def find():
         if not address.exists():
             raise NotStarted("no controller")
         return WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, start=start_of(tmp_path))
 
-    async def watched(_target):
-        for snapshot in next(attempts):
-            yield snapshot
-        if snapshot.run.phase == "running":
-            await asyncio.Event().wait()
-
-    monkeypatch.setattr(sources, "watch", watched)
+    monkeypatch.setattr(sources, "Viewer", lambda target: Answering(next(attempts)))
     feed = partial(sources.follow_folder, tmp_path, None, lambda run_dir: True)
     async with shown(SnapshotSource(feed=feed)) as (app, pilot):
         await until(pilot, "the run has not started")
@@ -252,13 +270,13 @@ async def test_a_run_that_was_killed_as_a_whole_is_shown_as_what_it_is(tmp_path,
     run = Run(steps=1000)
     record(tmp_path, run.at(103.0))
 
-    async def watched(_target):
-        yield run.at(99.0)
-        yield run.at(100.0)
-        yield Away("", 8.0)
-
-    monkeypatch.setattr(sources, "watch", watched)
-    target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
+    monkeypatch.setattr(sources, "Viewer", lambda target: Answering([run.at(99.0), run.at(100.0)]))
+    (tmp_path / "private").mkdir()
+    # It does not answer, and only then its folder shows its end.
+    looks = iter((True, False))
+    target = WatchedRun(
+        address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path, lives=lambda _run_dir: next(looks)
+    )
     async with shown(SnapshotSource(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")
         await until(pilot, "failed: nothing is known after this, when it was running")
@@ -272,11 +290,7 @@ async def test_the_end_of_a_run_with_an_unreadable_recording_comes_from_the_last
     (tmp_path / "monitor").symlink_to("monitor")
     first = [Run(steps=1000).at(100.0)]
 
-    async def watched(_target):
-        for each in first:
-            yield each
-
-    monkeypatch.setattr(sources, "watch", watched)
+    monkeypatch.setattr(sources, "Viewer", lambda target: Answering(first))
     target = WatchedRun(address="tcp://127.0.0.1:9", credentials=None, run_dir=tmp_path)
     async with shown(SnapshotSource(feed=lambda: sources.follow(target))) as (app, pilot):
         await until(pilot, "the run has ended")

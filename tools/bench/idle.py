@@ -12,6 +12,7 @@ Fails with ActorFailed when an actor ends, or the rollouters are not all ready w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ from statistics import median
 
 import psutil
 
-from asyncrl.top.client import Viewer, WatchedRun
+from asyncrl.top.client import WatchedRun, follow
 from tools.bench.report import Report
 from tools.bench.scale_run import READY_S, Processes, Watch, by_processors, config, is_whole, running
 
@@ -56,8 +57,8 @@ def report_idle(report: Report, slices: Sequence[Mapping[str, float]], rollouter
 
 
 async def _follow(report: Report, target: WatchedRun, processes: Processes, seconds: float) -> list[dict[str, float]]:
-    with Viewer(target) as viewer:
-        watch = Watch(viewer, processes, report.say)
+    async with contextlib.aclosing(follow(target)) as snapshots:
+        watch = Watch(snapshots, processes, report.say)
         await watch.until(lambda now, _: now.run.phase == "running" and is_whole(now), READY_S, "start")
         await asyncio.sleep(SETTLE_S)
         costs = []

@@ -18,6 +18,7 @@ after a death, or is outstanding, all actors are ready, and no message was refus
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import tempfile
 import time
@@ -27,7 +28,7 @@ from asyncrl.core.errors import ActorFailed
 from asyncrl.messages.snapshot import ActorView, Snapshot
 from asyncrl.observe.catalogue import edges_of, quantile
 from asyncrl.observe.snapshots.rates import Interval
-from asyncrl.top.client import Viewer, WatchedRun
+from asyncrl.top.client import WatchedRun, follow
 from tools.bench.report import Report, Target
 from tools.bench.scale_run import (
     READY_S,
@@ -93,8 +94,8 @@ async def _follow(report: Report, target: WatchedRun, processes: Processes, step
     """Follow the run until everything is measured and it is over. Raises ActorFailed."""
     began = time.monotonic()
     wanted = IN_FLIGHT_SHARE * report.settings["trajectories_in_flight"]
-    with Viewer(target) as viewer:
-        watch = Watch(viewer, processes, report.say)
+    async with contextlib.aclosing(follow(target)) as snapshots:
+        watch = Watch(snapshots, processes, report.say)
         await watch.until(lambda now, _: now.run.phase == "running", READY_S, "start")
         ready_s = time.monotonic() - began
         first = await watch.until(

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
 from asyncrl.messages.snapshot import Snapshot
-from asyncrl.top.client import Viewer, WatchedRun, find_target
+from asyncrl.top.client import Away, WatchedRun, find_target
 
 SAMPLES = 8
 PROCESSES_PER_CPU = 4
@@ -144,8 +144,10 @@ class Processes:
 class Watch:
     """The snapshots of a run."""
 
-    def __init__(self, viewer: Viewer, processes: Processes, say: Callable[[str], None]) -> None:
-        self._snapshots, self._processes, self._say = viewer.snapshots(), processes, say
+    def __init__(
+        self, snapshots: AsyncIterator[Snapshot | Away], processes: Processes, say: Callable[[str], None]
+    ) -> None:
+        self._snapshots, self._processes, self._say = snapshots, processes, say
 
     async def until(self, done: Callable[[Snapshot, float], bool], longest_s: float, what: str) -> Snapshot:
         """The first snapshot that is ``done``, which gets it and the seconds since the call. Raises ActorFailed."""

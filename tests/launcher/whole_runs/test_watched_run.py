@@ -15,7 +15,7 @@ from recordings import read_recording
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.snapshots.recording import last_recorded
-from asyncrl.top.client import find_target, watch
+from asyncrl.top.client import find_target, follow
 
 
 def stop(run_dir):
@@ -37,7 +37,7 @@ def watched(tmp_path_factory):
 
     async def look():
         restarts, stopping = 0, None
-        async for news in watch(find_target(str(run.run_dir))):
+        async for news in follow(find_target(str(run.run_dir))):
             seen.append(news)
             if stopping or not await asyncio.to_thread(is_recorded, run, "rollouter/1", restarts):
                 continue
