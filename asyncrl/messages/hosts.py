@@ -10,8 +10,6 @@ from asyncrl.messages import AGENT, LAUNCHER, MEMBERS, Count, Done, Message, Req
 from asyncrl.messages.actors import Dead
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
-
-
 HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
 """A host is ``serving`` once one of its rollouters has been ready.
 
@@ -44,6 +42,23 @@ class MemberHost(Message, frozen=True, kw_only=True):
     stage: HostStage
     reason: str = ""
     """Reason that it leaves or has left."""
+    within_s: float = 0.0
+    """Time to finish the groups in progress, once it leaves."""
+    address: str = ""
+    ask: str = ""
+    """Join.ask of the request that brought it; empty for a host of the start."""
+    number: Count = 0
+    """Number of the Members that first had it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its agent, and its actors."""
+        return (self.agent, *self.actors)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it has joined and does not leave."""
+        return self.stage in ("joining", "serving")
 
 
 class Joined(Message, frozen=True, kw_only=True):
@@ -91,7 +106,7 @@ class HostLeft(Request, frozen=True, kw_only=True):
 
 
 class Members(Message, frozen=True, kw_only=True):
-    """The hosts that joined after the start, and those that have left."""
+    """The hosts that joined after the start, and those that leave or have left. Also a file of the controller."""
 
     number: Count
     keys: dict[str, list[PublicKey]] = {}

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
+
 from asyncrl.controller.joining.known_hosts import KnownHost, KnownHosts
-from asyncrl.controller.joining.membership import Member, Membership, can_serve
+from asyncrl.controller.joining.membership import Membership, can_serve
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.core.errors import InvalidRequest, NotKept
 from asyncrl.core.files import replace_file
@@ -39,15 +40,17 @@ class HostChanges:
     def __init__(
         self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: KnownHosts, *, changed: Callable[[], None]
     ) -> None:
-        self._membership = Membership(actor.context.credentials.curve)
+        self._membership = Membership(curve=actor.context.credentials.curve)
         self._start_timeout_s = actor.config.supervision.start_timeout_s
         self._actor, self._registry, self._run, self._hosts = actor, registry, run, hosts
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
-        self.members = Members(number=0)
+        self.members = self._membership.members
         """Members that every actor may know: those that were sent."""
         self._kept = 0
         """Number of the members on disk, as a successor would know them."""
+        self._waiting_since: dict[str, float] = {}
+        """Time since when this controller waits for a rollouter of a joined host, by agent."""
         self._given_up: dict[str, ActorEnded] = {}
         """Ends of actors that are not started again, on hosts that do not serve yet."""
         self._taken_in: dict[str, tuple[int, int]] = {}
@@ -60,38 +63,36 @@ class HostChanges:
     def recall(self) -> None:
         """Restore what an earlier controller has kept, before any actor is admitted. Raises OSError."""
         try:
-            described = json.loads(self._path.read_text())
+            self._membership.members = self.members = msgspec.json.decode(self._path.read_bytes(), type=Members)
         except FileNotFoundError:
             return
-        self._membership.recall(described, self._now())
         for name in self._membership.belonging():
             self._run.joined(name)
-        departed = [member for member in self._membership.hosts.values() if member.stage != "joined"]
-        self._run.left([name for member in departed for name in member.actors], self._now())
-        self.members = self._membership.members
+        departed = [name for host in self.members.hosts if not host.takes_part for name in host.actors]
+        self._run.left(departed, self._now())
         self._kept = self.members.number
         self._run.tell_members(self.members.number, self._membership.leaving)
 
     async def run(self) -> None:
         """Keep and send each change, and let hosts go that do not get ready in time. Until cancelled."""
         while True:
-            limit_s = self._start_timeout_s
-            for host in self._membership.waiting():
-                if self._now() >= host.since + limit_s:
+            now, limit_s, waiting = self._now(), self._start_timeout_s, self._membership.at("joining")
+            left_s = [self._waiting_since.setdefault(host.agent, now) + limit_s - now for host in waiting]
+            for host, left in zip(waiting, left_s, strict=True):
+                if left <= 0:
                     self._dismiss(host, f"not ready {limit_s:g} s after it joined (supervision.start_timeout_s)")
-            left_s = [host.since + limit_s - self._now() for host in self._membership.waiting()]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, min(left_s)) if left_s else None):
                     await self._changed.wait()
             self._changed.clear()
-            if self._membership.number != self.members.number:
+            if self._membership.members is not self.members:
                 await self._keep_and_send()
 
     async def _keep_and_send(self) -> None:
         # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
         members, leaving = self._membership.members, self._membership.leaving
         left_while_lost = self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values()))
-        text = json.dumps(self._membership.describe())
+        text = msgspec.json.encode(members).decode()
         while True:
             try:
                 await asyncio.to_thread(replace_file, self._path, text, mode=0o600)
@@ -122,7 +123,7 @@ class HostChanges:
 
     def is_gone(self, name: str) -> bool:
         """Whether an actor or agent has left for good."""
-        return name in self._membership.gone
+        return any(dead.name == name for dead in self._membership.members.gone)
 
     def ready(self, names: set[str]) -> None:
         """``names`` are all ready actors."""
@@ -143,15 +144,15 @@ class HostChanges:
 
         Otherwise it is set aside, or its host has to leave if no rollouter there can serve.
         """
-        member = self._membership.on_trial(end.name)
-        if member is None:
+        host = self._membership.on_trial(end.name)
+        if host is None:
             return False
-        if member not in self._membership.waiting():
+        if host.stage == "serving":
             self._set_aside(end)
             return True
         self._given_up[end.name] = end
-        if not can_serve(member, self._given_up):
-            self._dismiss(member, f"{end.name}: {end.reason}")
+        if not can_serve(host, self._given_up):
+            self._dismiss(host, f"{end.name}: {end.reason}")
         return True
 
     def _set_aside(self, end: ActorEnded) -> None:
@@ -161,22 +162,23 @@ class HostChanges:
 
     def host_lost(self, host: KnownHost) -> bool:
         """True if this host had to leave, so that the run does not wait for it."""
-        member = self._membership.hosts.get(host.agent)
-        if member is None or member.stage == "joined":
+        member = self._membership.find(host.agent)
+        if member is None or member.takes_part:
             return False
         self._forget_lost(member)
         return True
 
     async def host_left(self, agent: str, park_s: float) -> None:
         """The agent reports that everything on its host has ended. Returns once that is kept. Raises NotKept."""
-        member = self._membership.hosts.get(agent)
-        if member is None or member.stage == "joined":
+        host = self._membership.find(agent)
+        if host is None or host.takes_part:
             return
+        incarnations = self._incarnations(host)
         # This is the agent's last message, so it may not have reported the end of each actor.
-        for name, incarnation in self._incarnations(member.actors).items():
-            self._registry.ended(name, incarnation, self._now())
-        if self._membership.left(agent, self._incarnations([agent, *member.actors])):
-            self._log.info("host has left", host=member.host, agent=agent, reason=member.reason)
+        for name in incarnations.keys() - {agent}:
+            self._registry.ended(name, incarnations[name], self._now())
+        if self._membership.left(agent, incarnations):
+            self._log.info("host has left", host=host.host, agent=agent, reason=host.reason)
             self._hosts.forget(agent)
             self._changed.set()
         await self._until_kept(park_s)
@@ -197,30 +199,26 @@ class HostChanges:
         self._check_run("join")
         if self._run.phase == "starting":
             return Joined(hosts=[], waiting_for=self._run.waiting_for)
-        membership, before = self._membership, self._membership.number
-        hosts = membership.join(request, self._known(), self._names(), self._now())
-        if membership.number != before:
+        before, peers = self._membership.members, self._actor.roster.peers
+        taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *peers]
+        hosts = self._membership.join(request, self._known(), taken)
+        if self._membership.members is not before:
             self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
-        return Joined(
-            hosts=[membership.described(host) for host in hosts],
-            peers=self._actor.roster.peers,
-            waiting_for=self._without(max(host.number for host in hosts)),
-        )
+        return Joined(hosts=hosts, peers=peers, waiting_for=self._without(max(host.number for host in hosts)))
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
         """Let a host go; answered once that is kept. Raises InvalidRequest, NotKept."""
         if self._membership.departure(request.host) is None:
             self._check_run("leave")
-        before = self._membership.number
-        serving = self._run.expected & self._registry.ready()
-        member = self._membership.leave(request, self._known(), serving, self._run.awaited)
-        if self._membership.number != before:
-            self._log.info("host leaves", host=member.host, actors=member.actors, within_s=request.within_s)
-            self._part_with(member)
+        before, serving = self._membership.members, self._run.expected & self._registry.ready()
+        host = self._membership.leave(request, self._known(), serving, self._run.awaited)
+        if self._membership.members is not before:
+            self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
+            self._part_with(host)
         await self._until_kept(caller.park_s)
-        return self._membership.described(member)
+        return host
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
@@ -237,27 +235,27 @@ class HostChanges:
 
     # --- within ---
 
-    def _dismiss(self, member: Member, reason: str) -> None:
-        self._log.error("joined host does not serve, so it has to leave", host=member.host, reason=reason)
-        self._part_with(self._membership.let_go(member, 0.0, reason))
+    def _dismiss(self, host: MemberHost, reason: str) -> None:
+        self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=reason)
+        self._part_with(self._membership.let_go(host, 0.0, reason))
 
-    def _part_with(self, member: Member) -> None:
+    def _part_with(self, host: MemberHost) -> None:
         """The run continues without this host."""
-        self._run.left(member.actors, self._now())
-        if member.agent not in self._hosts.known:
+        self._run.left(host.actors, self._now())
+        if host.agent not in self._hosts.known:
             # Its agent has never registered, so it will not report that it has left.
-            self._membership.left(member.agent, {})
-        elif member.agent in self._hosts.lost:
-            self._forget_lost(member)
+            self._membership.left(host.agent, {})
+        elif host.agent in self._hosts.lost:
+            self._forget_lost(host)
         self._changed.set()
 
-    def _forget_lost(self, member: Member) -> None:
-        self._hosts.forget(member.agent)
-        if self._membership.left(member.agent, self._incarnations(member.actors), lost=True):
+    def _forget_lost(self, host: MemberHost) -> None:
+        self._hosts.forget(host.agent)
+        if self._membership.left(host.agent, self._incarnations(host), lost=True):
             self._changed.set()
 
     async def _until_kept(self, park_s: float) -> None:
-        number = self._membership.number
+        number = self._membership.members.number
         if not await self._watchers.until(lambda: self._kept >= number or None, park_s):
             raise NotKept(str(self._path))
 
@@ -280,19 +278,15 @@ class HostChanges:
 
     def _known(self) -> list[KnownHost]:
         found = dict(self._hosts.known)
-        for agent, member in self._membership.hosts.items():
-            also = frozenset({member.address} - {""})
-            if (host := found.get(agent)) is not None:
-                found[agent] = replace(host, also=host.also | also)
-            elif member.stage in ("joined", "leaving"):
+        for host in self._membership.members.hosts:
+            also = frozenset({host.address} - {""})
+            if (known := found.get(host.agent)) is not None:
+                found[host.agent] = replace(known, also=known.also | also)
+            elif host.stage not in ("lost", "left"):
                 # A joined host may start, and be named again, before its agent registers.
-                found[agent] = KnownHost(agent, member.host, frozenset(member.actors), also)
-        return sorted(found.values(), key=lambda host: int(host.agent.partition("/")[2]))
+                found[host.agent] = KnownHost(host.agent, host.host, frozenset(host.actors), also)
+        return sorted(found.values(), key=lambda known: int(known.agent.partition("/")[2]))
 
-    def _names(self) -> list[str]:
-        """All names of the run."""
-        return [*self._run.expected, *self._hosts.known, *self._registry.entries, *self._actor.roster.peers]
-
-    def _incarnations(self, names: Iterable[str]) -> dict[str, int]:
+    def _incarnations(self, host: MemberHost) -> dict[str, int]:
         entries = self._registry.entries
-        return {name: entries[name].record.incarnation for name in names if name in entries}
+        return {name: entries[name].record.incarnation for name in host.names if name in entries}

@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 
+import msgspec
 import pytest
 from controller.test_controller_actor import CONFIG, OTHERS, Cluster, is_parked
 from harness import until
@@ -15,7 +16,7 @@ from asyncrl.controller.joining import host_changes
 from asyncrl.core.errors import Refused, RemoteError
 from asyncrl.launcher.node.agent_link import AgentLink
 from asyncrl.messages.actors import ActorEnded, BringBack, Dead, StopRun, WatchRun
-from asyncrl.messages.hosts import HostLeft, Join, Leave, NewHost, WatchMembers
+from asyncrl.messages.hosts import HostLeft, Join, Leave, Members, NewHost, WatchMembers
 from asyncrl.messages.monitor import WatchSnapshot
 from asyncrl.rpc.wire.keys import LAUNCHER, VIEWER
 from asyncrl.top.client import decode_snapshot
@@ -73,7 +74,9 @@ async def state(cluster, condition=lambda state: True):
 
 
 def kept(tmp_path):
-    return json.loads((tmp_path / "private" / "members.json").read_text())
+    """The members on disk, and the stage of each host by its agent."""
+    members = msgspec.json.decode((tmp_path / "private" / "members.json").read_bytes(), type=Members)
+    return members, {host.agent: host.stage for host in members.hosts}
 
 
 async def serve(cluster, name="c", ask=ASK):
@@ -191,7 +194,7 @@ async def test_a_successor_of_the_controller_knows_the_joined_hosts(cluster, tmp
     told = await cluster.caller().call(WatchRun(seen_line=0))
     assert found.actors[0] in told.waiting_for
     assert told.members == before.number
-    assert kept(tmp_path)["serving"] == found.actors
+    assert kept(tmp_path)[0].serving == found.actors
     assert (tmp_path / "private" / "members.json").stat().st_mode & 0o777 == 0o600
     # A repeated request is recognised, by another controller as well.
     await cluster.all_ready()
@@ -280,7 +283,7 @@ async def test_a_successor_of_the_controller_knows_what_a_leaving_host_was_sent(
         call = leave(cluster, "c")
         assert await is_parked(call)
     assert (await call).agent == found.agent
-    assert kept(tmp_path)["hosts"][found.agent]["stage"] == "leaving"
+    assert kept(tmp_path)[1][found.agent] == "leaving"
     agent = cluster.caller(found.agent)
     with nothing_written():
         # Not even if it can no longer be parked.
@@ -291,7 +294,7 @@ async def test_a_successor_of_the_controller_knows_what_a_leaving_host_was_sent(
         assert await is_parked(call)
     # A host that has left gets no more messages, except this one.
     await call
-    assert kept(tmp_path)["hosts"][found.agent]["stage"] == "left"
+    assert kept(tmp_path)[1][found.agent] == "left"
     with pytest.raises(Refused, match="which is dead"):
         await cluster.caller(found.agent).call(HostLeft())
 
@@ -310,7 +313,7 @@ async def test_the_last_message_of_a_host_survives_the_death_of_the_controller(c
         farewell = asyncio.create_task(link.say_farewell(10.0))
         await until(begun.is_set)
         await cluster.die()
-        assert kept(tmp_path)["hosts"][found.agent]["stage"] == "leaving"
+        assert kept(tmp_path)[1][found.agent] == "leaving"
     await cluster.start(8)
     await farewell
     # The news that the host has left may end the link. It is known before it is written.

@@ -1,7 +1,6 @@
 """Which hosts may join and leave, by tables, and that a successor of the controller knows all of it."""
 
-import json
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +9,7 @@ from asyncrl.controller.joining.known_hosts import KnownHost
 from asyncrl.controller.joining.membership import ABOVE_ALL, Membership, can_serve
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.messages.actors import Dead
-from asyncrl.messages.hosts import Join, Leave, NewHost
+from asyncrl.messages.hosts import Join, Leave, Members, NewHost
 
 HEAD = KnownHost("agent/0", "head", ["controller/0", "dataloader/0", "learner/0", "rollouter/0"], ["10.0.0.1"])
 FAR = KnownHost("agent/1", "far", ["rollouter/1"], ["10.0.0.2", "box-17"])
@@ -29,8 +28,8 @@ def new(host="c", replicas=1, first=0, **changes):
     return NewHost(**({"host": host, "replicas": replicas, "keys": keys} | changes))
 
 
-def join(membership, *hosts, ask=ASK, now=0.0):
-    return membership.join(Join(ask=ask, hosts=list(hosts)), KNOWN, TAKEN, now)
+def join(membership, *hosts, ask=ASK):
+    return membership.join(Join(ask=ask, hosts=list(hosts)), KNOWN, TAKEN)
 
 
 def leave(membership, host, within_s=5.0, ask="", known=KNOWN, serving=SERVING, awaited=()):
@@ -46,12 +45,12 @@ def test_new_hosts_get_the_next_names_and_a_repeat_gets_the_same():
     assert (first.agent, first.actors) == ("agent/2", ["rollouter/2", "rollouter/3", "episodes/2", "episodes/3"])
     assert (second.agent, second.actors) == ("agent/3", ["rollouter/4"])
     assert membership.members.keys["episodes/2"] == keys[3]
-    number = membership.number
-    assert (join(membership, *asked), membership.number, membership.members.serving) == (found, number, [])
+    number = membership.members.number
+    assert (join(membership, *asked), membership.members.number, membership.members.serving) == (found, number, [])
     # Numbers continue after those of episode hosts on CPU-only hosts.
     taken = ["rollouter/0", "episodes/0", "episodes/1", "episodes/3"]
     alone = new("c", episodes=True)
-    (member,) = Membership(curve=False).join(Join(ask=ASK, hosts=[alone]), [], taken, 0.0)
+    (member,) = Membership(curve=False).join(Join(ask=ASK, hosts=[alone]), [], taken)
     assert member.actors == ["rollouter/4", "episodes/4"]
 
 
@@ -72,7 +71,7 @@ def test_a_host_that_cannot_join(hosts, said):
     membership = Membership(curve=True)
     with pytest.raises(InvalidRequest, match=said):
         join(membership, *hosts)
-    assert membership.number == 0
+    assert membership.members.number == 0
 
 
 @pytest.mark.parametrize(
@@ -112,29 +111,30 @@ def test_a_host_present_from_the_start_leaves_and_is_dead_for_good(name):
     membership = Membership(curve=True)
     member = leave(membership, name)
     assert (member.agent, member.actors) == ("agent/1", ["rollouter/1"])
-    assert leave(membership, "far") is leave(membership, "agent/1") is member
+    assert leave(membership, "far") is leave(membership, "agent/1") is membership.find("agent/1") is member
     assert [(leaving.name, leaving.within_s) for leaving in membership.leaving] == [
         ("agent/1", 5.0),
         ("rollouter/1", 5),
     ]
-    assert membership.gone == {}
+    assert membership.members.gone == []
     assert membership.left("agent/1", {"agent/1": 7, "rollouter/1": 8})
     assert not membership.left("agent/1", {})
     assert membership.members.gone == [Dead("agent/1", 7), Dead("rollouter/1", 8)]
     assert (membership.leaving, membership.members.hosts[0].stage) == ([], "left")
     # The same machine may join again under new names, even if a new controller knows only that it has left.
-    (again,) = membership.join(Join(ask=ASK, hosts=[new("far")]), [HEAD], ["agent/0", "rollouter/0"], 0.0)
+    (again,) = membership.join(Join(ask=ASK, hosts=[new("far")]), [HEAD], ["agent/0", "rollouter/0"])
     assert (again.agent, again.actors) == ("agent/2", ["rollouter/2"])
 
 
 def test_a_joined_actor_belongs_to_the_run_once_it_is_ready():
     membership = Membership(curve=False)
-    (member,) = join(membership, new(replicas=2), now=10.0)
-    assert membership.on_trial("rollouter/2") is member and membership.waiting() == [member]
+    (member,) = join(membership, new(replicas=2))
+    assert membership.on_trial("rollouter/2") is member and membership.at("joining") == [member]
     assert membership.ready({"rollouter/0", "rollouter/2"}) == ["rollouter/2"]
     assert membership.ready({"rollouter/0", "rollouter/2"}) == []
-    assert membership.on_trial("rollouter/2") is None and membership.on_trial("rollouter/3") is member
-    assert membership.waiting() == [] and membership.members.hosts[0].stage == "serving"
+    assert membership.on_trial("rollouter/2") is None
+    (member,) = membership.members.hosts
+    assert membership.on_trial("rollouter/3") is member and member.stage == "serving"
     assert membership.members.serving == ["rollouter/2"]
     assert membership.belonging() == ["rollouter/2", "rollouter/3"]
     assert membership.ready({"rollouter/2", "rollouter/3"}) == ["rollouter/3"]
@@ -147,9 +147,9 @@ def test_an_episode_host_alone_does_not_make_a_joined_host_serve():
     membership = Membership(curve=False)
     (member,) = join(membership, new(episodes=True))
     assert membership.ready({"episodes/2"}) == []
-    assert membership.waiting() == [member] and membership.on_trial("episodes/2") is member
+    assert membership.at("joining") == [member] and membership.on_trial("episodes/2") is member
     assert membership.ready({"rollouter/2", "episodes/2"}) == ["rollouter/2", "episodes/2"]
-    assert membership.waiting() == []
+    assert membership.at("joining") == []
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_host_that_never_served_may_leave_and_a_repeated_join_does_not_bring_i
     # Not even if another host of the same request still joins.
     with pytest.raises(InvalidRequest, match="let go before it could begin: c: "):
         join(membership, new("c"), new("d", first=500))
-    assert membership.waiting() == [second]
+    assert membership.at("joining") == [second]
     assert join(membership, new("c"), ask="b" * 16)[0].agent == "agent/4"
 
 
@@ -198,8 +198,8 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
     membership = Membership(curve=True)
     numbers = [0]
     for at, step in enumerate(steps):
-        joined = next((host for host in membership.hosts.values() if host.stage == "joined"), None)
-        leaving = next((host for host in membership.hosts.values() if host.stage in ("leaving", "lost")), None)
+        joined = next((host for host in membership.members.hosts if host.takes_part), None)
+        leaving = next((host for host in membership.at("leaving", "lost")), None)
         if step == "join":
             join(membership, new(f"h{at}", first=1000 * at), ask=f"{at:016d}")
         elif step == "ready" and joined is not None:
@@ -211,12 +211,12 @@ def test_a_successor_of_the_controller_forgets_nothing(steps):
         elif step in ("left", "lost") and leaving is not None:
             names = [leaving.agent, *leaving.actors]
             membership.left(leaving.agent, dict.fromkeys(names, at), lost=step == "lost")
-        numbers.append(membership.number)
+        numbers.append(membership.members.number)
         successor = Membership(curve=True)
-        successor.recall(json.loads(json.dumps(membership.describe())), now=0.0)
+        successor.members = msgspec.json.decode(msgspec.json.encode(membership.members), type=Members)
         assert successor.members == membership.members
         assert successor.leaving == membership.leaving
-        assert [host.agent for host in successor.waiting()] == [host.agent for host in membership.waiting()]
+        assert [host.agent for host in successor.at("joining")] == [host.agent for host in membership.at("joining")]
         actors = [name for host in membership.members.hosts for name in (host.agent, *host.actors)]
         assert len(actors) == len(set(actors))
     assert numbers == sorted(numbers)
