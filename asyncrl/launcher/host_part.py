@@ -24,6 +24,7 @@ from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, Place
 from asyncrl.launcher.hosts.addresses import interface_of
 from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
+from asyncrl.launcher.hosts.start import shown
 from asyncrl.launcher.run_folder.folders import RunFolder
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
@@ -45,6 +46,12 @@ def host_of(line: HostLine, facts: HostOffer, address: str) -> PlacementHost:
         address=address,
         interface=interface_of(facts, address),
     )
+
+
+def host_row(host: PlacementHost, argv: Sequence[str], more: str = "") -> str:
+    """The row of a dry run for a host, with the command that starts its part."""
+    where = f" at {host.address} ({host.interface})" if host.address else ""
+    return f"  {host.name}{where}{more}: {shown(argv)}"
 
 
 def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[str, Any]) -> HostSpec:
@@ -76,18 +83,12 @@ def passed_on() -> dict[str, str]:
 
 
 def agent_spec(
-    folder: RunFolder,
-    placed: Sequence[Placed],
-    *,
-    above: int,
-    index: int = 0,
-    host: str = "",
-    name: str = "",
+    folder: RunFolder, host: PlacementHost, placed: Sequence[Placed], *, above: int, index: int, is_named: bool = True
 ) -> AgentSpec:
-    """The spec of a host's agent; ``placed`` are its actors, ``host`` the address that they bind.
+    """The spec of a host's agent; ``placed`` are its actors, ``is_named`` unless the run has no hostfile.
 
-    ``name`` is that of the host in the hostfile; incarnations are larger than ``above``, the same for all agents. The
-    interfaces that the user has chosen by environment variables come before those of the placement.
+    Incarnations are larger than ``above``, the same for all agents. The interfaces that the user has chosen by
+    environment variables come before those of the placement.
     """
     chosen = [name for name in INTERFACE_VARIABLES if name in os.environ]
     return AgentSpec(
@@ -96,8 +97,8 @@ def agent_spec(
         argv=list(ACTOR_ARGV),
         actors={actor.name: {key: value for key, value in actor.env.items() if key not in chosen} for actor in placed},
         index=index,
-        host=host,
-        name=name,
+        host=host.address,
+        name=host.name if is_named else "",
         above=above,
     )
 

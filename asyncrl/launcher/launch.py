@@ -52,6 +52,7 @@ from asyncrl.launcher.host_part import (
     GUARD_ARGV,
     agent_spec,
     host_of,
+    host_row,
     host_spec,
     passed_on,
     start_agent,
@@ -62,7 +63,7 @@ from asyncrl.launcher.hosts.checks import check_part
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.remote import find_facts
-from asyncrl.launcher.hosts.start import LocalStart, StartCommand, shown
+from asyncrl.launcher.hosts.start import LocalStart, StartCommand
 from asyncrl.launcher.run_folder.ended import write_command
 from asyncrl.launcher.run_folder.folders import (
     RunFolder,
@@ -320,18 +321,10 @@ class Launch:
         interrupts.listen()
         for number, host in enumerate(self.hosts):
             actors = [actor for actor in self.placed if actor.host == host.name]
-            called = host.name if self.start is not None else ""
-            spec = agent_spec(
-                folder,
-                actors,
-                above=above,
-                index=number,
-                host=host.address,
-                name=called,
-            )
+            spec = agent_spec(folder, host, actors, above=above, index=number, is_named=self.start is not None)
             contact = self.reached.contacts.get(host.name)
             if contact is None:
-                members.append(AgentHandle(number, called, await start_guard(folder, lock, spec)))
+                members.append(AgentHandle(number, spec.name, await start_guard(folder, lock, spec)))
             else:
                 members.append(start_agent(contact, folder, spec))
 
@@ -368,9 +361,8 @@ class Launch:
         rows = []
         for index, host in enumerate(self.hosts if self.start is not None else []):
             here = index == 0 and self.head_is_here
-            where = f" at {host.address} ({host.interface})" if host.address else ""
             argv = [*GUARD_ARGV, "PRIVATE_FOLDER", "LOCK"] if here else self.reached.start.argv(host.name)
-            rows.append(f"  {host.name}{where}: {shown(argv)}")
+            rows.append(host_row(host, argv))
         return rows
 
 

@@ -56,6 +56,11 @@ class MemberHost(Message, frozen=True, kw_only=True):
         return (self.agent, *self.actors)
 
     @property
+    def index(self) -> int:
+        """The number in the name of its agent."""
+        return int(self.agent.partition("/")[2])
+
+    @property
     def takes_part(self) -> bool:
         """Whether it has joined and does not leave."""
         return self.stage in ("joining", "serving")

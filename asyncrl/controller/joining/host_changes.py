@@ -46,15 +46,11 @@ class HostChanges:
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self.members = self._membership.members
-        """Members that every actor may know: those that were sent."""
-        self._kept = 0
-        """Number of the members on disk, as a successor would know them."""
+        """Members that every actor may know: those on disk, as a successor would know them."""
         self._waiting_since: dict[str, float] = {}
         """Time since when this controller waits for a rollouter of a joined host, by agent."""
         self._given_up: dict[str, ActorEnded] = {}
         """Ends of actors that are not started again, on hosts that do not serve yet."""
-        self._taken_in: dict[str, tuple[int, int]] = {}
-        """Incarnation of each actor, and the number of the members that it knows."""
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
 
@@ -70,7 +66,6 @@ class HostChanges:
             self._run.joined(name)
         departed = [name for host in self.members.hosts if not host.takes_part for name in host.actors]
         self._run.left(departed, self._now())
-        self._kept = self.members.number
         self._run.tell_members(self.members.number, self._membership.leaving)
 
     async def run(self) -> None:
@@ -100,25 +95,24 @@ class HostChanges:
             except OSError as error:
                 self._log.error("cannot write the members, so they are not sent", error=str(error))
                 await asyncio.sleep(WRITE_AGAIN_S)
-        self._kept = members.number
+        self.members = members
         self._watchers.wake()
         # Calls that wait for the write are answered first: a host that has left is not spoken to any more.
         await asyncio.sleep(0)
         self._actor.take_in(members)
-        self.members = members
         # In one step, so that a lost host that leaves is not reported as back.
         for host in left_while_lost:
             self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
-        self._watchers.wake()
         self._run_changed()
 
     # --- events of the run ---
 
     def taken_in(self, name: str, incarnation: int, number: int) -> None:
         """An actor knows the members of this number."""
-        if number >= 0 and self._taken_in.get(name) != (incarnation, number):
-            self._taken_in[name] = (incarnation, number)
+        entry = self._registry.entries.get(name)
+        if entry is not None and entry.record.incarnation == incarnation and entry.members < number:
+            entry.members = number
             self._watchers.wake()
 
     def is_gone(self, name: str) -> bool:
@@ -256,7 +250,7 @@ class HostChanges:
 
     async def _until_kept(self, park_s: float) -> None:
         number = self._membership.members.number
-        if not await self._watchers.until(lambda: self._kept >= number or None, park_s):
+        if not await self._watchers.until(lambda: self.members.number >= number or None, park_s):
             raise NotKept(str(self._path))
 
     def _check_run(self, what: str) -> None:
@@ -269,12 +263,12 @@ class HostChanges:
         if self.members.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
         # An actor that has not spoken takes the members in before it can be called. An agent needs none.
-        spoken = [
-            (name, entry.record.incarnation)
+        spoken = {
+            name: entry.members
             for name, entry in self._registry.entries.items()
             if role_of(name) in ROLES and entry.heard_of and entry.spoken
-        ]
-        return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
+        }
+        return [name for name, taken_in in spoken.items() if taken_in < number]
 
     def _known(self) -> list[KnownHost]:
         found = dict(self._hosts.known)

@@ -22,7 +22,7 @@ import ipaddress
 import secrets
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,6 @@ from asyncrl.launcher.agent_handle import (
 from asyncrl.launcher.common.agent_messages import (
     CONTROLLER_AT,
     EndedEvent,
-    HostSpec,
     Prepared,
     RouteQuery,
     Routes,
@@ -46,11 +45,11 @@ from asyncrl.launcher.common.agent_messages import (
     agent_name,
 )
 from asyncrl.launcher.common.placement import PlacementHost, place_replicas, replicas_of
-from asyncrl.launcher.host_part import agent_spec, host_of, host_spec, start_agent
+from asyncrl.launcher.host_part import agent_spec, host_of, host_row, host_spec, start_agent
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.contact import ReachedHosts
 from asyncrl.launcher.hosts.hostfile import HostLine
-from asyncrl.launcher.hosts.start import StartCommand, shown
+from asyncrl.launcher.hosts.start import StartCommand
 from asyncrl.launcher.live.live_run import LiveController, LiveRun
 from asyncrl.launcher.run_folder.private import RUN_ID
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
@@ -67,67 +66,66 @@ WITHDRAW_S = 5.0
 def join_run(run: LiveRun, lines: Sequence[HostLine], start: StartCommand, *, dry_run: bool = False) -> int:
     """Add these hosts to the run, and follow them to their end; the exit code."""
     progress = TerminalProgress(sys.stderr if dry_run else sys.stdout, run.config.learner.steps)
-    return asyncio.run(_Joining(run, lines, start, dry_run, progress).main())
-
-
-Pairs = list[dict[str, str]]
-"""The key pairs of one actor, one for each attempt."""
+    return asyncio.run(JoinedHosts(run, lines, start, progress).main(dry_run=dry_run))
 
 
 @dataclass
-class _Joining:
+class JoinedHosts:
+    """The hosts that this command adds, and their agents, the ``members``, once these are started."""
+
     run: LiveRun
     lines: Sequence[HostLine]
     start: StartCommand
-    dry_run: bool
     progress: TerminalProgress
-    hosts: dict[str, PlacementHost] = field(default_factory=dict)
-    replicas: dict[str, int] = field(default_factory=dict)
-    reached: ReachedHosts = field(init=False)
+    members: list[AgentHandle] = field(default_factory=list)
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    controller: LiveController = field(init=False)
+    _reached: ReachedHosts = field(init=False)
+    _hosts: dict[str, PlacementHost] = field(default_factory=dict)
+    """By name."""
+    _seen: set[str] = field(default_factory=set)
+    """Agents and actors that have served, and agents that leave: each is shown once."""
+    _refused: bool = False
+    """Whether a host cannot leave."""
+    _killing: bool = False
 
     def __post_init__(self) -> None:
         limit_s = self.run.config.supervision.start_timeout_s
-        self.reached = ReachedHosts(self.start, limit_s, self.progress, count=len(self.lines))
+        self._reached = ReachedHosts(self.start, limit_s, self.progress, count=len(self.lines))
 
-    async def main(self) -> int:
+    async def main(self, *, dry_run: bool) -> int:
         """Join and follow; until the agents are started, a signal undoes everything."""
         try:
-            return await undone_by_signals(self._main(), self.progress)
+            return await undone_by_signals(self._main(dry_run=dry_run), self.progress)
         finally:
-            await self.reached.close()
+            await self._reached.close()
 
-    async def _main(self) -> int:
-        # The address comes from a socket, so it is not a name.
-        if ipaddress.ip_address(self._head).is_loopback:
+    async def _main(self, *, dry_run: bool) -> int:
+        # Where the controller listens. The address comes from a socket, so it is not a name.
+        head = self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if ipaddress.ip_address(head).is_loopback:
             raise UsageError(
-                f"{self.run.folder.path}: this run listens on {self._head} alone, where no other host reaches it; "
+                f"{self.run.folder.path}: this run listens on {head} alone, where no other host reaches it; "
                 "start a run that hosts are to join with --hosts over two or more"
             )
-        await self.reached.reach([line.name for line in self.lines])
-        await self._place()
-        if self.dry_run:
+        await self._reached.reach([line.name for line in self.lines])
+        await self._place(head)
+        if dry_run:
             self._show_plan()
             return 0
-        with LiveController(self.run) as controller:
-            members = await self._begin(controller)
-            return await JoinedHosts(self.run, members, controller, self.progress).main()
+        with LiveController(self.run) as self.controller:
+            await self._begin()
+            return await self.follow()
 
-    @property
-    def _head(self) -> str:
-        """The address at which the controller listens."""
-        return self.run.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-    async def _place(self) -> None:
-        config, facts = self.run.config, {name: contact.facts for name, contact in self.reached.contacts.items()}
+    async def _place(self, head: str) -> None:
+        config, facts = self.run.config, {name: contact.facts for name, contact in self._reached.contacts.items()}
         if config.network.interface is not None:
             at = addresses.by_interface(facts, config.network.interface)
         else:
-            query = RouteQuery(head=self._head, addresses=[self._head])
-            at = addresses.towards(self._head, await self.reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
-        for line in self.lines:
-            host = host_of(line, facts[line.name], at[line.name])
-            self.hosts[line.name], self.replicas[line.name] = host, replicas_of(config, host)
-        full = [f"{name} has {len(host.gpus)}" for name, host in self.hosts.items() if not self.replicas[name]]
+            query = RouteQuery(head=head, addresses=[head])
+            at = addresses.towards(head, await self._reached.ask(dict.fromkeys(facts, query), Routes, "answered"))
+        self._hosts = {line.name: host_of(line, facts[line.name], at[line.name]) for line in self.lines}
+        full = [f"{name} has {len(host.gpus)}" for name, host in self._hosts.items() if not replicas_of(config, host)]
         if full:
             each = config.rollout.gpus_per_replica
             raise UsageError(f"an engine of this run takes {each} GPUs (rollout.gpus_per_replica): {', '.join(full)}")
@@ -136,121 +134,91 @@ class _Joining:
         self.progress.end()
         print(config_to_json(self.run.config), end="")
         print(f"\nhosts that join {self.run.folder.path}:")
-        for name, host in self.hosts.items():
-            where = f" at {host.address} ({host.interface})" if host.address else ""
-            print(f"  {name}{where}, rollouters: {self.replicas[name]}: {shown(self.start.argv(name))}")
+        for name, host in self._hosts.items():
+            rollouters = f", rollouters: {replicas_of(self.run.config, host)}"
+            print(host_row(host, self.start.argv(name), rollouters))
 
-    # --- the run ---
+    # --- the start of their agents ---
 
-    async def _begin(self, controller: LiveController) -> list[AgentHandle]:
+    async def _begin(self) -> None:
         """Start the agents. Raises AsyncRLError, having undone everything."""
-        config = self.run.config
+        config, folder = self.run.config, self.run.folder
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
-        # Those of a host's agent come before those of its actors.
-        pairs: dict[str, list[Pairs]] = {
-            name: [make_pairs(attempts) for _ in range(1 + count * (2 if episodes else 1))]
-            if self.run.credentials.curve
-            else []
-            for name, count in self.replicas.items()
-        }
-        new = [
-            NewHost(
-                host=name,
-                address=host.address,
-                replicas=self.replicas[name],
-                keys=[[pair["public"] for pair in each] for each in pairs[name]],
-                episodes=episodes,
-            )
-            for name, host in self.hosts.items()
-        ]
+        new, pairs = [], {}
+        for name, place in self._hosts.items():
+            replicas = replicas_of(config, place)
+            count = 1 + replicas * (2 if episodes else 1) if self.run.credentials.curve else 0
+            # Those of a host's agent come before those of its actors.
+            pairs[name] = [make_pairs(attempts) for _ in range(count)]
+            keys = [[pair["public"] for pair in each] for each in pairs[name]]
+            new.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
         request = Join(ask=secrets.token_hex(16), hosts=new)
         try:
-            joined = await self._ask(controller, request)
-            specs = {host.host: self._host_spec(host, joined.peers, pairs[host.host]) for host in joined.hosts}
+            joined = await self._ask(request)
+            specs = {
+                host.host: host_spec(config, folder, host.index, self._files(host, joined.peers, pairs[host.host]))
+                for host in joined.hosts
+            }
             # A host that can read this file sees the run folder, and uses it.
-            with contextlib.suppress(FileExistsError), (self.run.folder.logs / RUN_ID).open("x") as file:
-                file.write(self.run.folder.run_id)
-            await self.reached.ask(specs, Prepared, "prepared")
-            members = [self._start_agent(host) for host in joined.hosts]
+            with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
+                file.write(folder.run_id)
+            await self._reached.ask(specs, Prepared, "prepared")
+            self.members = [self._start_agent(host) for host in joined.hosts]
         except BaseException as error:
             if self.run.lives:
-                await self._withdraw(controller, request.ask, str(error) or type(error).__name__)
+                await self._withdraw(request.ask, str(error) or type(error).__name__)
             raise
         for host in joined.hosts:
             self.progress.say(f"{host.host} joins as {host.agent} with {', '.join(host.actors)}")
-        return members
 
-    async def _ask(self, controller: LiveController, request: Join) -> Joined:
+    async def _ask(self, request: Join) -> Joined:
         """Ask the controller until every actor admits the new ones. Raises UsageError, DeadlineExceeded."""
         loop, limit = asyncio.get_running_loop(), self.run.config.supervision.start_timeout_s
         until = loop.time() + limit
         while True:
-            joined: Joined = await controller.ask(request, timeout=max(1.0, min(ASK_S, until - loop.time())))
+            joined: Joined = await self.controller.ask(request, timeout=max(1.0, min(ASK_S, until - loop.time())))
             if not joined.waiting_for:
                 return joined
             if loop.time() >= until:
                 waiting = ", ".join(joined.waiting_for[:4])
                 raise UsageError(f"the run was not ready for other hosts within {limit:g} s: it waits for {waiting}")
 
-    async def _withdraw(self, controller: LiveController, ask: str, why: str) -> None:
+    async def _withdraw(self, ask: str, why: str) -> None:
         # The controller may not know these hosts, or may have refused them.
-        for name in self.hosts:
+        for name in self._hosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
             with contextlib.suppress(AsyncRLError):
-                await controller.ask(leave, timeout=WITHDRAW_S)
+                await self.controller.ask(leave, timeout=WITHDRAW_S)
 
-    def _host_spec(
-        self, joined: MemberHost, peers: Mapping[str, list[str]], pairs: Sequence[list[dict[str, str]]]
-    ) -> HostSpec:
-        folder, credentials = self.run.folder, self.run.credentials
-        files: dict[str, Any] = {"run.json": {"run_id": folder.run_id, "curve": credentials.curve}}
-        if credentials.curve:
-            files["peers.json"] = dict(peers)
-            for name, each in zip((joined.agent, *joined.actors), pairs, strict=True):
-                files |= files_of_pairs(name, each)
-        else:
-            files["secret.json"] = {"secret": credentials.secret}
-        return host_spec(self.run.config, folder, _index(joined), files)
+    def _files(
+        self, host: MemberHost, peers: dict[str, list[str]], pairs: Sequence[list[dict[str, str]]]
+    ) -> dict[str, Any]:
+        """The credentials of a host: content by file name."""
+        credentials = self.run.credentials
+        files: dict[str, Any] = {"run.json": {"run_id": credentials.run_id, "curve": credentials.curve}}
+        if not credentials.curve:
+            return files | {"secret.json": {"secret": credentials.secret}}
+        for name, each in zip(host.names, pairs, strict=True):
+            files |= files_of_pairs(name, each)
+        return files | {"peers.json": peers}
 
-    def _start_agent(self, joined: MemberHost) -> AgentHandle:
-        host, contact, folder = self.hosts[joined.host], self.reached.contacts[joined.host], self.run.folder
+    def _start_agent(self, host: MemberHost) -> AgentHandle:
+        folder = self.run.folder
         spec = agent_spec(
             folder,
-            place_replicas(self.run.config, host, joined.actors),
+            self._hosts[host.host],
+            place_replicas(self.run.config, self._hosts[host.host], host.actors),
             # These names are new in this attempt, so no incarnation of them exists.
             above=attempt_begins_above(folder.attempt, 0),
-            index=_index(joined),
-            host=host.address,
-            name=host.name,
+            index=host.index,
         )
-        member = start_agent(contact, folder, spec)
+        member = start_agent(self._reached.contacts[host.host], folder, spec)
         member.send(CONTROLLER_AT + self.run.address.encode() + b"\n")
         return member
 
+    # --- their life in the run ---
 
-def _index(joined: MemberHost) -> int:
-    return int(joined.agent.partition("/")[2])
-
-
-# --- joined hosts ---
-
-
-@dataclass
-class JoinedHosts:
-    """The hosts that this command has added, with their agents as ``members``."""
-
-    run: LiveRun
-    members: Sequence[AgentHandle]
-    controller: LiveController
-    progress: TerminalProgress
-    interrupts: Interrupts = field(default_factory=Interrupts)
-    _seen: set[str] = field(default_factory=set)
-    """Agents and actors that have served, and agents that leave: each is shown once."""
-    _refused: bool = False
-    """Whether a host cannot leave."""
-    _killing: bool = False
-
-    async def main(self) -> int:
+    async def follow(self) -> int:
         """Follow the hosts until all have ended; the exit code."""
         self.interrupts.listen()
         try:
@@ -267,17 +235,18 @@ class JoinedHosts:
             # The hosts continue with the run, but their events are not shown any more.
             raise group.exceptions[0] from None
         self.progress.end()
-        return self._exit_code([self._conclude(member) for member in self.members])
-
-    # --- events ---
+        codes = [self._conclude(member) for member in self.members]
+        if self.interrupts.signal and not any(code in (1, 2, 78) for code in codes):
+            return 128 + self.interrupts.signal
+        return max(codes)
 
     async def _follow(self, member: AgentHandle) -> None:
-        await member.hear(self.run.folder.logs, self.progress, lambda event: self._take(member, event))
+        def take(event: Any) -> None:
+            is_first = member is next((one for one in self.members if not one.over), None)
+            if not isinstance(event, EndedEvent | StateEvent) or (isinstance(event, StateEvent) and is_first):
+                self.progress.show(event)
 
-    def _take(self, member: AgentHandle, event: Any) -> None:
-        is_first = member is next((one for one in self.members if not one.over), None)
-        if not isinstance(event, EndedEvent | StateEvent) or (isinstance(event, StateEvent) and is_first):
-            self.progress.show(event)
+        await member.hear(self.run.folder.logs, self.progress, take)
 
     async def _watch_members(self) -> None:
         own = {agent_name(member.index) for member in self.members}
@@ -347,8 +316,3 @@ class JoinedHosts:
             how = {"done": "is done", "preempted": "was preempted"}.get(ended.result, "ended before its last step")
             self.progress.say(f"{member.host} ends with the run, which {how}")
         return ended.exit_code
-
-    def _exit_code(self, codes: Sequence[int]) -> int:
-        if self.interrupts.signal and not any(code in (1, 2, 78) for code in codes):
-            return 128 + self.interrupts.signal
-        return max(codes)

@@ -39,7 +39,9 @@ class Member:
 
 
 def joined(members, controller):
-    return JoinedHosts(RUN, members, controller, TerminalProgress(io.StringIO(), 1, io.StringIO()))
+    hosts = JoinedHosts(RUN, [], None, TerminalProgress(io.StringIO(), 1, io.StringIO()), members)
+    hosts.controller = controller
+    return hosts
 
 
 AWAY = DeadlineExceeded("launcher/0", "controller/0", "Leave", 10.0)
@@ -68,7 +70,7 @@ def test_a_host_that_is_not_let_go_goes_on_until_the_second_signal_and_others_en
 
     async def work():
         followed = joined(members, Controller())
-        ending = asyncio.create_task(followed.main())
+        ending = asyncio.create_task(followed.follow())
         followed.interrupts.note(signal.SIGINT)
         if second:
             # The controller that does not answer is waited for no longer than the second one takes.
@@ -102,7 +104,7 @@ def test_hosts_that_end_before_the_controller_has_answered_leave_no_call_behind(
     async def work():
         member, controller = Member(2), Asked()
         followed = joined([member], controller)
-        ending = asyncio.create_task(followed.main())
+        ending = asyncio.create_task(followed.follow())
         followed.interrupts.note(signal.SIGINT)
         await controller.asked.wait()
         member.gone.set()
@@ -117,7 +119,7 @@ def test_what_fails_while_the_controller_is_asked_is_not_passed_over():
         followed = joined([Member(2)], Asked(OSError(5, "no room")))
         followed.interrupts.note(signal.SIGINT)
         with pytest.raises(ExceptionGroup) as caught:
-            await followed.main()
+            await followed.follow()
         assert caught.group_contains(OSError, match="no room")
 
     run_virtual(work())
@@ -132,7 +134,7 @@ def test_hosts_that_have_not_heard_of_the_end_of_the_run_are_ended():
             for number in (1, 2):
                 yield Members(number=number)
 
-    run_virtual(joined([deaf], Controller()).main())
+    run_virtual(joined([deaf], Controller()).follow())
     assert deaf.sent == [STOP, KILL, "killed"]
 
 
@@ -148,7 +150,7 @@ def test_a_host_that_leaves_before_it_has_served_has_joined_in_vain(reason):
     left.gone.set()
     followed = joined([left], Controller())
     followed.progress = TerminalProgress(io.StringIO(), 1, told := io.StringIO())
-    assert run_virtual(followed.main()) == 1
+    assert run_virtual(followed.follow()) == 1
     assert told.getvalue() == f"c has left the run without having served{': ' * bool(reason)}{reason}\n"
 
 
@@ -167,7 +169,7 @@ def test_a_host_that_leaves_after_one_of_its_rollouters_has_served_has_left():
 
     followed = joined([left], Controller())
     followed.progress = TerminalProgress(told := io.StringIO(), 1, io.StringIO())
-    assert run_virtual(followed.main()) == 0
+    assert run_virtual(followed.follow()) == 0
     assert told.getvalue().splitlines() == [
         "c: rollouter/2 serve from now on",
         "c: rollouter/3 serve from now on",
@@ -186,4 +188,4 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
 
     process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
     with pytest.raises(OSError, match="cannot be read"):
-        run_virtual(joined([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).main())
+        run_virtual(joined([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).follow())
