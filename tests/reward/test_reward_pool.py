@@ -227,9 +227,11 @@ asyncio.run(main())
 
 def test_hundreds_of_small_tasks_are_done_beside_one_that_hangs_on_the_other_loop():
     async def body():
-        async with started(workers=2, timeout_s=1.0) as pool:
+        assert not isinstance(asyncio.get_running_loop(), uvloop.Loop)
+        async with started(workers=2, timeout_s=3.0) as pool:
             hanging = pool.score(request("deaf"))
             assert await outcomes(pool, *["x" * 8192] * 400) == [8192.0] * 400
+            assert not hanging.done(), "they have waited for it"
             with pytest.raises(RewardFailed, match="ran longer"):
                 await hanging
             assert (pool.counters.scored, pool.counters.failed) == (400, 1)
