@@ -234,7 +234,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         place.open[session.key] = opened
         if place.ledger.state != "playing":
             place.ledger.enter("playing")
-        self._send(place, frames.Play(session.key, session.task.fields()))
+        self._send(place, frames.Play(session.key, session.task))
         session.begin()
 
     def _send(self, place: EpisodePlace, message: frames.ToWorker) -> None:

@@ -13,7 +13,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.config.episode import EpisodeConfig
@@ -48,7 +48,7 @@ def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: 
 
 def described(task: Task) -> str:
     """A task as JSON. Pure."""
-    return json.dumps({**task.fields(), "episode_id": task.episode_id}, default=str)
+    return json.dumps({**asdict(task), "episode_id": task.episode_id}, default=str)
 
 
 def outcome_of(line: str) -> Outcome | None:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import msgspec
+
 from asyncrl.core.errors import ChatRefused, EpisodeOver, InvalidRequest, ProtocolError, RemoteError
 from asyncrl.episodes.playing.client import Task
 from asyncrl.messages import Message, Request
@@ -73,17 +75,7 @@ class PolicySession:
         self._quiet_since = time.monotonic()
         """Time when the last call of the policy ended, or the episode began."""
         self.key = request.session
-        self.task = Task(
-            prompt=request.prompt,
-            messages=request.messages,
-            tools=request.tools,
-            row=request.row,
-            seed=request.seed,
-            uid=request.uid,
-            sample=request.sample,
-            attempt=request.attempt,
-            purpose=request.purpose,
-        )
+        self.task = msgspec.convert(request, Task, from_attributes=True)
 
     @property
     def rollouter(self) -> str:

@@ -4,6 +4,7 @@ import os
 import secrets
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_a_program_has_the_key_of_its_episode_and_its_task():
         "ANTHROPIC_API_KEY": "mine",
     }
     env = environment(inherited, described(task), base_url="http://127.0.0.1:1/v1", key="abc")
-    assert json.loads(env.pop("ASYNCRL_TASK")) == task.fields() | {"episode_id": "0-1/2"}
+    assert json.loads(env.pop("ASYNCRL_TASK")) == asdict(task) | {"episode_id": "0-1/2"}
     urls = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), "http://127.0.0.1:1/v1")
     urls["ANTHROPIC_BASE_URL"] = "http://127.0.0.1:1"
     assert env == {"PATH": "/bin", "OPENAI_API_KEY": "abc", "ANTHROPIC_API_KEY": "abc", **urls}

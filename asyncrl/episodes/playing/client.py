@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from asyncrl.core.errors import ChatRefused
@@ -53,10 +53,6 @@ class Task:
     def episode_id(self) -> str:
         """Id that is the same in every attempt: side effects of an episode may happen once an attempt."""
         return f"{self.uid}/{self.sample}"
-
-    def fields(self) -> dict[str, Any]:
-        """All fields, by name."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)

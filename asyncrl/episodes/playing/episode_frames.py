@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.episodes.playing.client import Task
 from asyncrl.messages.episodes import Chat, ChatReply
 
 SMALL_BYTES = 1 << 20
@@ -31,10 +32,10 @@ class EpisodeSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
 
 
 class Play(msgspec.Struct, frozen=True, array_like=True, tag="play"):
-    """Begin an episode; ``task`` has the fields of a Task."""
+    """Begin an episode."""
 
     session: str
-    task: dict[str, Any]
+    task: Task
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):

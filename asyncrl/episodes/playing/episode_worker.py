@@ -180,7 +180,7 @@ class EpisodeWorker:
         match message:
             case frames.Play(key, task):
                 session = self._sessions[key] = PlayedEpisode(self, key)
-                self._episodes[key] = self._loop.create_task(self._play(key, session, Task(**task)))
+                self._episodes[key] = self._loop.create_task(self._play(key, session, task))
             case frames.Answered(key, call, reply):
                 if key in self._sessions:
                     self._sessions[key].answer(call, reply)
