@@ -11,6 +11,8 @@ import msgspec
 
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.metrics import Counters
+from asyncrl.rpc.calls import connection
+from asyncrl.rpc.calls import peer as peer_module
 from asyncrl.rpc.calls.endpoint import Endpoint, EndpointOwner
 from asyncrl.rpc.calls.peer import Peer
 from asyncrl.rpc.calls.server import CallServer
@@ -144,6 +146,12 @@ class NetOwner(EndpointOwner):
 
     def handler_failed(self, type: str, error: BaseException) -> None:
         self._net.errors.append((type, error))
+
+
+def repeat_after(monkeypatch: Any, seconds: float) -> None:
+    """Have calls without an answer asked after so late, and HELLO repeated after a fifth of that."""
+    monkeypatch.setattr(peer_module, "REPEAT_S", seconds)
+    monkeypatch.setattr(connection, "HELLO_S", seconds / 5)
 
 
 def replace(struct: Any, **changes: Any) -> Any:

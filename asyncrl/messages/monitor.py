@@ -14,7 +14,7 @@ MOST_UNREACHED = 8
 
 
 class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that is asked for and not reached; see unreached_s of rpc/calls/peer.py."""
+    """An actor that is asked for and not reached; see unreached_s of rpc/calls/connection.py."""
 
     whom: str
     seconds: float

@@ -9,13 +9,12 @@ from unittest import mock
 
 import pytest
 from cuts import way_to
-from harness import Net, replace
+from harness import Net, repeat_after, replace
 from rollouter_cases import Dataloader, Learner, living
 
 from asyncrl.core.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.dataloader import OpenLeases
-from asyncrl.rpc.calls import peer as peer_module
 from asyncrl.rpc.heartbeat import gather_heartbeat
 
 
@@ -31,7 +30,7 @@ async def between(learner, dataloader, folder, *, memory=True, learner_at=1, dat
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
+    repeat_after(monkeypatch, 0.2)
 
 
 @pytest.mark.parametrize(("arrived", "memory"), [(True, True), (True, False), (False, True)])

@@ -1,4 +1,4 @@
-"""The calling side: one connection to one peer, with its calls in flight.
+"""The calling side: the calls in flight to one peer, on the connection of connection.py.
 
 Delivery is at least once. Until a call is answered or its deadline is over, the peer is asked whether it has the call
 (ASK), with exponential backoff and full jitter. Only if it does not, the call is sent again under the same id; if that
@@ -11,17 +11,14 @@ had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refu
 opened, or DeadlineExceeded. The latter names the waiting actor, the peer, the call, and the state of the connection.
 Cancelling the awaited future cancels the handler on the other side.
 
-An actor that learns elsewhere that a peer was replaced calls ``adopt``: messages of older incarnations are ignored from
-then on. A reply may have arrived just before; ``answered_by`` of its call is the incarnation that sent it.
+A reply may have arrived just before its sender is known to be replaced; ``answered_by`` of its call is the incarnation
+that sent it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
-import random
-import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,15 +26,16 @@ from asyncrl.core.errors import DeadlineExceeded, MessageTooLarge, PeerRestarted
 from asyncrl.messages import Message, Request
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.snapshot import Wait
-from asyncrl.rpc.calls.call import LARGE_BYTES, Absence, CallFuture, SendQueue
+from asyncrl.rpc.calls.call import LARGE_BYTES, CallFuture, SendQueue
+from asyncrl.rpc.calls.connection import PeerConnection
 from asyncrl.rpc.calls.deadlines import Deadlines
 from asyncrl.rpc.calls.endpoint import CREDIT, NOT_READY, Endpoint, size_of
 from asyncrl.rpc.calls.retry import DOUBLINGS, pause
 from asyncrl.rpc.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welcome, decode_header
-from asyncrl.rpc.wire.transport import ClientConnection, Frames
+from asyncrl.rpc.wire.transport import Frames
 
 REPEAT_S = 5.0
-"""Longest first pause before a call without an answer is asked after; a fifth of it before HELLO is said again."""
+"""Longest first pause before a call without an answer is asked after."""
 PARKED_S = 15.0
 """Longest time before a parked call counts as late. Its peer answers it before half of its deadline in any case
 (handlers.py). Until then nothing is asked, or a thousand idle actors would ask all the time."""
@@ -52,43 +50,18 @@ LOOKED_AT = 64
 """Calls in flight that a heartbeat looks at."""
 
 
-class Peer:
+class Peer(PeerConnection):
     """One peer of an actor."""
 
     def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
-        self.name = name
-        self.ready = False
-        self.welcomes = 0
-        """Number of HELLOs that were answered: after another one the peer may know nothing of what was sent before."""
-        self._endpoint = endpoint
-        self._loop = asyncio.get_running_loop()
-        self.is_fixed = record is not None
-        """Whether it has one address for good, so that its successor is found there too."""
-        self._record = record
-        self._client: ClientConnection | None = None
-        self._incarnation = 0
-        """Incarnation of the peer, from its WELCOME; 0 before the first."""
-        self._adopted = 0
-        """Incarnation of the peer below which none is believed."""
+        super().__init__(endpoint, name, record)
         self._limit = endpoint.max_message_bytes
-        self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
-        self._next_id = 1
-        self._hello_ids: set[int] = set()
-        """Ids of the HELLOs on this connection that are not answered yet."""
-        self._hello_timer: asyncio.TimerHandle | None = None
-        self._hellos = 0
-        """HELLOs said since one was answered, or the connection broke, last."""
-        self._resolving: asyncio.Task[None] | None = None
         self._pending: dict[int, CallFuture] = {}
         self._deadlines = Deadlines(self._loop, self._on_timer)
         self._queue = SendQueue()
         """Calls on the present connection; calls that wait for a connection are only pending."""
-        self._closed = False
         self._unready = False
         """Whether it has said last that it is not set up."""
-        self._reached = asyncio.Event()
-        """Set while the peer is ready."""
-        self._absence = Absence()
 
     # --- the caller's side ---
 
@@ -141,26 +114,9 @@ class Peer:
         is_sent = self._client.send([self._endpoint.header(Kind.CAST, type(message).__name__), *frames])
         return size if is_sent else 0
 
-    def adopt(self, incarnation: int) -> None:
-        """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
-
-        A connection to an older one is dropped; calls in flight that may be repeated go to the new one.
-        """
-        assert not self.is_fixed, "a peer of a fixed address has no older incarnation elsewhere"
-        if incarnation <= self._adopted:
-            return
-        self._adopted = incarnation
-        known = max(self._incarnation, self._record.incarnation if self._record is not None else 0)
-        if self._client is not None and known < incarnation:
-            self._disconnect()
-            self._find()
-
     def close(self) -> None:
         """Disconnect; calls in flight fail."""
-        self._closed = True
-        self._disconnect()
-        if self._resolving is not None:
-            self._resolving.cancel()
+        super().close()
         for future in list(self._pending.values()):
             self._finish(future).set_exception(self._expired(future))
         self._deadlines.close()
@@ -190,63 +146,6 @@ class Peer:
                 self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
             self._let_go()
 
-    @property
-    def known(self) -> bool:
-        """Whether the registry knows a living actor of this name."""
-        return self._record is not None
-
-    @property
-    def incarnation(self) -> int:
-        """Incarnation that has answered HELLO last; 0 before the first. Calls to an older one have ended."""
-        return self._incarnation
-
-    @property
-    def unreached_s(self) -> float:
-        """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
-
-        Callable from any thread.
-        """
-        record = self._record
-        if self._closed or record is None or record.incarnation < self._adopted:
-            return 0.0
-        return self._absence.unreached_s(self._loop.time(), is_ready=self.ready)
-
-    # --- the connection ---
-
-    def _miss(self) -> None:
-        self._absence.miss(self._loop.time(), was_ready=self.ready)
-        self.ready = False
-        self._reached.clear()
-
-    def connect(self) -> None:
-        """Say HELLO, unless that is done already. Raises OSError where no connection can be opened."""
-        if self._client is not None or self._closed:
-            return
-        self._miss()
-        if self._record is None or self._record.incarnation < self._adopted:
-            self._find()
-            return
-        endpoint = self._endpoint
-        # Random at its end: the server may still have the half-open pipe of an earlier connection under its id.
-        routing_id = f"{endpoint.name}/{endpoint.incarnation}/{secrets.token_hex(6)}".encode()
-        try:
-            self._client = endpoint.transport.connect(
-                self._record.address, routing_id, self._receive, self._lost, self.name
-            )
-        except OSError:
-            # The next call tries again, which may be long after this.
-            self._absence.forget()
-            raise
-        self._hellos = 0
-        self._say_hello()
-
-    async def reached(self, within_s: float) -> bool:
-        """Wait until the peer is ready, for ``within_s`` at most; whether it is."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._reached.wait()
-        return self.ready
-
     def _connect_for(self, calls: Iterable[CallFuture]) -> None:
         """Connect; where that cannot be done these calls end with the reason."""
         try:
@@ -255,70 +154,9 @@ class Peer:
             for future in list(calls):
                 self._finish(future).set_exception(error)
 
-    def _disconnect(self) -> None:
-        self._miss()
-        self._stop_hello()
-        if self._client is not None:
-            self._client.close()
-            self._client = None
-
-    def _stop_hello(self) -> None:
-        self._hello_ids.clear()
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
-
-    def _say_hello(self) -> None:
-        """Say HELLO, and again until it is answered."""
-        if self._closed or self._client is None:
-            return
-        self._miss()
-        if self._hello_ids and not self.is_fixed:
-            # Not answered so far: the peer may have a successor elsewhere.
-            self._find()
-        self._hello_ids.add(self._next_id)
-        self._client.send(self._endpoint.hello(self._next_id))
-        self._next_id += 1
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-        self._hello_timer = self._loop.call_later(
-            pause(REPEAT_S / 5, self._hellos, self._draws.random()), self._say_hello
-        )
-        self._hellos += 1
-
-    def _lost(self) -> None:
-        """The connection broke. It may come back by itself, or the peer may have a successor elsewhere."""
-        if self._closed:
-            return
-        self._hellos = 0
-        self._say_hello()
-        if not self.is_fixed:
-            self._find()
-
-    def _find(self) -> None:
-        if self._resolving is None and not self._closed and not self._endpoint.ending:
-            self._resolving = self._endpoint.owner.spawn(self._resolve())
-
-    async def _resolve(self) -> None:
-        try:
-            while not self._closed and not self.ready:
-                # A larger one than ``above`` is asked for, and the adopted incarnation itself will do.
-                above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
-                try:
-                    # Parked by the controller, so that a loop without an answer does not spin.
-                    record = await self._endpoint.owner.resolve_peer(self.name, above)
-                except (DeadlineExceeded, RemoteError):
-                    # The controller is away; the callers' own deadlines bound this.
-                    await asyncio.sleep(REPEAT_S / 10)
-                    continue
-                # Meanwhile the old connection may have come back, or a newer incarnation may have been adopted.
-                if record is not None and record.incarnation >= self._adopted and not self.ready:
-                    self._record = record
-                    self._disconnect()
-                    self._connect_for(self._pending.values())
-                    return
-        finally:
-            self._resolving = None
+    def _cannot_connect(self, error: OSError) -> None:
+        for future in list(self._pending.values()):
+            self._finish(future).set_exception(error)
 
     # --- messages ---
 
@@ -407,7 +245,7 @@ class Peer:
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         self._unready = False
-        self._absence.prove()
+        self._prove()
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -468,7 +306,7 @@ class Peer:
             if self.ready:
                 self._say_hello()
             return
-        self._absence.prove()
+        self._prove()
         future = self._pending.get(header.in_reply_to)
         if future is None:
             self._came_too_late(header)
@@ -488,18 +326,10 @@ class Peer:
         self._let_go()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
-        # The answer to a HELLO on an earlier connection, or a second one, says nothing of this connection.
-        if header.in_reply_to not in self._hello_ids or body.name != self.name:
-            return
-        self._stop_hello()
-        self._hellos = 0
         restarted = self._incarnation not in (0, body.incarnation)
-        self._absence.welcome(self._loop.time(), by_another=restarted)
-        self._incarnation = body.incarnation
+        if not self._take_welcome(header, body):
+            return
         self._limit = min(body.max_message_bytes, self._endpoint.max_message_bytes)
-        self.ready = True
-        self.welcomes += 1
-        self._reached.set()
         self._queue.begin(body.credit)
         for future in list(self._pending.values()):
             future.lacked = False
@@ -514,7 +344,7 @@ class Peer:
 
     def _on_refuse(self, body: Refuse) -> None:
         self._disconnect()
-        self._absence.forget()
+        self._missed = None
         self._endpoint.counters.add("wire/refused_by_peer")
         for future in list(self._pending.values()):
             # The peer speaks of itself: its "ours" is our "theirs".

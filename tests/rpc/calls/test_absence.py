@@ -7,13 +7,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 from cuts import way_to
-from harness import SECRET, Net, replace, until
+from harness import SECRET, Net, repeat_after, replace, until
 
 from asyncrl.core.errors import DeadlineExceeded, Refused
 from asyncrl.messages import ANYBODY, Done, Request
 from asyncrl.messages.actors import ActorRecord
-from asyncrl.rpc.calls import call as call_module
-from asyncrl.rpc.calls import peer as peer_module
+from asyncrl.rpc.calls import connection
 from asyncrl.rpc.calls.handlers import Caller, handler
 from asyncrl.rpc.wire.keys import Credentials
 
@@ -110,7 +109,7 @@ async def test_a_dead_peer_is_not_unreached():
 
 
 async def test_a_path_that_passes_only_a_greeting_does_not_count_as_reached(monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
+    repeat_after(monkeypatch, 0.2)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)
         greeted, told = 0, []
@@ -135,7 +134,7 @@ async def test_a_path_that_passes_only_a_greeting_does_not_count_as_reached(monk
 
 
 async def test_a_healed_path_is_recognised_by_a_connection_that_lasts(monkeypatch):
-    monkeypatch.setattr(call_module, "PROVEN_S", 0.5)
+    monkeypatch.setattr(connection, "PROVEN_S", 0.5)
     async with learner_behind_a_way(most=20_000) as (_, way, peer):
         call = peer.call(LARGE)
         await until(lambda: peer.ready)

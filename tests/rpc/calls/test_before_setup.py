@@ -5,7 +5,7 @@ import contextlib
 import socket
 
 import pytest
-from harness import RUN_ID, SECRET, Net, until
+from harness import RUN_ID, SECRET, Net, repeat_after, until
 from inprocess import sim_config
 
 from asyncrl.core.errors import DeadlineExceeded, RemoteError
@@ -55,7 +55,7 @@ class Taker(Actor):
 
 async def test_a_successor_on_the_same_port_calls_no_handler_before_it_is_set_up(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_module, "SET_UP_REPEAT_S", 0.02)
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.2)
+    repeat_after(monkeypatch, 0.2)
     credentials = Credentials(RUN_ID, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from harness import Net, until
+from harness import Net, repeat_after, until
 from tapped import Tap, pass_on
 
 from asyncrl.core.errors import DeadlineExceeded, PeerRestarted, ProtocolError, Refused, RemoteError, RewardFailed
@@ -225,7 +225,7 @@ async def test_a_message_that_the_role_may_not_send_is_refused_for_good_and_runs
 
 async def test_calls_end_with_the_reason_if_no_socket_can_be_opened(monkeypatch):
     # Timers do not help.
-    monkeypatch.setattr(peer_module, "REPEAT_S", 1000.0)
+    repeat_after(monkeypatch, 1000.0)
     # Enough for two connections, and not for a third.
     monkeypatch.setattr(zeromq, "MOST_SOCKETS", 8)
     async with Net() as net:
@@ -280,7 +280,7 @@ def lose_replies(tap, count):
 
 
 async def test_a_lost_reply_is_requested_again_and_no_call_runs_twice(memory, monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+    repeat_after(monkeypatch, 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 60)
     async with Net(memory=memory) as net:
         server, tap = Server(), Tap()
@@ -305,7 +305,7 @@ async def test_a_lost_reply_is_requested_again_and_no_call_runs_twice(memory, mo
 
 async def test_calls_behind_a_long_one_continue_when_it_has_ended(memory, monkeypatch):
     """All replies since the start of the long call stay stored, until there is no room for another."""
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+    repeat_after(monkeypatch, 0.1)
     monkeypatch.setattr(server_module, "MAX_STORED", 20)
     async with Net(memory=memory) as net:
         server = Server()
@@ -336,7 +336,7 @@ async def test_a_peer_counts_as_reached_once_it_has_answered(memory):
 
 
 async def test_a_parked_call_is_asked_about_only_after_half_of_its_deadline(memory, monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.02)
+    repeat_after(monkeypatch, 0.02)
     async with Net(memory=memory) as net:
         server, tap = Server(), Tap()
         net.serve(server, "server/0", tap=tap)
@@ -368,7 +368,7 @@ async def test_a_parked_call_to_a_peer_that_is_not_set_up_is_repeated_soon(memor
 
 
 async def test_a_restarted_peer_gets_idempotent_calls_again_and_the_others_fail(memory, monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.1)
+    repeat_after(monkeypatch, 0.1)
     async with Net(memory=memory) as net:
         old, tap = Server(), Tap()
         bound = net.serve(old, "server/0", 1, tap=tap)

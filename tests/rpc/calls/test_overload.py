@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import zmq
-from harness import Net, until
+from harness import Net, repeat_after, until
 from tapped import Tap, pass_on
 from virtual import run_virtual
 
@@ -65,12 +65,12 @@ def RUN(main):
 
 @pytest.fixture
 def often(monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", 0.02)
+    repeat_after(monkeypatch, 0.02)
 
 
 @pytest.fixture
 def seldom(monkeypatch):
-    monkeypatch.setattr(peer_module, "REPEAT_S", NEVER_S)
+    repeat_after(monkeypatch, NEVER_S)
 
 
 @pytest.mark.parametrize("size", [10, MB10])
