@@ -154,11 +154,14 @@ class KeepPublished(Request, frozen=True, kw_only=True):
     version: Count
 
 
-class Announced(Message, frozen=True, kw_only=True):
-    """``decided`` False: ask again. Else the learner broadcasts to ``group``; without a group there is no broadcast."""
+class BroadcastState(Message, frozen=True, kw_only=True):
+    """Of the learner's broadcast. ``decided`` False: ask again."""
 
-    decided: bool
+    decided: bool = False
     group: BroadcastGroup | None = None
+    """The group that the learner now broadcasts to; None where there is no broadcast."""
+    error: str = ""
+    """Reason that the broadcast broke; empty if all members have committed."""
 
 
 class AnnounceBroadcast(Request, frozen=True, kw_only=True):
@@ -167,7 +170,7 @@ class AnnounceBroadcast(Request, frozen=True, kw_only=True):
     Parked until every member of the group is paused for it, or it is clear that there is no broadcast.
     """
 
-    reply = Announced
+    reply = BroadcastState
     senders = LEARNER
     version: Count
     backend: CollectiveBackend
@@ -180,14 +183,6 @@ class AnnounceBroadcast(Request, frozen=True, kw_only=True):
     probe: Probe | None = None
 
 
-class BroadcastState(Message, frozen=True, kw_only=True):
-    """``over`` False: ask again."""
-
-    over: bool
-    error: str = ""
-    """Reason that the broadcast broke; empty if all members have committed."""
-
-
 class WatchBroadcast(Request, frozen=True, kw_only=True):
     """Learner to parameter server while it sends, parked until the broadcast is over, so that it stops at a failure."""
 
@@ -196,16 +191,8 @@ class WatchBroadcast(Request, frozen=True, kw_only=True):
     idle = True
     version: Count
     epoch: Count
-
-
-class BroadcastEnded(Request, frozen=True, kw_only=True):
-    """Learner to parameter server: the learner has sent all of ``version``; an ``error`` breaks the group."""
-
-    reply = Done
-    senders = LEARNER
-    version: Count
-    epoch: Count
     error: str = ""
+    """Reason that the learner cannot send on, which breaks the group."""
 
 
 class Update(Message, frozen=True, kw_only=True):
@@ -258,39 +245,26 @@ class FetchChunk(Request, frozen=True, kw_only=True):
     turn, and may wait for the chunks of the caller itself."""
 
 
-class PauseGranted(Message, frozen=True, kw_only=True):
-    """``granted`` False: ask again."""
+class LoadGranted(Message, frozen=True, kw_only=True):
+    """``decided`` False: ask again. ``granted`` False: the broadcast is called off; ask for the next update."""
 
-    granted: bool
-
-
-class RequestPause(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server, parked until this replica may pause to load ``version``."""
-
-    reply = PauseGranted
-    senders = ROLLOUTER
-    version: Count
-    paths: list[str] = []
-    """Bucket.path of all buckets at which other replicas of this host find the version, if it is held for them."""
+    decided: bool = False
+    granted: bool = False
 
 
-class BroadcastBegins(Message, frozen=True, kw_only=True):
-    """``decided`` False: ask again. ``begins`` False: called off; ask for the next update."""
+class RequestLoad(Request, frozen=True, kw_only=True):
+    """Rollouter to parameter server, parked until this replica may load ``version``.
 
-    decided: bool
-    begins: bool = False
-
-
-class JoinBroadcast(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: this replica is paused for the broadcast of ``version``.
-
-    Parked until all members are, or it is called off.
+    By shm or stream it pauses then. For a broadcast it is paused already, and waits for the other members.
     """
 
-    reply = BroadcastBegins
+    reply = LoadGranted
     senders = ROLLOUTER
     version: Count
-    epoch: Count
+    epoch: Count | None = None
+    """Epoch of the broadcast; None by shm and stream."""
+    paths: list[str] = []
+    """Bucket.path of all buckets at which other replicas of this host find the version, if it is held for them."""
 
 
 class ReportUpdate(Request, frozen=True, kw_only=True):

@@ -11,34 +11,30 @@ closed exactly once: when it is no longer needed, or at the end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
 from asyncrl.core.errors import InvalidRequest, VersionGone, WeightsCorrupt
-from asyncrl.messages import Done
+from asyncrl.messages import Done, Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    Announced,
-    BroadcastBegins,
-    BroadcastEnded,
     BroadcastState,
     Chunk,
     FetchChunk,
-    JoinBroadcast,
     KeepPublished,
+    LoadGranted,
     Manifest,
     NextUpdate,
     Offer,
-    PauseGranted,
     Publish,
     Published,
     ReportUpdate,
-    RequestPause,
+    RequestLoad,
     Update,
     WatchBroadcast,
 )
@@ -48,8 +44,6 @@ from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.parking import AT_ONCE, ParkingLot
 from asyncrl.weights.held_version import HeldVersion, hold
 from asyncrl.weights.segments import host_id
-
-T = TypeVar("T")
 
 COMPARED_VERSIONS = 16
 """Versions whose checksums are kept for replicas that load them late."""
@@ -120,38 +114,24 @@ class ParameterServer(Actor):
         return await self._condemned.until(lost, caller.park_s) or Published(held=True)
 
     @handler
-    async def announce_broadcast(self, request: AnnounceBroadcast, caller: Caller) -> Announced:
+    async def announce_broadcast(self, request: AnnounceBroadcast, caller: Caller) -> BroadcastState:
         """Park the call until the members are paused, or there is no broadcast."""
-        number = self._conductor.announce(caller.name, caller.incarnation, request, self._now())
-        found = await self._parked(caller, number, lambda: self._conductor.broadcast.decided(request.version))
-        return found or Announced(decided=False)
+        state: BroadcastState = await self._answer(request, caller)
+        return state
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        """Park the call until the broadcast is over."""
-        number = self._conductor.replicas.ask(caller.name, caller.incarnation)
-        version, epoch = request.version, request.epoch
-        found = await self._parked(caller, number, lambda: self._conductor.broadcast.state(version, epoch))
-        return found or BroadcastState(over=False)
-
-    @handler
-    def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
-        """Note that all is sent; with an error the broadcast is over for all who have not committed."""
-        self.log.info("broadcast sent", version=request.version, epoch=request.epoch, error=request.error)
-        self._conductor.broadcast_ended(request.version, request.epoch, request.error, self._now())
-        self._changed()
-        return Done()
+        """Park the call until the broadcast is over. With an error it is over for all who have not committed."""
+        state: BroadcastState = await self._answer(request, caller)
+        return state
 
     # --- replicas ---
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
         """Park the call until there is a newer version than the one that the replica serves."""
-        number = self._conductor.next_update(
-            caller.name, caller.incarnation, request, self._now(), same_host=request.host == host_id()
-        )
-        offer = await self._parked(caller, number, lambda: self._conductor.offer(caller.name, self._now()))
-        return Update(offer=None if offer is None else self._with_manifest(offer, caller.name))
+        update: Update = await self._answer(request, caller, same_host=request.host == host_id())
+        return Update(offer=update.offer and self._with_manifest(update.offer, caller.name))
 
     def _with_manifest(self, offer: Offer, name: str) -> Offer:
         """The offer with the manifest of its version; paths lead to segments of the replica's own host only."""
@@ -174,22 +154,10 @@ class ParameterServer(Actor):
         return chunk
 
     @handler
-    async def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
-        """Park the call until the replica may pause."""
-        version = request.version
-        number = self._conductor.request_pause(
-            caller.name, caller.incarnation, version, self._now(), paths=request.paths
-        )
-        granted = await self._parked(caller, number, lambda: self._conductor.may_pause(caller.name, version))
-        return PauseGranted(granted=granted is True)
-
-    @handler
-    async def join_broadcast(self, request: JoinBroadcast, caller: Caller) -> BroadcastBegins:
-        """Park the call until all members are paused, or the broadcast is called off."""
-        version, epoch = request.version, request.epoch
-        number = self._conductor.join(caller.name, caller.incarnation, version, epoch, self._now())
-        begins = await self._parked(caller, number, lambda: self._conductor.begins(caller.name, version, epoch))
-        return BroadcastBegins(decided=begins is not None, begins=begins is True)
+    async def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:
+        """Park the call until the replica may load, or the broadcast is called off."""
+        reply: LoadGranted = await self._answer(request, caller)
+        return reply
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
@@ -226,33 +194,27 @@ class ParameterServer(Actor):
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    async def _parked(self, caller: Caller, number: int, answer: Callable[[], T | None]) -> T | None:
-        """The answer; None for "ask again": the time is over, or the caller has asked something else since."""
-
-        def ask() -> tuple[T | None] | None:
-            if not self._conductor.replicas.asks(caller.name, number):
-                return (None,)
-            found = answer()
-            return None if found is None else (found,)
-
+    async def _answer(self, request: Request, caller: Caller, *, same_host: bool = False) -> Any:
+        """The answer; "ask again" when the time is over, or the caller has asked something else since."""
+        question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
         self._changed()
         lot = self._lots.setdefault(caller.name, ParkingLot())
         try:
-            found = await lot.until(ask, caller.park_s)
+            found = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
         except asyncio.CancelledError:
-            self._conductor.withdrew(caller.name, number, self._now())
+            self._conductor.withdrew(question, self._now())
             self._changed()
             raise
-        self._conductor.answered(caller.name, number, self._now())
+        self._conductor.answered(question, self._now())
         self._changed()
-        return None if found is None else found[0]
+        return request.reply() if found is None else found
 
     def _changed(self) -> None:
         """Apply the effects of a change in the conductor."""
-        effects = self._conductor.replicas.take_effects()
-        for note in effects.notes:
+        woken, notes = self._conductor.replicas.take_effects()
+        for note in notes:
             getattr(self.log, note.level)(note.event, **note.facts)
-        self._wake(list(effects.wake))
+        self._wake(list(woken))
         if len(self._held.versions) > 1:
             # Only then is it worth a look at all replicas that fetch.
             self._held.keep(self._conductor.needed())

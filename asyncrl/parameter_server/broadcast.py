@@ -24,7 +24,6 @@ from enum import StrEnum
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    Announced,
     BroadcastGroup,
     BroadcastPart,
     BroadcastState,
@@ -151,28 +150,26 @@ class BroadcastControl:
         self._replicas.note("broadcast announced", version=announcement.version, epoch=group.epoch, world_size=rank)
         return _Broadcast(announcement, learner, group, first_ranks, since=now)
 
-    def decided(self, version: int) -> Announced | None:
+    def decided(self, version: int) -> BroadcastState | None:
         """The answer to the announcement of ``version``; None while it is open."""
         current = self._current
-        if current is None or current.version != version:
-            return Announced(decided=True)
-        if current.stage in (Stage.BEGUN, Stage.OVER):
-            return Announced(decided=True, group=current.group)
-        return None if current.is_under_way else Announced(decided=True)
+        if current is not None and current.version == version:
+            if current.stage is Stage.ANNOUNCED:
+                return None
+            if current.stage in (Stage.BEGUN, Stage.OVER):
+                return BroadcastState(decided=True, group=current.group)
+        return BroadcastState(decided=True)
 
     def state(self, version: int, epoch: int) -> BroadcastState | None:
         """The answer to a learner that sends ``version``; None while the broadcast is under way."""
         current = self._current
         if current is None or not self.is_current(version, epoch):
             # The broadcast was begun with an earlier parameter server. It can still succeed.
-            return BroadcastState(over=True)
-        return None if current.is_under_way else BroadcastState(over=True, error=current.error)
+            return BroadcastState(decided=True)
+        return None if current.is_under_way else BroadcastState(decided=True, error=current.error)
 
-    def ended(self, version: int, epoch: int, error: str, now: float) -> None:
-        """The learner has sent everything, or an ``error`` has broken the group."""
-        # If all is sent, the broadcast is over once every member has committed.
-        if not error:
-            return
+    def failed(self, version: int, epoch: int, error: str, now: float) -> None:
+        """The learner cannot send on, so the group is broken."""
         if epoch == self._epoch:
             self._epoch_members = None
         if self.is_current(version, epoch):

@@ -1,8 +1,7 @@
 """Decisions on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
 
-Messages of callers are methods, which change phases by the table in replicas.py. A question is opened by its message
-and answered by ``offer``, ``may_pause``, ``begins``, ``broadcast.decided`` or ``broadcast.state``: None while there is
-no answer. Times are arguments, in seconds on any monotonic clock; call ``pass_time`` at ``next_deadline``.
+A message of a caller is a question, which is parked until it has an answer, or a report. Both change phases by the
+table in replicas.py. Times are arguments, in seconds on any monotonic clock; call ``pass_time`` at ``next_deadline``.
 
 Invariants:
 
@@ -28,16 +27,27 @@ import msgspec
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.core.errors import VersionReused
-from asyncrl.messages.weights import AnnounceBroadcast, NextUpdate, Offer, ReportUpdate, Transport
+from asyncrl.messages import Message, Request
+from asyncrl.messages.weights import (
+    AnnounceBroadcast,
+    LoadGranted,
+    NextUpdate,
+    Offer,
+    ReportUpdate,
+    RequestLoad,
+    Transport,
+    Update,
+    WatchBroadcast,
+)
 from asyncrl.parameter_server.broadcast import BroadcastControl
-from asyncrl.parameter_server.hosts import Hosts, pins
+from asyncrl.parameter_server.hosts import Hosts
 from asyncrl.parameter_server.replicas import (
     COUNTED,
     HOLDING_PHASES,
     IDLE_PHASES,
     SILENT,
-    STALE,
     Phase,
+    Question,
     Replica,
     ReplicaEvent,
     Replicas,
@@ -91,21 +101,56 @@ class Conductor:
         return {self.newest} | {replica.target for replica in self._pinning()} if self.newest >= 0 else set()
 
     def _pinning(self) -> list[Replica]:
-        awaited = self._hosts.awaited()
-        return [r for r in self.replicas.of(Phase.STAGING, *HOLDING_PHASES) if pins(r, awaited)]
+        return [r for r in self.replicas.of(Phase.STAGING, *HOLDING_PHASES) if self._hosts.pins(r)]
 
-    # --- messages and questions of replicas ---
+    # --- questions ---
 
-    def next_update(self, name: str, incarnation: int, request: NextUpdate, now: float, *, same_host: bool) -> int:
-        """Take a replica's question for a newer version: see ``offer``. Returns the question's number.
+    def ask(self, name: str, incarnation: int, request: Request, now: float, *, same_host: bool = False) -> Question:
+        """Open a caller's question: NextUpdate, RequestLoad, AnnounceBroadcast or WatchBroadcast.
 
-        ``same_host``: whether the replica can open the segments that are held here.
+        ``same_host``: whether the caller can open the segments that are held here.
         """
+        question = Question(name, incarnation, request)
+        if isinstance(request, AnnounceBroadcast):
+            self.replicas.open(question)
+            self.broadcast.announce((name, incarnation), request, self.newest, now)
+            return question
+        if isinstance(request, WatchBroadcast):
+            self.replicas.open(question)
+            if request.error:
+                self.broadcast.failed(request.version, request.epoch, request.error, now)
+                self._settle(now)
+            return question
         replica = self._hear(name, incarnation, now)
-        if replica is None:
-            return STALE
-        number, serving = self.replicas.ask(name, incarnation), request.serving
-        is_behind = replica.phase is Phase.BEHIND
+        # The question of a replaced incarnation stays closed.
+        if replica is not None:
+            self.replicas.open(question)
+            if isinstance(request, NextUpdate):
+                self._next_update(replica, request, same_host, now)
+            else:
+                assert isinstance(request, RequestLoad), request
+                self._request_load(replica, request, now)
+            self._settle(now)
+        return question
+
+    def answer(self, question: Question, now: float) -> Message | None:
+        """The answer, which is to ask again where the question is closed; None while there is none."""
+        name, request = question.name, question.request
+        if not self.replicas.is_open(question):
+            return request.reply()
+        if isinstance(request, AnnounceBroadcast):
+            return self.broadcast.decided(request.version)
+        if isinstance(request, WatchBroadcast):
+            return self.broadcast.state(request.version, request.epoch)
+        replica = self.replicas.by_name[name]
+        if isinstance(request, RequestLoad):
+            granted = self._may_load(replica, request)
+            return None if granted is None else LoadGranted(decided=True, granted=granted)
+        offer = self._offer(replica, now)
+        return None if offer is None else Update(offer=offer)
+
+    def _next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
+        serving, is_behind = request.serving, replica.phase is Phase.BEHIND
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
             # The replica's report was lost.
             self._commit(replica, now)
@@ -123,12 +168,9 @@ class Conductor:
                 self._hosts.found_nothing(replica)
             self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
         replica.workers = request.workers
-        self._settle(now)
-        return number
 
-    def offer(self, name: str, now: float) -> Offer | None:
-        """Version for the asking replica to take next; under shm and stream the caller fills in the manifest."""
-        replica = self.replicas.by_name[name]
+    def _offer(self, replica: Replica, now: float) -> Offer | None:
+        """Version for the asking replica to take next; under shm and stream the shell fills in the manifest."""
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.part(replica)
             return Offer(version=replica.target, transport=part.group.backend, broadcast=part)
@@ -146,7 +188,7 @@ class Conductor:
             replica.source_paths = holder.held_paths
             return self._make_offer(replica, holder.held_version, "shm", now)
         if (fetcher := self._hosts.fetcher(replica)) is not None:
-            self.replicas.await_other(replica, fetcher.name)
+            replica.waits_for = fetcher.name
             return None
         offer = self._make_offer(replica, newest, "stream", now)
         turn, sources = self._hosts.join_chain(replica)
@@ -155,55 +197,35 @@ class Conductor:
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
         self.replicas.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.staging_since = version, now
-        replica.outrun, replica.fetches = False, False
-        self.replicas.await_other(replica, "")
+        replica.outrun, replica.fetches, replica.waits_for = False, False, ""
         if not replica.seniority:
             self._last_seniority += 1
             replica.seniority = self._last_seniority
         return Offer(version=version, transport=transport)
 
-    def request_pause(self, name: str, incarnation: int, version: int, now: float, *, paths: Sequence[str] = ()) -> int:
-        """Take a replica's request to pause for ``version``, staged: see ``may_pause``. Returns the question's number.
-
-        ``paths`` are those of the segments that it holds for its host, if it does. Asking again keeps its turn, and its
-        pause: under ``drain`` the last response may take long.
-        """
-        replica = self._hear(name, incarnation, now)
-        if replica is None:
-            return STALE
-        number = self.replicas.ask(name, incarnation)
-        if version > replica.serving and self._move(replica, ReplicaEvent.ASKED, "", now):
+    def _request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
+        """Asking again keeps a replica's turn, and its pause: under ``drain`` the last response may take long."""
+        version, paths = request.version, tuple(request.paths)
+        if request.epoch is not None:
+            if self.broadcast.is_current(version, request.epoch):
+                self._move(replica, ReplicaEvent.JOINED, "", now)
+        elif version > replica.serving and self._move(replica, ReplicaEvent.ASKED, "", now):
             replica.target = version
             if paths or version != replica.held_version:
-                replica.held_version, replica.held_paths = (version, tuple(paths)) if paths else (-1, ())
+                replica.held_version, replica.held_paths = (version, paths) if paths else (-1, ())
             if replica.phase is Phase.LOADING:
                 replica.paused_since = now
                 self.replicas.restart_phase(replica)
-        self._settle(now)
-        return number
 
-    def may_pause(self, name: str, version: int) -> bool | None:
-        """True once the asking replica may pause to load ``version``."""
-        replica = self.replicas.by_name[name]
-        return (replica.phase is Phase.LOADING and replica.target == version) or None
-
-    def join(self, name: str, incarnation: int, version: int, epoch: int, now: float) -> int:
-        """Note that a replica is paused for a broadcast: see ``begins``. Returns the question's number."""
-        replica = self._hear(name, incarnation, now)
-        if replica is None:
-            return STALE
-        number = self.replicas.ask(name, incarnation)
-        if self.broadcast.is_current(version, epoch):
-            self._move(replica, ReplicaEvent.JOINED, "", now)
-        self._settle(now)
-        return number
-
-    def begins(self, name: str, version: int, epoch: int) -> bool | None:
-        """Whether the broadcast that the asking replica has paused for begins; None while that is open."""
-        phase = self.replicas.by_name[name].phase
-        if not self.broadcast.is_current(version, epoch):
+    def _may_load(self, replica: Replica, request: RequestLoad) -> bool | None:
+        """Whether the asking replica may load; None while that is open."""
+        if request.epoch is None:
+            return (replica.phase is Phase.LOADING and replica.target == request.version) or None
+        if not self.broadcast.is_current(request.version, request.epoch):
             return False
-        return None if phase is Phase.PAUSED else phase is Phase.RECEIVING
+        return None if replica.phase is Phase.PAUSED else replica.phase is Phase.RECEIVING
+
+    # --- reports, deaths, time ---
 
     def report(self, name: str, incarnation: int, report: ReportUpdate, now: float) -> bool:
         """Take the end of an update; False for a repeated or late report, which changes nothing."""
@@ -222,36 +244,21 @@ class Conductor:
         self._settle(now)
         return counted
 
-    # --- messages of the learner ---
-
-    def announce(self, name: str, incarnation: int, announcement: AnnounceBroadcast, now: float) -> int:
-        """Take the learner's offer of a broadcast: see ``broadcast.decided``. Returns the question's number."""
-        number = self.replicas.ask(name, incarnation)
-        self.broadcast.announce((name, incarnation), announcement, self.newest, now)
-        return number
-
-    def broadcast_ended(self, version: int, epoch: int, error: str, now: float) -> None:
-        """Note that the learner has sent everything, or failed to."""
-        self.broadcast.ended(version, epoch, error, now)
-        self._settle(now)
-
-    # --- questions, deaths, time ---
-
-    def answered(self, name: str, number: int, now: float) -> None:
+    def answered(self, question: Question, now: float) -> None:
         """Note that a question is answered, possibly with the request to ask again."""
-        if self.replicas.asks(name, number):
-            self.replicas.close(name)
-            if (replica := self.replicas.by_name.get(name)) is not None:
+        if self.replicas.is_open(question):
+            self.replicas.close(question.name)
+            if (replica := self.replicas.by_name.get(question.name)) is not None:
                 replica.heard = now
 
-    def withdrew(self, name: str, number: int, now: float) -> None:
+    def withdrew(self, question: Question, now: float) -> None:
         """Note that a caller has cancelled its question, for example because its engine died."""
-        if not self.replicas.asks(name, number):
+        if not self.replicas.is_open(question):
             return
-        self.replicas.close(name)
-        replica = self.replicas.by_name.get(name)
+        self.replicas.close(question.name)
+        replica = self.replicas.by_name.get(question.name)
         if replica is None:
-            self.broadcast.withdrew(name, now)
+            self.broadcast.withdrew(question.name, now)
             return
         replica.heard = SILENT
         if replica.phase not in IDLE_PHASES:
@@ -348,7 +355,6 @@ class Conductor:
     def _settle(self, now: float) -> None:
         """Take the steps that a message, or time, has made possible."""
         self.broadcast.advance(now)
-        self._hosts.wake_waiting()
         free = self.max_paused - self.replicas.count(Phase.LOADING)
         if free <= 0:
             return

@@ -64,13 +64,17 @@ class Hosts:
             if other.held_paths == replica.source_paths != ():
                 other.held_version, other.held_paths = -1, ()
 
-    def awaited(self) -> set[str]:
-        """Names of the replicas that others wait for."""
-        return {
-            name
-            for name, waiting in self._replicas.waits()
-            if any(each.phase in IDLE_PHASES for each in waiting.values())
-        }
+    def pins(self, replica: Replica) -> bool:
+        """Whether a version must stay held because this replica stages it, or others of its host wait to open it."""
+        if replica.outrun:
+            return False
+        return replica.phase is Phase.STAGING or (
+            replica.fetches
+            and any(
+                other.waits_for == replica.name and other.phase in IDLE_PHASES
+                for other in self._replicas.beside(replica)
+            )
+        )
 
     def join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
         """Let a replica fetch its target for its host; returns its turn, and the sources of chunks, nearest first."""
@@ -88,21 +92,7 @@ class Hosts:
             return False
         return replica.held_version == version or (replica.is_fetching and replica.target == version)
 
-    def wake_waiting(self) -> None:
-        """Wake replicas that wait for one that fetches no longer. Called after any change."""
-        for name, waiting in self._replicas.waits():
-            awaited = self._replicas.by_name.get(name)
-            if awaited is None or not awaited.is_fetching:
-                for replica in waiting.values():
-                    if replica.phase in IDLE_PHASES:
-                        self._replicas.wake(replica.name)
-
 
 def is_held_for(awaited: Replica) -> bool:
     """Whether the version that a replica has staged is still held here for the replicas that wait for it."""
     return awaited.phase in HOLDING_PHASES and not awaited.outrun and awaited.held_version == awaited.target
-
-
-def pins(replica: Replica, awaited: set[str]) -> bool:
-    """Whether a version must stay held because this replica stages it, or others of its host wait to open it."""
-    return not replica.outrun and (replica.phase is Phase.STAGING or replica.name in awaited)

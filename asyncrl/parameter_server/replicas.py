@@ -6,19 +6,21 @@ changes nothing. A decision that has no place is a bug. docs/weights.md draws th
 
 A caller has one open question at a time: a new question closes the earlier one.
 
-Invariant: replicas are found by phase, by host and by the replica that they wait for without a look at the others, so
-the work for one message does not grow with the number of replicas. The replicas of a phase are in the order in which
-they entered it. Change phases with ``move``, hosts with ``settle_in`` and waits with ``await_other`` alone.
+Invariant: replicas are found by phase and by host without a look at the others, so the work for one message does not
+grow with the number of replicas. The replicas of a phase are in the order in which they entered it. Change phases with
+``move`` and hosts with ``settle_in`` alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
 from typing import Any, Literal
+
+from asyncrl.messages import Request
 
 
 class Phase(StrEnum):
@@ -48,9 +50,9 @@ class ReplicaEvent(StrEnum):
     IDLE = "idle"
     """NextUpdate: the replica has nothing staged and nothing paused."""
     ASKED = "asked"
-    """RequestPause."""
+    """RequestLoad, by shm or stream."""
     JOINED = "joined"
-    """JoinBroadcast."""
+    """RequestLoad, for a broadcast."""
     COMMITTED = "committed"
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
@@ -194,8 +196,6 @@ class Replica:
         return True
 
 
-STALE = 0
-"""The number of a question from a replaced incarnation; it is never open."""
 SILENT = float("-inf")
 """Time of the last message of a replica that will not be back soon."""
 COUNTED = (
@@ -219,13 +219,13 @@ class Note:
     level: Level
 
 
-@dataclass(slots=True)
-class Effects:
-    """Changes since the shell last looked."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A parked question of a caller."""
 
-    wake: set[str] = field(default_factory=set)
-    """Callers whose open question may have an answer now."""
-    notes: list[Note] = field(default_factory=list)
+    name: str
+    incarnation: int
+    request: Request
 
 
 class Replicas:
@@ -235,40 +235,41 @@ class Replicas:
         self.by_name: dict[str, Replica] = {}
         self._in_phase: dict[Phase, dict[str, Replica]] = {phase: {} for phase in Phase}
         self._on_host: dict[str, dict[str, Replica]] = {}
-        self._waiting_for: dict[str, dict[str, Replica]] = {}
-        """Waiting replicas, by the name of the replica that they wait for."""
         self._failing: dict[str, Replica] = {}
         """Replicas with failed attempts since their last commit."""
         self.counts: Counter[str] = Counter()
         """Counts since the start, by the names in COUNTED."""
-        self._effects = Effects()
-        self._open: dict[str, tuple[int, int]] = {}
-        """Number of each caller's open question, and the incarnation that asks it."""
-        self._last_question = STALE
+        self._woken: set[str] = set()
+        """Callers whose open question may have an answer now."""
+        self._notes: list[Note] = []
+        self._open: dict[str, Question] = {}
+        """Open question of each caller."""
 
-    def take_effects(self) -> Effects:
-        """Changes since the last call."""
-        effects, self._effects = self._effects, Effects()
-        return effects
+    def take_effects(self) -> tuple[set[str], list[Note]]:
+        """Callers whose open question may have an answer, and lines for the log, since the last call."""
+        woken, notes = self._woken, self._notes
+        self._woken, self._notes = set(), []
+        return woken, notes
 
     def note(self, event: str, *, level: Level = "info", **facts: Any) -> None:
         """Leave a line for the log."""
-        self._effects.notes.append(Note(event, facts, level))
+        self._notes.append(Note(event, facts, level))
 
     # --- questions ---
 
-    def ask(self, name: str, incarnation: int) -> int:
-        """Open a question; returns its number. An earlier one of the same caller is closed."""
+    def open(self, question: Question) -> None:
+        """Open a question. An earlier one of the same caller is closed."""
         # The parked earlier question looks again, finds itself closed, and is answered with nothing.
-        self.wake(name)
-        self._last_question += 1
-        self._open[name] = self._last_question, incarnation
-        return self._last_question
+        self.wake(question.name)
+        self._open[question.name] = question
 
-    def asks(self, name: str, number: int | None = None) -> bool:
-        """Whether this question (or any) of the caller is open."""
-        found = self._open.get(name)
-        return found is not None and number in (None, found[0])
+    def is_open(self, question: Question) -> bool:
+        """Whether this question waits for its answer."""
+        return self._open.get(question.name) is question
+
+    def asks(self, name: str) -> bool:
+        """Whether the caller has an open question."""
+        return name in self._open
 
     def close(self, name: str) -> None:
         """Close a caller's question: it is answered or cancelled."""
@@ -276,13 +277,13 @@ class Replicas:
 
     def close_of_dead(self, name: str, incarnation: int) -> None:
         """Close the question of this incarnation of a caller, or of an older one."""
-        if name in self._open and self._open[name][1] <= incarnation:
+        if name in self._open and self._open[name].incarnation <= incarnation:
             self.close(name)
 
     def wake(self, name: str) -> None:
         """Note that the caller's question may have another answer now."""
         if name in self._open:
-            self._effects.wake.add(name)
+            self._woken.add(name)
 
     # --- replicas ---
 
@@ -294,9 +295,9 @@ class Replicas:
     def remove(self, replica: Replica) -> None:
         """Remove a dead replica, also from its phase."""
         name = replica.name
-        self.await_other(replica, "")
         del self.by_name[name], self._in_phase[replica.phase][name]
         self._failing.pop(name, None)
+        self._wake_beside(replica)
         self._leave_host(replica)
 
     def settle_in(self, replica: Replica, host: str) -> None:
@@ -312,16 +313,11 @@ class Replicas:
         if not beside:
             del self._on_host[replica.host]
 
-    def await_other(self, replica: Replica, name: str) -> None:
-        """Let a replica wait for the replica of this name, which fetches; for none with an empty name."""
-        if replica.waits_for:
-            waiting = self._waiting_for[replica.waits_for]
-            del waiting[replica.name]
-            if not waiting:
-                del self._waiting_for[replica.waits_for]
-        replica.waits_for = name
-        if name:
-            self._waiting_for.setdefault(name, {})[replica.name] = replica
+    def _wake_beside(self, replica: Replica) -> None:
+        """Wake the replicas that wait for this one, which fetches no longer."""
+        for other in self.beside(replica):
+            if other.waits_for == replica.name and other.phase in IDLE_PHASES:
+                self.wake(other.name)
 
     def of(self, *phases: Phase) -> Iterator[Replica]:
         """Replicas in one of these phases."""
@@ -345,10 +341,6 @@ class Replicas:
         """Replicas of a replica's host, itself included."""
         return self._on_host[replica.host].values()
 
-    def waits(self) -> Iterator[tuple[str, Mapping[str, Replica]]]:
-        """Names of replicas that others wait for, each with those that wait."""
-        return iter(self._waiting_for.items())
-
     @property
     def failed_attempts(self) -> int:
         """Largest number of failed attempts of any replica."""
@@ -356,9 +348,11 @@ class Replicas:
 
     def move(self, replica: Replica, event: ReplicaEvent) -> bool:
         """Apply an event to a replica; False if it changes nothing."""
-        before = replica.phase
+        before, was_fetching = replica.phase, replica.is_fetching
         if not replica.follow(event):
             return False
+        if was_fetching and not replica.is_fetching:
+            self._wake_beside(replica)
         if replica.phase is not before:
             del self._in_phase[before][replica.name]
             self._in_phase[replica.phase][replica.name] = replica

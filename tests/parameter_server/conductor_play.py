@@ -2,7 +2,16 @@
 
 from asyncrl.config.rollout import WeightsConfig
 from asyncrl.messages.learner import UpdateTimes
-from asyncrl.messages.weights import AnnounceBroadcast, BucketLayout, NextUpdate, ReportUpdate
+from asyncrl.messages.weights import (
+    AnnounceBroadcast,
+    BucketLayout,
+    LoadGranted,
+    NextUpdate,
+    ReportUpdate,
+    RequestLoad,
+    Update,
+    WatchBroadcast,
+)
 from asyncrl.parameter_server.conductor import Conductor
 
 LEARNER = ("learner/0", 1)
@@ -29,12 +38,12 @@ class Play:
         return {name: str(replica.phase) for name, replica in sorted(self.conductor.replicas.by_name.items())}
 
     def woken(self):
-        return self.conductor.replicas.take_effects().wake
+        return self.conductor.replicas.take_effects()[0]
 
     def effects(self, event):
         """The callers that are woken, and the notes of this kind."""
-        effects = self.conductor.replicas.take_effects()
-        return effects.wake, [note for note in effects.notes if note.event == event]
+        woken, notes = self.conductor.replicas.take_effects()
+        return woken, [note for note in notes if note.event == event]
 
     def figure(self, name):
         return self.conductor.metrics()[name]
@@ -57,54 +66,50 @@ class Play:
     def publish(self, version):
         self.conductor.publish(version)
 
-    def _answer(self, name, number, answer):
-        found = answer() if self.conductor.replicas.asks(name, number) else None
-        if found is not None:
-            self.conductor.answered(name, number, self.now)
-        if self.conductor.replicas.asks(name, number):
-            self.asked[name] = number, answer
-        else:
-            self.asked.pop(name, None)
-        return found
+    def _ask(self, name, incarnation, request, **place):
+        """Returns the answer, None while the question is parked."""
+        self.asked[name] = self.conductor.ask(name, incarnation, request, self.now, **place)
+        return self.look(name)
 
     def look(self, name):
         """The present answer to the caller's parked question."""
-        return self._answer(name, *self.asked[name])
+        question = self.asked.pop(name)
+        if not self.conductor.replicas.is_open(question):
+            return None
+        found = self.conductor.answer(question, self.now)
+        if found is None:
+            self.asked[name] = question
+            return None
+        self.conductor.answered(question, self.now)
+        if isinstance(found, LoadGranted):
+            return found.granted
+        return found.offer if isinstance(found, Update) else found
 
     def end_of_park(self, name):
         """The caller gets the answer to ask again."""
-        self.conductor.answered(name, self.asked.pop(name)[0], self.now)
+        self.conductor.answered(self.asked.pop(name), self.now)
 
     def cancel(self, name):
-        self.conductor.withdrew(name, self.asked.pop(name)[0], self.now)
+        self.conductor.withdrew(self.asked.pop(name), self.now)
 
     def next(self, name, serving, incarnation=1, *, same_host=True, host="", **place):
-        request = NextUpdate(serving=serving, host=host, **place)
-        number = self.conductor.next_update(name, incarnation, request, self.now, same_host=same_host)
-        return self._answer(name, number, lambda: self.conductor.offer(name, self.now))
+        return self._ask(name, incarnation, NextUpdate(serving=serving, host=host, **place), same_host=same_host)
 
     def pause(self, name, version, incarnation=1, paths=()):
-        number = self.conductor.request_pause(name, incarnation, version, self.now, paths=paths)
-        return self._answer(name, number, lambda: self.conductor.may_pause(name, version))
+        return self._ask(name, incarnation, RequestLoad(version=version, paths=list(paths)))
 
     def join(self, name, version, epoch, incarnation=1):
-        number = self.conductor.join(name, incarnation, version, epoch, self.now)
-        return self._answer(name, number, lambda: self.conductor.begins(name, version, epoch))
+        return self._ask(name, incarnation, RequestLoad(version=version, epoch=epoch))
 
     def report(self, name, version, committed=True, incarnation=1):
         report = ReportUpdate(version=version, committed=committed, times=UpdateTimes(version=version), error="oh")
         return self.conductor.report(name, incarnation, report, self.now)
 
     def announce(self, version, learner=LEARNER, **changes):
-        number = self.conductor.announce(*learner, announcement(version, **changes), self.now)
-        return self._answer(learner[0], number, lambda: self.conductor.broadcast.decided(version))
+        return self._ask(*learner, announcement(version, **changes))
 
-    def ended(self, version, epoch, error=""):
-        self.conductor.broadcast_ended(version, epoch, error, self.now)
-
-    def watch(self, version, epoch, learner=LEARNER):
-        number = self.conductor.replicas.ask(*learner)
-        return self._answer(learner[0], number, lambda: self.conductor.broadcast.state(version, epoch))
+    def watch(self, version, epoch, error="", learner=LEARNER):
+        return self._ask(*learner, WatchBroadcast(version=version, epoch=epoch, error=error))
 
     def left(self, name, incarnation=1):
         self.conductor.left(name, incarnation, self.now)

@@ -41,9 +41,8 @@ def test_a_broadcast_begins_when_all_members_and_the_learner_are_there():
     commit_all(play, 1)
     # A repeated announcement has the same answer.
     assert play.announce(1).group == group
-    assert play.watch(1, group.epoch).over
+    assert play.watch(1, group.epoch).decided
     play.publish(1)
-    play.ended(1, group.epoch)
     assert play.announce(1).group == group
     assert [play.look(name) for name in R] == [None] * 3
     assert play.counts("begun", "broken") == (1, 0)
@@ -142,7 +141,7 @@ ANOTHER_SET = {
     "comes again": comes_again,
     "another engine": has_another_engine,
     "more workers": lambda play: play.next("r/1", 1, workers=2),
-    "broken late": lambda play: play.ended(1, 5, "connection reset"),
+    "broken late": lambda play: play.watch(1, 5, "connection reset"),
     "another learner": lambda play: play.left("learner/0"),
     "another place": lambda play: None,
     "called off": lambda play: (play.gather(2, *R), play.cancel("learner/0"), [play.next(name, 1) for name in R]),
@@ -177,7 +176,7 @@ BLAMELESS = {
     "does not come": (lambda play, epoch: play.later(4), R[:2]),
     "the learner dies": (lambda play, epoch: play.left("learner/0"), R),
     "the learner gives up": (lambda play, epoch: play.cancel("learner/0"), R),
-    "the learner cannot send": (lambda play, epoch: play.ended(1, epoch, "no memory"), R),
+    "the learner cannot send": (lambda play, epoch: play.watch(1, epoch, "no memory"), R),
 }
 
 
@@ -219,7 +218,7 @@ BREAKS = {
     "asks for the next": lambda play, epoch: play.next("r/0", 0),
     "has another engine": lambda play, epoch: play.next("r/0", -1),
     "takes too long": lambda play, epoch: play.later(10),
-    "the learner fails": lambda play, epoch: play.ended(1, epoch, "reset"),
+    "the learner fails": lambda play, epoch: play.watch(1, epoch, "reset"),
     "the learner dies": lambda play, epoch: play.left("learner/0"),
 }
 
@@ -234,12 +233,13 @@ def test_after_a_broken_broadcast_the_version_goes_by_stream(what, published):
         play.publish(1)
     assert play.watch(1, epoch) is None
     play.woken()
-    BREAKS[what](play, epoch)
+    told = BREAKS[what](play, epoch)
     wake, [note] = play.effects("broadcast broken")
     assert note.level == "warning" and note.facts["reason"]
     if what != "the learner dies":
         # The learner stops at once.
-        assert "learner/0" in wake and play.look("learner/0").error == note.facts["reason"]
+        state = told if what == "the learner fails" else play.look("learner/0")
+        assert "learner/0" in wake and state.error == note.facts["reason"]
         assert play.announce(1).group is None
     if not published:
         play.publish(1)
@@ -261,7 +261,7 @@ def test_versions_are_left_out_after_broadcasts_that_broke():
             epoch = play.look("r/0").broadcast.group.epoch
             assert play.join("r/0", version, epoch)
             assert play.look("learner/0").group.epoch == epoch
-            play.ended(version, epoch, "no connection")
+            play.watch(version, epoch, "no connection")
         play.publish(version)
         play.commit("r/0", version, serving=version - 1)
     assert announced == [1, 2, 4, 8]
@@ -277,7 +277,7 @@ def test_versions_are_left_out_after_broadcasts_that_broke():
 
 def test_a_successor_of_the_parameter_server_does_not_stop_the_learner():
     state = Play().watch(1, 5)
-    assert (state.over, state.error) == (True, "")
+    assert (state.decided, state.error) == (True, "")
 
 
 def test_a_commit_counts_before_and_after_the_break():
@@ -300,7 +300,7 @@ def test_a_learner_that_fails_after_all_have_committed_breaks_nothing():
     play = serving()
     epoch = play.begin(1, *R)
     commit_all(play, 1)
-    play.ended(1, epoch, "connection reset")
+    play.watch(1, epoch, "connection reset")
     assert play.counts("begun", "broken") == (1, 0)
     play.publish(1)
     # Its group is not used again, and the next version is broadcast.
@@ -311,8 +311,10 @@ def test_messages_on_other_broadcasts_change_nothing():
     play = serving()
     epoch = play.gather(3, *R)
     before = play.phases()
-    play.ended(2, epoch - 1, "late")
-    play.ended(3, epoch + 1, "unknown")
+    play.watch(2, epoch - 1, "late")
+    play.watch(3, epoch + 1, "unknown")
+    # The learner's questions close one another.
+    assert play.announce(3) is None
     assert play.join("r/2", 2, epoch) is False
     assert play.join("r/2", 3, epoch + 1) is False
     assert not play.report("r/0", 2, committed=False)

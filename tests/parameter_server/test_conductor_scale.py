@@ -5,7 +5,7 @@ from conductor_play import LEARNER, Play, announcement
 from work import steps_of
 
 from asyncrl.messages.learner import UpdateTimes
-from asyncrl.messages.weights import NextUpdate, ReportUpdate
+from asyncrl.messages.weights import NextUpdate, ReportUpdate, RequestLoad
 
 HOSTS = 8
 """Replicas on each host, where they are on hosts."""
@@ -16,27 +16,32 @@ def serving(count, *, offered=0, transport="stream", **place):
     play = Play(transport=transport, max_paused_fraction=0.5)
     for i in range(count):
         host = f"host-{i // HOSTS}" if place.get("hosts") else ""
-        play.conductor.next_update(f"r/{i}", 1, NextUpdate(serving=0, host=host), play.now, same_host=not host)
+        play.conductor.ask(f"r/{i}", 1, NextUpdate(serving=0, host=host), play.now, same_host=not host)
     if offered:
         play.publish(1)
     for i in range(offered):
-        play.conductor.offer(f"r/{i}", play.now)
+        look(play, i)
     return play
+
+
+def look(play, i):
+    """The answer to what a replica has asked."""
+    return play.conductor.answer(play.conductor.replicas._open[f"r/{i}"], play.now)
 
 
 def ask_for_pause(count):
     """Half of all load, and one more asks."""
     play = serving(count, offered=count)
     for i in range(count - 1):
-        play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
-    return lambda: play.conductor.request_pause(f"r/{count - 1}", 1, 1, play.now)
+        play.conductor.ask(f"r/{i}", 1, RequestLoad(version=1), play.now)
+    return lambda: play.conductor.ask(f"r/{count - 1}", 1, RequestLoad(version=1), play.now)
 
 
 def commit(count):
     """Half of all load, and one of them has loaded: another may pause."""
     play = serving(count, offered=count)
     for i in range(count):
-        play.conductor.request_pause(f"r/{i}", 1, 1, play.now)
+        play.conductor.ask(f"r/{i}", 1, RequestLoad(version=1), play.now)
     loading = next(name for name, phase in play.phases().items() if phase == "loading")
     report = ReportUpdate(version=1, committed=True, times=UpdateTimes(version=1))
     return lambda: play.conductor.report(loading, 1, report, play.now)
@@ -45,18 +50,18 @@ def commit(count):
 def offer(count):
     """The others of its host wait for one of them, as everywhere."""
     play = serving(count, offered=count - 1, hosts=True)
-    return lambda: play.conductor.offer(f"r/{count - 1}", play.now)
+    return lambda: look(play, count - 1)
 
 
 def join(count):
     """All but two members of a broadcast are paused."""
     play = serving(count, transport="gloo")
     play.conductor.publish(0)
-    play.conductor.announce(*LEARNER, announcement(1), play.now)
-    epoch = play.conductor.offer("r/0", play.now).broadcast.group.epoch
+    play.conductor.ask(*LEARNER, announcement(1), play.now)
+    request = RequestLoad(version=1, epoch=look(play, 0).offer.broadcast.group.epoch)
     for i in range(count - 2):
-        play.conductor.join(f"r/{i}", 1, 1, epoch, play.now)
-    return lambda: play.conductor.join(f"r/{count - 2}", 1, 1, epoch, play.now)
+        play.conductor.ask(f"r/{i}", 1, request, play.now)
+    return lambda: play.conductor.ask(f"r/{count - 2}", 1, request, play.now)
 
 
 def figures(count):

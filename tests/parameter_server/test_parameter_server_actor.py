@@ -18,15 +18,13 @@ from asyncrl.core.errors import RemoteError
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
-    BroadcastEnded,
     FetchChunk,
-    JoinBroadcast,
     KeepPublished,
     Manifest,
     NextUpdate,
     Publish,
     ReportUpdate,
-    RequestPause,
+    RequestLoad,
     WatchBroadcast,
 )
 from asyncrl.parameter_server.actor import COMPARED_VERSIONS, ParameterServer
@@ -111,7 +109,7 @@ class Stage:
             async with asyncio.timeout(60):
                 while True:
                     reply = await self.call(name, request)
-                    if all(getattr(reply, field, True) for field in ("decided", "granted", "over")):
+                    if reply.decided:
                         return reply
 
         self.calls.append(asyncio.create_task(asking()))
@@ -124,7 +122,7 @@ class Stage:
         return self.call(LEARNER, Publish(manifest=manifest))
 
     def pause(self, name, version=0):
-        return self.call(name, RequestPause(version=version))
+        return self.call(name, RequestLoad(version=version))
 
     def report(self, name, version, committed=True, checksum=""):
         times = UpdateTimes(version=version, checksum=checksum)
@@ -133,7 +131,7 @@ class Stage:
     async def take(self, name, serving=-1):
         """A rolling update as it should be; returns the offer."""
         offer = (await self.next(name, serving)).offer
-        await self.ask(name, RequestPause(version=offer.version))
+        await self.ask(name, RequestLoad(version=offer.version))
         await self.report(name, offer.version)
         return offer
 
@@ -303,11 +301,11 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     [group] = {offer.broadcast.group for offer in offers}
     assert [offer.broadcast.first_rank for offer in offers] == [1, 2]
     assert all(offer.broadcast.probe is not None for offer in offers)
-    joining = JoinBroadcast(version=1, epoch=group.epoch)
+    joining = RequestLoad(version=1, epoch=group.epoch)
     first = stage.call(R[0], joining)
     await stage.parked(first, announced)
     last = stage.call(R[1], joining)
-    assert all((reply.decided, reply.begins) == (True, True) for reply in [await first, await last])
+    assert all((reply.decided, reply.granted) == (True, True) for reply in [await first, await last])
     answer = await announced
     assert (answer.decided, answer.group) == (True, group)
     watching = stage.ask(LEARNER, WatchBroadcast(version=1, epoch=group.epoch))
@@ -316,7 +314,6 @@ async def test_a_broadcast_from_announcement_to_commit(stage, publication):
     for name in R:
         await stage.report(name, 1)
     assert (await watching).error == ""
-    await stage.call(LEARNER, BroadcastEnded(version=1, epoch=group.epoch))
     await stage.parked(*[stage.next(name, 1) for name in R])
     assert stage.server.counters["weights/broadcasts_begun"] == 1
     assert stage.server.counters["weights/updates_committed"] == 4
@@ -336,14 +333,14 @@ async def test_epochs_of_a_successor_are_above_all_of_its_predecessor(stage, pub
 @staged(transport="gloo")
 async def test_a_member_whose_engine_dies_before_the_begin_calls_it_off_at_once(stage, publication):
     announced, offers = await gathered(stage, publication)
-    request = JoinBroadcast(version=1, epoch=offers[0].broadcast.group.epoch)
+    request = RequestLoad(version=1, epoch=offers[0].broadcast.group.epoch)
     joining = stage.call(R[0], request)
     await stage.parked(joining, announced)
     joining.cancel()
     began = asyncio.get_running_loop().time()
     assert (await announced).group is None
     assert asyncio.get_running_loop().time() - began < 1
-    assert not (await stage.call(R[1], request)).begins
+    assert not (await stage.call(R[1], request)).granted
 
 
 @staged(transport="auto")

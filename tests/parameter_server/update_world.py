@@ -90,22 +90,17 @@ class World(Play):
                 assert not self.has_answer(caller), f"{caller} waits in vain"
 
     def has_answer(self, caller):
-        kind, *of = caller.state
-        if not self.conductor.replicas.asks(caller.name, self.asked[caller.name][0]):
+        question = self.asked[caller.name]
+        if not self.conductor.replicas.is_open(question):
             return True
-        if kind == "next":
+        # To look for an offer would make it.
+        if caller.state[0] == "next":
             replica = self.conductor.replicas.by_name[caller.name]
             if self.is_fetched_for(replica):
                 return False
             behind = replica.phase in IDLE_PHASES and replica.serving < self.conductor.newest
             return behind or replica.phase is Phase.ANNOUNCED
-        if kind == "pause":
-            return self.conductor.may_pause(caller.name, *of) is not None
-        if kind == "join":
-            return self.conductor.begins(caller.name, *of) is not None
-        if kind == "sending":
-            return self.conductor.broadcast.state(*of) is not None
-        return self.conductor.broadcast.decided(*of) is not None
+        return self.conductor.answer(question, self.now) is not None
 
     def is_fetched_for(self, replica):
         others = [other for other in self.conductor.replicas.by_name.values() if other.host == replica.host != ""]
@@ -308,7 +303,9 @@ class World(Play):
             # It no longer watches.
             self.cancel(self.learner)
             self.learner.state = ("idle",) if error else ("sent", *of)
-            self.ended(*of, error)
+            if error:
+                self.watch(*of, error, learner=(LEARNER, self.learner.incarnation))
+                self.cancel(self.learner)
             self.settle()
 
     def forget_sent(self):

@@ -17,7 +17,7 @@ from asyncrl.messages import Done
 from asyncrl.messages.groups import Group, Lease, NewLeases, RequestLeases, ReturnLeases
 from asyncrl.messages.learner import Deliver, Delivered, RolloutStats, UpdateTimes
 from asyncrl.messages.reward import Score, Scores
-from asyncrl.messages.weights import Manifest, NextUpdate, Offer, PauseGranted, ReportUpdate, RequestPause, Update
+from asyncrl.messages.weights import LoadGranted, Manifest, NextUpdate, Offer, ReportUpdate, RequestLoad, Update
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
 from asyncrl.rpc.parking import ParkingLot
@@ -119,9 +119,9 @@ class Counterpart(Actor):
         return Update(offer=Offer(version=manifest.version, transport="shm", manifest=manifest))
 
     @handler
-    def request_pause(self, request: RequestPause, caller: Caller) -> PauseGranted:
+    def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:
         """Grant the pause at once."""
-        return PauseGranted(granted=True)
+        return LoadGranted(decided=True, granted=True)
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:

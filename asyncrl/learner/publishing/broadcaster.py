@@ -5,9 +5,9 @@ member of the group is paused, a thread sends the sealed buckets and then the re
 one before is sent. The training thread hands its buckets over and waits for nothing.
 
 Invariants: one version at a time is announced or sent, and one that comes meanwhile goes by shm or stream. A descriptor
-is this module's own and stays open until the send is over. The parameter server gets a report of each send. A send
-stops when the parameter server says that the broadcast is broken. A broadcast that fails is logged; the version then
-goes by shm or stream.
+is this module's own and stays open until the send is over. The parameter server is told of a send that fails, and a
+send stops when the parameter server says that the broadcast is broken. A broadcast that fails is logged; the version
+then goes by shm or stream.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    Announced,
-    BroadcastEnded,
     BroadcastGroup,
     BroadcastState,
     Bucket,
@@ -86,12 +85,12 @@ class BucketQueue:
             index = len(self._sealed)
             # The slice is empty for a bucket more than were announced.
             if BucketLayout(size=bucket.size, tensors=bucket.tensors) not in self.layouts[index : index + 1]:
-                self._fail(f"bucket {index} is not what was announced")
+                self.fail(f"bucket {index} is not what was announced")
                 return
             try:
                 own = os.dup(descriptor)
             except OSError as error:
-                self._fail(f"bucket {index}: {error}")
+                self.fail(f"bucket {index}: {error}")
                 return
             self._sealed.append((bucket, own))
             self._changed.notify_all()
@@ -107,13 +106,10 @@ class BucketQueue:
     def fail(self, reason: str) -> None:
         """Note, from any thread, that no further bucket comes."""
         with self._changed:
-            self._fail(reason)
-
-    def _fail(self, reason: str) -> None:
-        if not self._problem:
-            self._problem = reason
-            self._changed.notify_all()
-            self._loop.call_soon_threadsafe(self._begun.set)
+            if not self._problem:
+                self._problem = reason
+                self._changed.notify_all()
+                self._loop.call_soon_threadsafe(self._begun.set)
 
     def buckets(self) -> Iterator[tuple[Bucket, int]]:
         """Buckets in order, each as soon as it is there. Raises BroadcastFailed when one does not come.
@@ -121,21 +117,15 @@ class BucketQueue:
         The last one is held back until all is gathered, because no engine may serve a version that is never published.
         """
         for index in range(len(self.layouts)):
-            self._wait(partial(self._has, index), f"waited {{}} for its own bucket {index}")
-            if index + 1 == len(self.layouts):
-                self._wait(lambda: self._gathered, "did not end gathering within {}")
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._problem or self._may_go(index), self._timeout_s):  # noqa: B023
+                    self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket {index}")
+                if self._problem:
+                    raise BroadcastFailed(self.version, self._problem)
             yield self._sealed[index]
 
-    def _has(self, index: int) -> bool:
-        return len(self._sealed) > index
-
-    def _wait(self, there: Callable[[], bool], problem: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._problem or there(), self._timeout_s)
-            if not there():
-                self._fail("the learner " + problem.format(f"{self._timeout_s:g} s"))
-            if self._problem:
-                raise BroadcastFailed(self.version, self._problem)
+    def _may_go(self, index: int) -> bool:
+        return index < len(self._sealed) and (self._gathered or index < len(self.layouts) - 1)
 
     def close(self) -> None:
         """Close the descriptors; nothing is sent any more."""
@@ -221,51 +211,51 @@ class Broadcaster:
             buckets=queue.layouts,
             probe=probe,
         )
-        if await queue.begun() and (group := await self._decision(announcement)) is not None:
+        announced = await self._state(announcement) if await queue.begun() else None
+        if announced is not None and (group := announced.group) is not None:
+            watch = WatchBroadcast(version=queue.version, epoch=group.epoch)
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(self._watch(queue, sender, group))
-                await self._send(queue, sender, group)
+                watching = tasks.create_task(self._watch(queue, sender, watch))
+                error = await self._send(queue, sender, group)
                 watching.cancel()
+            if error:
+                await self._state(msgspec.structs.replace(watch, error=error))
         # Its descriptors may be the last of a version, and the kernel takes its time to get the memory back.
         await self._on_thread(queue.close)
         self._queue = None
 
-    async def _decision(self, announcement: AnnounceBroadcast) -> BroadcastGroup | None:
-        while True:
-            reply: Announced | None = await self._answer(announcement)
-            if reply is None or reply.decided:
-                return None if reply is None else reply.group
-
-    async def _send(self, queue: BucketQueue, sender: Sender, group: BroadcastGroup) -> None:
-        error = ""
+    async def _send(self, queue: BucketQueue, sender: Sender, group: BroadcastGroup) -> str:
+        """The reason that the send failed, or an empty text."""
         try:
             await self._on_thread(lambda: sender.send(group, queue.version, queue.buckets()))
         except (AsyncRLError, OSError, RuntimeError) as problem:
             error = str(problem) or type(problem).__name__
             self._log.warning("broadcast failed", version=queue.version, epoch=group.epoch, error=error)
-        await self._answer(BroadcastEnded(version=queue.version, epoch=group.epoch, error=error))
+            return error
+        self._log.info("broadcast sent", version=queue.version, epoch=group.epoch)
+        return ""
 
-    async def _watch(self, queue: BucketQueue, sender: Sender, group: BroadcastGroup) -> None:
+    async def _watch(self, queue: BucketQueue, sender: Sender, watch: WatchBroadcast) -> None:
         """Stop the send when the parameter server knows that the broadcast is broken."""
-        request = WatchBroadcast(version=queue.version, epoch=group.epoch)
-        state: BroadcastState | None = BroadcastState(over=False)
-        while state is not None and not state.over:
-            state = await self._answer(request)
+        state = await self._state(watch)
         if state is not None and state.error:
             queue.fail(state.error)
             sender.abort(state.error)
 
-    async def _answer(self, request: Request) -> Any:
-        """The reply, however late; None when the parameter server refuses."""
+    async def _state(self, request: AnnounceBroadcast | WatchBroadcast) -> BroadcastState | None:
+        """The answer once it is decided, however late; None when the parameter server refuses."""
         while True:
             try:
-                return await self._call(request)
+                state: BroadcastState = await self._call(request)
             except (DeadlineExceeded, RemoteError) as error:
                 what = type(request).__name__
                 if is_refusal(error):
                     self._log.error("broadcast is refused", request=what, error=str(error))
                     return None
                 await wait_out(self._log, "parameter server", error, request=what)
+            else:
+                if state.decided:
+                    return state
 
     async def _on_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

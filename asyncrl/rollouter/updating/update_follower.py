@@ -34,17 +34,15 @@ from asyncrl.core.errors import (
 from asyncrl.messages import Request
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
-    BroadcastBegins,
     BroadcastPart,
     Bucket,
     BucketLayout,
-    JoinBroadcast,
+    LoadGranted,
     NextUpdate,
     Offer,
-    PauseGranted,
     Probe,
     ReportUpdate,
-    RequestPause,
+    RequestLoad,
     Update,
 )
 from asyncrl.observe.trace import Track
@@ -219,10 +217,11 @@ class UpdateFollower:
             await self._accept(fetched)
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
-            await self._wait_for_pause(offer.version, paths)
+            request = RequestLoad(version=offer.version, paths=paths)
+            await self._may_load(request)
             # The parameter server takes a pause back after weights.deadline_s; asking again restarts that time.
             while not await self._host.quiesced(weights.deadline_s / 3):
-                await self._wait_for_pause(offer.version, paths)
+                await self._may_load(request)
             size = fetched.bytes
             times = UpdateTimes(
                 version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=size, encoded_bytes=size
@@ -246,12 +245,6 @@ class UpdateFollower:
                 self._name, f"the learner's weights are not those of the engine's model: {error}"
             ) from error
 
-    async def _wait_for_pause(self, version: int, paths: list[str]) -> None:
-        with self._awaits.on(PARAMETER_SERVER, "RequestPause"):
-            reply: PauseGranted | None = None
-            while reply is None or not reply.granted:
-                reply = await self._ask(RequestPause(version=version, paths=paths))
-
     # --- by broadcast ---
 
     async def _take_broadcast(self, offer: Offer, part: BroadcastPart) -> None:
@@ -263,7 +256,7 @@ class UpdateFollower:
             self._log.info("still draining", version=offer.version)
         pause_s = await self._host.pause(offer.version)
         self._track.enter(f"wait for broadcast v{offer.version}", version=offer.version)
-        if not await self._broadcast_begins(offer.version, part.group.epoch):
+        if not await self._may_load(RequestLoad(version=offer.version, epoch=part.group.epoch)):
             self._log.info("broadcast is called off", version=offer.version)
             await self._host.call_off()
             return
@@ -275,14 +268,15 @@ class UpdateFollower:
             done = await self._load(part, times, part.probe, limits)
         await self._conclude(offer, part.probe, limits, *done)
 
-    async def _broadcast_begins(self, version: int, epoch: int) -> bool:
-        with self._awaits.on(PARAMETER_SERVER, "JoinBroadcast"):
-            reply: BroadcastBegins | None = None
-            while reply is None or not reply.decided:
-                reply = await self._ask(JoinBroadcast(version=version, epoch=epoch))
-            return reply.begins
-
     # --- both ---
+
+    async def _may_load(self, request: RequestLoad) -> bool:
+        """Wait until the engine may load; False if the broadcast is called off."""
+        with self._awaits.on(PARAMETER_SERVER, "RequestLoad"):
+            reply: LoadGranted | None = None
+            while reply is None or not reply.decided:
+                reply = await self._ask(request)
+            return reply.granted
 
     async def _load(
         self, weights: HeldVersion | BroadcastPart, times: UpdateTimes, probe: Probe | None, limits: DriftLimits

@@ -20,11 +20,8 @@ from probes import make_probe
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import BroadcastFailed
 from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
-from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    Announced,
-    BroadcastEnded,
     BroadcastGroup,
     BroadcastState,
     WatchBroadcast,
@@ -42,33 +39,31 @@ class Stub:
 
     def __init__(self) -> None:
         self.announced: list[AnnounceBroadcast] = []
-        self.ended: list[BroadcastEnded] = []
+        self.failed: list[tuple[int, int, str]] = []
+        """(version, epoch, reason)."""
         self.epoch = 0
-        self.answer: Callable[[AnnounceBroadcast], Announced | None] = self.group
+        self.answer: Callable[[AnnounceBroadcast], BroadcastState | None] = self.group
         self.state: BroadcastState | None = None
         """Answer to the learner while it sends."""
         self.changed = ParkingLot()
 
-    def group(self, request: AnnounceBroadcast) -> Announced:
+    def group(self, request: AnnounceBroadcast) -> BroadcastState:
         self.epoch += 1
         place = {"backend": request.backend, "host": request.host, "port": request.port}
-        return Announced(decided=True, group=BroadcastGroup(epoch=self.epoch, world_size=3, **place))
+        return BroadcastState(decided=True, group=BroadcastGroup(epoch=self.epoch, world_size=3, **place))
 
     @handler
-    async def announce(self, request: AnnounceBroadcast, caller: Caller) -> Announced:
+    async def announce(self, request: AnnounceBroadcast, caller: Caller) -> BroadcastState:
         self.announced.append(request)
         found = await self.changed.until(lambda: self.answer(request), caller.park_s)
-        return found or Announced(decided=False)
+        return found or BroadcastState()
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        found = await self.changed.until(lambda: self.state, caller.park_s)
-        return found or BroadcastState(over=False)
-
-    @handler
-    def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
-        self.ended.append(request)
-        return Done()
+        if request.error:
+            self.failed.append((request.version, request.epoch, request.error))
+            return BroadcastState(decided=True, error=request.error)
+        return await self.changed.until(lambda: self.state, caller.park_s) or BroadcastState()
 
 
 class FakeSender:
@@ -219,18 +214,18 @@ def test_a_version_is_sent_as_its_buckets_come_and_outlives_its_publication() ->
         assert (announcement.version, announcement.host, announcement.port) == (1, "127.0.0.1", 4711)
         assert [(b.size, b.tensors) for b in announcement.buckets] == [(b.size, b.tensors) for b in manifest.buckets]
         assert np.array_equal(announcement.probe.tokens, PROBE.tokens)
-        assert scene.stub.ended == [BroadcastEnded(version=1, epoch=1)]
+        assert scene.stub.failed == []
         assert scene.begin(3) is not None
 
     play(scenario)
 
 
-def refuse(_request: AnnounceBroadcast) -> Announced:
+def refuse(_request: AnnounceBroadcast) -> BroadcastState:
     raise BroadcastFailed(1, "no")
 
 
-@pytest.mark.parametrize("answer", [lambda _request: Announced(decided=True), refuse], ids=["nobody", "refusal"])
-def test_without_a_group_nothing_is_sent(answer: Callable[[AnnounceBroadcast], Announced]) -> None:
+@pytest.mark.parametrize("answer", [lambda _request: BroadcastState(decided=True), refuse], ids=["nobody", "refusal"])
+def test_without_a_group_nothing_is_sent(answer: Callable[[AnnounceBroadcast], BroadcastState]) -> None:
     async def scenario(scene: Scene) -> None:
         scene.stub.answer = answer
         sending = scene.begin(1)
@@ -239,7 +234,7 @@ def test_without_a_group_nothing_is_sent(answer: Callable[[AnnounceBroadcast], A
         await scene.idle()
         with make_publication(1, sending.put) as publication:
             assert len(open_segments()) == len(publication.descriptors)
-        assert ([each.version for each in scene.stub.announced], scene.sender.sent, scene.stub.ended) == ([1], [], [])
+        assert ([each.version for each in scene.stub.announced], scene.sender.sent, scene.stub.failed) == ([1], [], [])
         assert scene.begin(2) is not None
 
     play(scenario)
@@ -274,9 +269,9 @@ def test_a_bucket_that_is_not_as_announced_breaks_it_off(second: Put, error: str
                 sending.put(*third)
             await scene.idle()
         ((_, _, received),) = scene.sender.sent
-        (ended,) = scene.stub.ended
+        ((_, _, reason),) = scene.stub.failed
         assert received == content(1)[: len(received)] and len(received) <= 1
-        assert re.fullmatch(f"broadcast of version 1: {error}", ended.error)
+        assert re.fullmatch(f"broadcast of version 1: {error}", reason)
 
     play(scenario, timeout_s=0.5)
 
@@ -290,7 +285,7 @@ def test_without_its_first_bucket_a_version_is_not_announced(told: bool) -> None
         await scene.idle()
         with make_publication(1) as publication:
             sending.put(publication.manifest.buckets[0], publication.descriptors[0])
-        assert (scene.stub.announced, scene.sender.sent, scene.stub.ended) == ([], [], [])
+        assert (scene.stub.announced, scene.sender.sent, scene.stub.failed) == ([], [], [])
 
     play(scenario, timeout_s=0.1)
 
@@ -301,7 +296,7 @@ def test_a_broadcast_that_fails_is_reported_and_not_sent_again() -> None:
         scene.gather(1)
         await scene.idle()
         assert scene.sender.sent == [(1, 1, [])]
-        assert scene.stub.ended == [BroadcastEnded(version=1, epoch=1, error="it did not come")]
+        assert scene.stub.failed == [(1, 1, "it did not come")]
         assert not open_segments()
         scene.gather(2)
         await scene.idle()
@@ -344,12 +339,12 @@ def test_the_learner_stops_when_the_parameter_server_knows_that_the_broadcast_br
         with make_publication(1) as version:
             queue.put(version.manifest.buckets[0], version.descriptors[0])
             await until(lambda: scene.sender.sent)
-            scene.stub.state = BroadcastState(over=True, error="rollouter/1 is gone")
+            scene.stub.state = BroadcastState(decided=True, error="rollouter/1 is gone")
             scene.stub.changed.wake()
             await scene.idle()
-        [ended] = scene.stub.ended
-        assert ended.error and scene.sender.aborts == 1
-        assert sends or "rollouter/1 is gone" in ended.error
+        [(_, _, reason)] = scene.stub.failed
+        assert scene.sender.aborts == 1
+        assert sends or "rollouter/1 is gone" in reason
 
     play(scenario)
 

@@ -25,8 +25,6 @@ from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Done
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
-    Announced,
-    BroadcastEnded,
     BroadcastGroup,
     BroadcastState,
     KeepPublished,
@@ -109,6 +107,7 @@ class Script:
     def send(self, group: BroadcastGroup, version: int, buckets: Any) -> None:
         self.note("send", version)
         assert len(list(buckets)) == BUCKETS
+        self.note("sent", version)
 
     def abort(self, reason: str) -> None:
         self.note("abort", -1)
@@ -129,22 +128,20 @@ class Script:
         return Published(held=True)
 
     @handler
-    def announce(self, request: AnnounceBroadcast, caller: Caller) -> Announced:
+    def announce(self, request: AnnounceBroadcast, caller: Caller) -> BroadcastState:
         self.note("announce", request.version)
         if not self.has_members:
-            return Announced(decided=True)
+            return BroadcastState(decided=True)
         group = BroadcastGroup(backend="gloo", epoch=1, world_size=2, host=request.host, port=request.port)
-        return Announced(decided=True, group=group)
+        return BroadcastState(decided=True, group=group)
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
+        if request.error:
+            self.note("failed", request.version)
+            return BroadcastState(decided=True)
         await asyncio.sleep(caller.park_s)
-        return BroadcastState(over=False)
-
-    @handler
-    def broadcast_ended(self, request: BroadcastEnded, caller: Caller) -> Done:
-        self.note("failed" if request.error else "ended", request.version)
-        return Done()
+        return BroadcastState()
 
 
 Play = Callable[[Callable[[VersionMaker, Script], Awaitable[None]]], Script]
@@ -212,13 +209,13 @@ def test_a_number_is_on_disk_before_any_other_process_hears_of_it(play: Play) ->
             assert await made.settled() and made.whole == version
             assert made.metrics.keys() == {"weights/gather_s", "weights/publish_bytes"}
             assert made.metrics["weights/publish_bytes"] == BUCKETS * 4096
-            await until(lambda: {"publish", "ended" if version else "copy"} <= {*script.of(version)})  # noqa: B023
+            await until(lambda: {"publish", "sent" if version else "copy"} <= {*script.of(version)})  # noqa: B023
 
     script = play(scenario)
     assert all(mark >= version for _, version, mark in script.events)
     of_two = script.of(2)
-    assert set(of_two) == {"announce", "copy", "send", "publish", "ended"}
-    assert of_two.index("announce") < of_two.index("send") < of_two.index("ended")
+    assert set(of_two) == {"announce", "copy", "send", "publish", "sent"}
+    assert of_two.index("announce") < of_two.index("send") < of_two.index("sent")
     assert "announce" in script.of(1) and "announce" not in script.of(0)
 
 
@@ -234,7 +231,7 @@ def test_a_version_that_cannot_be_gathered_is_not_sent_and_its_number_is_used_up
         await until(lambda: "failed" in script.of(1))
         assert await made.make([]) == 2
         assert await made.settled() and not made.spoiled
-        await until(lambda: {"publish", "ended"} <= {*script.of(2)})
+        await until(lambda: {"publish", "sent"} <= {*script.of(2)})
 
     script = play(scenario)
     assert "publish" not in script.of(1)

@@ -17,19 +17,17 @@ from asyncrl.core.errors import ActorFailed, BroadcastFailed, DeadlineExceeded, 
 from asyncrl.messages import Done
 from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
-    BroadcastBegins,
     BroadcastGroup,
     BroadcastPart,
     BucketLayout,
     Chunk,
     FetchChunk,
-    JoinBroadcast,
+    LoadGranted,
     Manifest,
     NextUpdate,
     Offer,
-    PauseGranted,
     ReportUpdate,
-    RequestPause,
+    RequestLoad,
     Update,
 )
 from asyncrl.observe.states import StateLedger
@@ -124,13 +122,13 @@ class Server:
                 return Update(offer=self.offers.pop(0))
             self.done.set()
             await asyncio.Event().wait()
-        if isinstance(request, RequestPause):
+        if isinstance(request, RequestLoad):
+            if request.epoch is not None:
+                return LoadGranted(decided=True, granted=self.begins)
             self.paths.append(request.paths)
-            return PauseGranted(granted=True)
+            return LoadGranted(decided=True, granted=True)
         if isinstance(request, FetchChunk):
             return self.chunks(request)
-        if isinstance(request, JoinBroadcast):
-            return BroadcastBegins(decided=True, begins=self.begins)
         assert isinstance(request, ReportUpdate), request
         self.reports.append(request)
         return Done()
@@ -342,7 +340,7 @@ def test_a_version_fetched_for_the_host_is_held_until_a_newer_one_is_served(publ
                 return versions.chunk(request)
 
         async def call(self, request):
-            if isinstance(request, RequestPause) and request.paths:
+            if isinstance(request, RequestLoad) and request.paths:
                 held.append((request.paths[0], inode(request.paths[0])))
             if isinstance(request, NextUpdate) and held:
                 within = time.monotonic() + 20.0
