@@ -74,7 +74,8 @@ def stage(manifest: Manifest) -> HeldVersion:
     layout_of(manifest)
     found = hold(manifest)
     try:
-        found.verify()
+        for index in range(len(manifest.buckets)):
+            found.verify(index)
     except BaseException:
         found.close()
         raise

@@ -320,7 +320,9 @@ class HeldVersions:
 
     async def verify(self, version: int) -> None:
         """Compare a version with its checksums. Raises WeightsCorrupt naming a bucket, and VersionGone."""
-        await asyncio.wrap_future(self._threads.submit(self._find(version).verify))
+        held = self._find(version)
+        for bucket in range(len(held.manifest.buckets)):
+            await asyncio.wrap_future(self._threads.submit(held.verify, bucket))
 
     async def close(self) -> None:
         """Close everything."""

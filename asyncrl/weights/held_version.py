@@ -87,18 +87,13 @@ class HeldVersion:
                 return self._views[bucket]
             return memoryview(map_segment(self.descriptors[bucket], self.manifest.buckets[bucket].size))
 
-    def verify(
-        self, stopped: Callable[[], bool] = lambda: False, on_bucket: Callable[[Bucket], None] = lambda bucket: None
-    ) -> None:
-        """Compare every bucket with its checksum, until ``stopped``; blocks. Raises WeightsCorrupt, VersionGone.
+    def verify(self, bucket: int) -> None:
+        """Compare a bucket with its checksum; blocks. Raises WeightsCorrupt, VersionGone.
 
-        ``on_bucket`` gets each that is right. Each is mapped for the time of its check.
+        It is mapped for the time of the check.
         """
-        for index, bucket in enumerate(self.manifest.buckets):
-            for _ in verify_bytes(self._view(index), bucket.checksum, version=self.version, index=index):
-                if stopped():
-                    return
-            on_bucket(bucket)
+        checksum = self.manifest.buckets[bucket].checksum
+        verify_bytes(self._view(bucket), checksum, version=self.version, index=bucket)
 
     def close(self) -> None:
         """Let the memory go. May be repeated. A GiB that no other process holds takes about 0.1 s."""

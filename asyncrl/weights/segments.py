@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -193,8 +193,8 @@ def map_segment(descriptor: int, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
-def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> Iterator[None]:
-    """Compare the bytes of a bucket, in steps of CHUNK_BYTES. Raises WeightsCorrupt at the last one."""
+def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -> None:
+    """Compare the bytes of a bucket with their checksum. Raises WeightsCorrupt."""
     digest, mapping = xxhash.xxh3_64(), view.obj
     for start in range(0, len(view), CHUNK_BYTES):
         if isinstance(mapping, mmap.mmap):
@@ -203,7 +203,6 @@ def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -
                 mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, len(view) - start))
         with view[start : start + CHUNK_BYTES] as chunk:
             digest.update(chunk)
-        yield
     # The traceback of an error would keep the memory.
     del view, mapping
     found = digest.intdigest()

@@ -45,8 +45,8 @@ import numpy as np
 
 from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.messages.weights import Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 

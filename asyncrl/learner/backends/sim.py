@@ -20,10 +20,10 @@ from asyncrl.checkpoint.damage import refused
 from asyncrl.config import Config
 from asyncrl.core.files import sync, write_file
 from asyncrl.learner.algorithm.batch import StepPlan
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
-from asyncrl.learner.exchange.background import Background
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.schedule import learning_rate
+from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed
 from asyncrl.weights.segments import Segment, layout

@@ -25,9 +25,9 @@ from asyncrl.core.errors import CheckpointError, ConfigError, DamagedCheckpoint,
 from asyncrl.learner.algorithm.batch import StepPlan
 from asyncrl.learner.algorithm.objective import Objective
 from asyncrl.learner.algorithm.packing import MicroBatch
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.algorithm.user_functions import make_objective
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import (

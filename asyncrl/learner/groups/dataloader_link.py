@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.checkpoint.contents import CheckpointState
 from asyncrl.config.training import LearnerConfig
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, RemoteError, RestoreNeeded, RunChanged
-from asyncrl.learner.exchange.probe_sequences import SEQUENCES
+from asyncrl.learner.algorithm.probe_sequences import SEQUENCES
 from asyncrl.learner.groups.evals import EvalCollector
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress

@@ -32,11 +32,11 @@ from asyncrl.config import Config
 from asyncrl.core.errors import ActorFailed, CannotLearn, NonFiniteStep
 from asyncrl.learner.algorithm.batch import StepPlan, step_metrics
 from asyncrl.learner.algorithm.group_metrics import observe_staleness
+from asyncrl.learner.algorithm.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.algorithm.supervised import SupervisedSteps
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.backends.backend import Backend
 from asyncrl.learner.checkpoint.run_checkpoints import RunCheckpoints
-from asyncrl.learner.exchange.probe_sequences import from_groups, from_prompts, probe_length
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import MASKED, Intake
 from asyncrl.learner.groups.served_teacher import ServedTeacher

@@ -15,7 +15,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.core.disk import full_errno, in_bytes, in_words
 from asyncrl.core.errors import ActorFailed, AsyncRLError
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.groups.dataloader_link import DataloaderLink
 from asyncrl.learner.groups.intake import Intake
 from asyncrl.learner.groups.training_progress import TrainingProgress

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, DeadlineExceeded, RemoteError
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.backends.backend import Backend
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
 from asyncrl.learner.publishing.broadcaster import Broadcaster, BucketQueue, collective_backend
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Request

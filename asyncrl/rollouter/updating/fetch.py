@@ -30,7 +30,6 @@ import asyncio
 import errno
 import os
 import random
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +53,7 @@ from asyncrl.core.errors import (
     WeightsCorrupt,
 )
 from asyncrl.messages import Request
-from asyncrl.messages.weights import Bucket, Chunk, FetchChunk, Manifest, Offer, Source
+from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.calls.retry import is_refusal, pause
 from asyncrl.rpc.parking import ParkingLot
@@ -95,7 +94,8 @@ async def fetch(
     except TimeoutError as error:
         if not limit.expired():
             raise
-        what = f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {fetching.progress})"
+        progress = _progress(fetching.bytes, offer.manifest)
+        what = f"all of version {offer.version} by {offer.transport} (weights.stage_deadline_s; {progress})"
         raise DeadlineExceeded(who, fetching.source, what, weights.stage_deadline_s) from error
 
 
@@ -103,13 +103,12 @@ def _progress(count: int, manifest: Manifest) -> str:
     return f"{count} of {sum(bucket.size for bucket in manifest.buckets)} bytes are here"
 
 
-async def _in_thread(work: Callable[..., T], *arguments: Any, on_cancel: Callable[[], None] = lambda: None) -> T:
+async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Run ``work`` as asyncio.to_thread does; a cancellation waits for the thread: its objects are closed next."""
     running = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        on_cancel()
         while not running.done():
             try:
                 await asyncio.wait({running})
@@ -128,17 +127,16 @@ class _Shared:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._held: HeldVersion | None = None
-        self._bytes = 0
+        self.bytes = 0
         """Bytes that are verified."""
-        self._cancelled = threading.Event()
-
-    @property
-    def progress(self) -> str:
-        return _progress(self._bytes, self._manifest)
 
     async def run(self) -> HeldVersion:
         try:
-            return await _in_thread(self._open, on_cancel=self._cancelled.set)
+            held = await _in_thread(self._open)
+            for index, bucket in enumerate(self._manifest.buckets):
+                await _in_thread(held.verify, index)
+                self.bytes += bucket.size
+            return held
         except BaseException:
             # A cancellation may come when the thread has ended.
             if self._held is not None:
@@ -154,11 +152,7 @@ class _Shared:
                 # The holder has died, or has closed it and may use the number for another file.
                 raise VersionGone(self._manifest.version, str(error)) from error
             raise
-        self._held.verify(self._cancelled.is_set, self._add)
         return self._held
-
-    def _add(self, bucket: Bucket) -> None:
-        self._bytes += bucket.size
 
 
 class _Stream:
@@ -172,7 +166,7 @@ class _Stream:
         self._log = get_logger(who)
         self._found: dict[int, int] = {}
         """Descriptors by bucket: sealed and verified."""
-        self._bytes = 0
+        self.bytes = 0
         """Bytes that have arrived."""
         self._sources = [*offer.sources, Source(PARAMETER_SERVER, 0)]
         """The source that is asked now, and the next ones."""
@@ -192,10 +186,6 @@ class _Stream:
     @property
     def source(self) -> str:
         return self._sources[0].name
-
-    @property
-    def progress(self) -> str:
-        return _progress(self._bytes, self._manifest)
 
     @staticmethod
     def _now() -> float:
@@ -220,7 +210,7 @@ class _Stream:
         except TimeoutError as error:
             if not self._limit.expired():
                 raise
-            what = f"chunks of version {self._version} ({self.progress})"
+            what = f"chunks of version {self._version} ({_progress(self.bytes, self._manifest)})"
             raise DeadlineExceeded(self._who, self.source, what, deadline_s, self._last_failure) from error
         finally:
             # By now no task and no thread writes any more. A GiB takes about 0.1 s.
@@ -262,7 +252,7 @@ class _Stream:
             self._filling[index] = Segment("asyncrl-weights", self._buckets[index].size)
         if problem := await _in_thread(_write, self._filling[index], request, chunk):
             return self._corrupt(request, source, problem)
-        self._bytes += request.size
+        self.bytes += request.size
         self._missing[index] -= request.size
         if self._relay is not None:
             self._relay.arrived(request, self._filling[index].fd, chunk.checksum)

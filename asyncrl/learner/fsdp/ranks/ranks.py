@@ -33,7 +33,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.algorithm.batch import StepPlan, UpdatePlan
 from asyncrl.learner.algorithm.packing import MicroBatch
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0

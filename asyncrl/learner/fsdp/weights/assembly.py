@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.core.errors import AsyncRLError, DeadlineExceeded
-from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.model.policy import Policy
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
+from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
 from asyncrl.messages.weights import Bucket, Manifest, Probe
 from asyncrl.weights.held_version import HeldVersion, OnSealed

@@ -15,7 +15,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from asyncrl.learner.exchange.probe_sequences import ProbeSequence
+from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.model.policy import Likeliest, PackedRow, Policy, make_row
 from asyncrl.messages.weights import Probe
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from asyncrl.core.errors import AsyncRLError, CheckpointError, DeadlineExceeded
-from asyncrl.learner.exchange.background import Background
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
+from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write
 
 BEFORE_WAIT_S = 10.0

@@ -13,7 +13,7 @@ from segment_reading import read_manifest
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.exchange.probe_sequences import LENGTH, ProbeSequence, from_prompts
+from asyncrl.learner.algorithm.probe_sequences import LENGTH, ProbeSequence, from_prompts
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.weights.probe import PLACES, score_probe
 

@@ -15,7 +15,7 @@ from tiny_models import VOCAB, Publisher
 
 from asyncrl.config import Config
 from asyncrl.config.training import ModelConfig
-from asyncrl.learner.exchange.probe_sequences import from_prompts
+from asyncrl.learner.algorithm.probe_sequences import from_prompts
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.weights.probe import score_probe
 from asyncrl.messages.weights import Manifest

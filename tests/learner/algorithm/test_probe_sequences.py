@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner.learner_cases import make_config, make_group, make_trajectory, random_groups
 
-from asyncrl.learner.exchange.probe_sequences import (
+from asyncrl.learner.algorithm.probe_sequences import (
     LENGTH,
     SEQUENCES,
     ProbeSequence,
