@@ -4,17 +4,15 @@ It binds its port before any other actor starts, and leaves its address in the r
 ``RunStateMachine`` and ``Registry`` decide; this shell turns messages and time into their events, and wakes parked
 calls after a change. The controller ends when the state of the run is final. It refuses messages of older incarnations.
 
-A controller keeps five things on disk: its address, the hosts, the newest incarnations, the members, and the recorded
-snapshots. Its successor binds the same address and learns everything else from the actors and agents as they register
-again. It numbers its states above those of its predecessor. If the file is damaged, it takes the largest incarnation of
-each actor that it hears of.
+A controller keeps five things on disk: its address, the hosts and the newest incarnations (succession.py), the members,
+and the recorded snapshots. Its successor binds the same address and learns everything else from the actors and agents
+as they register again. It numbers its states above those of its predecessor.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 
@@ -28,9 +26,8 @@ from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
 from asyncrl.controller.state.reserve import SINKS, AsideNotices
 from asyncrl.controller.state.run_state import RunStateMachine
-from asyncrl.core.disk import in_words
+from asyncrl.controller.succession import Succession
 from asyncrl.core.errors import InvalidRequest, Refused
-from asyncrl.core.files import replace_file
 from asyncrl.core.roles import gang_of, role_of
 from asyncrl.messages import Done
 from asyncrl.messages.actors import (
@@ -53,7 +50,6 @@ from asyncrl.messages.actors import (
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
 from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
-from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_address_file
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.parking import ParkingLot
@@ -94,17 +90,11 @@ class Controller(Actor):
             # The guard kills a frozen agent before. Then the whole host is silent.
             frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
         )
-        self._to_keep = asyncio.Event()
-        """Set when the address file is out of date."""
-        self._numbered = 0
-        """Changes of the registry that the address file has."""
         self._lines = RecentLines()
         self._waits = OpenWaits()
         self._sinks = SinksFeed(
             self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
         )
-        self._restarts = 0
-        """Restarts of the controller in this attempt of the run."""
         self._observation = Observation(
             self,
             self._registry,
@@ -134,71 +124,26 @@ class Controller(Actor):
             tell=self._tell,
             changed=self._registry_changed,
         )
-        self._earlier = self._predecessor()
-        if self._earlier is not None:
-            self._registry.recall(self._earlier.newest, self._earlier.generations)
+        self._succession = Succession(self, self._registry, self._hosts, self._observation)
+        if (earlier := self._succession.earlier) is not None:
+            self._registry.recall(earlier.newest, earlier.generations)
             self._run.set_generations(self._registry.generations)
         # Before the first bind: a host that has joined knows the address and connects as soon as it is bound.
         self.members.recall()
         self.roster.take_in(self.members.members)
 
     async def setup(self) -> None:
-        """Write the address file."""
+        """Take over from an earlier controller, and write the address file."""
         self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         await asyncio.to_thread(remove_unfinished, self.context.run_dir)
-        if (earlier := self._earlier) is not None:
-            self._hosts.recall(earlier.hosts, self.clock.now())
-            self._observation.began = min(self._observation.began, earlier.began)
-            self._restarts = earlier.restarts + 1
-            self._observation.succeed(self._restarts, await asyncio.to_thread(self._observation.recall))
-        await self._write_address_file()
-
-    async def _write_address_file(self) -> None:
-        said = AddressFile(
-            address=self.address,
-            incarnation=self.context.incarnation,
-            hosts=self._hosts.describe(),
-            began=self._observation.began,
-            restarts=self._restarts,
-            newest=self._registry.newest,
-            generations=self._registry.generations,
-        )
-        text = msgspec.json.encode(said).decode()
-        await asyncio.to_thread(replace_file, self._address_file, text, mode=0o600)
-
-    async def _keep(self) -> None:
-        """Keep the address file up to date: no other process could tell a successor of lost hosts."""
-        while True:
-            await self._to_keep.wait()
-            self._to_keep.clear()
-            try:
-                await self._write_address_file()
-            except OSError as error:
-                lacks = "the list of hosts and the newest incarnations"
-                self.notify("hosts", f"a later controller lacks {lacks}: {in_words(error, self._address_file)}")
-
-    @property
-    def _address_file(self) -> Path:
-        return self.context.run_dir / "private" / ADDRESS_FILE
+        await self._succession.take_over()
 
     def _bind_address(self) -> str:
         """Address of an earlier incarnation, or the configured one."""
-        if self._earlier is not None and self._earlier.address:
-            return self._earlier.address
+        if (earlier := self._succession.earlier) is not None and earlier.address:
+            return earlier.address
         network = self.config.network
         return f"tcp://{self.context.host}:{network.controller_port or network.ports}"
-
-    def _predecessor(self) -> AddressFile | None:
-        """Address file of an earlier controller of this attempt; None if this is the first one."""
-        try:
-            found = read_address_file(self._address_file)
-        except ValueError as error:
-            self.log.warning("the list of hosts and the incarnations of the last controller are lost", error=str(error))
-            found = AddressFile(address="")
-        if self.context.address:
-            # The other actors look for it there.
-            return msgspec.structs.replace(found or AddressFile(address=""), address=self.context.address)
-        return found
 
     def _newest_checkpoint(self) -> int:
         try:
@@ -218,7 +163,7 @@ class Controller(Actor):
     async def run(self) -> None:
         """Let time act on the run until its state is final."""
         self.tasks.create_task(self._failures.run())
-        self.tasks.create_task(self._keep())
+        self.tasks.create_task(self._succession.run())
         self.tasks.create_task(self._follow_registry())
         self.tasks.create_task(self._observation.run())
         self.tasks.create_task(self.members.run())
@@ -249,7 +194,7 @@ class Controller(Actor):
             self._registry.register(request.record, self.clock.now())
             self._run.started(request.record.name)
             if self._hosts.register(request.record, self.clock.now()):
-                self._to_keep.set()
+                self._succession.changed()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
             if request.record.address and self._run.phase != "starting":
                 self._observation.happened("info", request.record.name, "is ready again")
@@ -345,7 +290,7 @@ class Controller(Actor):
         """End the run in good order, or preempt it."""
         now = self.clock.now()
         # The run of a successor was running before.
-        is_preempted = request.preempt and (self._run.phase != "starting" or self._earlier is not None)
+        is_preempted = request.preempt and (self._run.phase != "starting" or self._succession.earlier is not None)
         if self._run.preempt(request.reason, now) if is_preempted else self._run.stop(request.reason, now):
             what = "run is preempted" if is_preempted else "run is stopped"
             self.log.info(what, by=caller.name, reason=request.reason)
@@ -430,7 +375,7 @@ class Controller(Actor):
 
     def _members_changed(self) -> None:
         # A successor does not wait for members that have left either.
-        self._to_keep.set()
+        self._succession.changed()
         self._tell()
 
     # --- waiting ---
@@ -454,9 +399,7 @@ class Controller(Actor):
         ready = self._registry.ready()
         # First: actors that have joined belong to the run from here on.
         self.members.ready(ready)
-        if self._numbered != self._registry.changes:
-            self._numbered = self._registry.changes
-            self._to_keep.set()
+        self._succession.follow_registry()
         self._run.ready(ready, self.clock.now())
         self._run.condemn(self._registry.condemned)
         self._run.set_dead(self._registry.dead)

@@ -24,6 +24,7 @@ from asyncrl.messages.monitor import Heartbeat
 from asyncrl.messages.snapshot import ActorView, Snapshot
 from asyncrl.observe.snapshots.recording import Recorder, is_wall, last_recorded
 from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.controller_client import AddressFile
 from asyncrl.rpc.heartbeat import gather_heartbeat
 from asyncrl.rpc.lifecycle.registry import Entry, Registry
 
@@ -63,7 +64,8 @@ class Observation:
         self.lines = RecentMetrics()
         self.events = RecentEvents()
         self._phase = run.phase
-        self._restarts = 0
+        self.restarts = 0
+        """Restarts of the controller in this attempt of the run."""
         self._own: Heartbeat | None = None
         self._own_event = 0
         """Number of the newest of the controller's own events."""
@@ -104,7 +106,20 @@ class Observation:
                 if not self.events.is_recalled(wall, event.actor, event.text):
                     self.events.add(wall, event.level, event.actor, event.text)
 
-    def recall(self) -> Snapshot | None:
+    async def succeed(self, earlier: AddressFile) -> None:
+        """Continue after an earlier controller, with the events and lines that it has recorded."""
+        self.began = min(self.began, earlier.began)
+        self.restarts = earlier.restarts + 1
+        recorded = await asyncio.to_thread(self._recorded_last)
+        if recorded is not None:
+            self.events.recall(recorded.events)
+            lines, self.lines = self.lines, RecentMetrics()
+            for known in (recorded.train, recorded.updates, recorded.evals, *lines.all):
+                for line in filter(is_proper, known):
+                    self.lines.add(line)
+        self.happened("warning", self._actor.name, "was restarted: the previous controller died")
+
+    def _recorded_last(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
         try:
             found = last_recorded(self._actor.context.run_dir, self.attempt)
@@ -112,17 +127,6 @@ class Observation:
             self._actor.log.warning("what was recorded cannot be read", error=str(error))
             return None
         return found if found is not None and found.run.run_id == self._actor.context.credentials.run_id else None
-
-    def succeed(self, restarts: int, earlier: Snapshot | None) -> None:
-        """Continue after an earlier controller, with its events and lines; ``restarts`` is the number of restarts."""
-        self._restarts = restarts
-        if earlier is not None:
-            self.events.recall(earlier.events)
-            lines, self.lines = self.lines, RecentMetrics()
-            for known in (earlier.train, earlier.updates, earlier.evals, *lines.all):
-                for line in filter(is_proper, known):
-                    self.lines.add(line)
-        self.happened("warning", self._actor.name, "was restarted: the previous controller died")
 
     def changed(self) -> None:
         """Add an event if the phase of the run has changed."""
@@ -155,7 +159,7 @@ class Observation:
             self._look_at_self()
         assert self._own is not None
         # A restarted controller has the keys of its first start, and with them its attempt number.
-        entry = Entry(msgspec.structs.replace(self._actor.record(), attempt=self._restarts), since=now, heard=now)
+        entry = Entry(msgspec.structs.replace(self._actor.record(), attempt=self.restarts), since=now, heard=now)
         entry.merge(self._own, now)
         return view_actor(entry, "ready", now)
 
