@@ -9,8 +9,10 @@ import contextlib
 import importlib.util
 import multiprocessing.process
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -19,6 +21,8 @@ SLOW = ("torch", "vllm", "transformers")
 """Packages that ``--quick`` runs without."""
 STARTS = "it starts a process"
 """Reason of a skip under ``--quick``."""
+SKIP = signal.SIGRTMIN
+"""Signal that a thread of a test sends to the main thread when it starts a process."""
 OPTIONAL = ("vllm",)
 """Packages that the extra ``dev`` lacks."""
 needs_vllm = pytest.mark.skipif(
@@ -62,6 +66,13 @@ class Quick(Skips):
         super().__init__(SLOW)
         self._refused = False
         """Whether the present test has tried to start a process."""
+        self._runs = False
+        """Whether a test runs now."""
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """A test that is cut short leaves sockets and tasks, of which pytest would accuse a later test."""
+        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+        signal.signal(SKIP, self._skip)
 
     def pytest_collection(self) -> None:
         """Forbid slow modules and processes. Not earlier: pytest and its plugins start processes of their own."""
@@ -73,6 +84,14 @@ class Quick(Skips):
         os.posix_spawn = self._refuse  # type: ignore[assignment]
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self):
+        self._runs = True
+        try:
+            return (yield)
+        finally:
+            self._runs = False
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
         report = yield from super().pytest_runtest_makereport(item, call)
         if self._refused and report.failed:
@@ -82,12 +101,22 @@ class Quick(Skips):
         return report
 
     def _refuse(self, *arguments: object, **named: object) -> None:
-        """Skip the test. In an actor of it, the skip would end that actor alone, so the whole loop is cancelled."""
+        """Skip the test, or the module that is imported.
+
+        In an actor of the test the skip would end that actor alone, so the whole loop is cancelled. In another thread
+        it would end that thread alone, so the main thread gets a signal.
+        """
         self._refused = True
         with contextlib.suppress(RuntimeError):
             for task in asyncio.all_tasks():
                 task.cancel()
-        pytest.skip(STARTS)
+        if threading.current_thread() is not threading.main_thread():
+            signal.raise_signal(SKIP)
+        pytest.skip(STARTS, allow_module_level=True)
+
+    def _skip(self, *_: object) -> None:
+        if self._runs:
+            pytest.skip(STARTS)
 
 
 def plugin(*, quick: bool) -> Skips:

@@ -106,7 +106,8 @@ def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhi
 
 
 def test_a_sink_that_fails_more_often_than_a_float_has_powers_of_two_is_tried_again(thread, fake, monkeypatch):
-    monkeypatch.setattr(thread_module, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(thread_module, "FIRST_PAUSE_S", 1e-6)
+    monkeypatch.setattr(thread_module, "LONGEST_PAUSE_S", 1e-6)
     fake.fails = [OSError("service is gone")] + ["open"] * 1100
     put(thread, 1, 2)
     wait_for(lambda: fake.taken == [2])
