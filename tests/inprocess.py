@@ -12,7 +12,6 @@ from typing import Any
 import harness
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.core.errors import Refused
 from asyncrl.core.roles import ROLES, gang_of, is_optional, role_of
 from asyncrl.messages.actors import ActorEnded, ActorRecord, Register, RunState, StopRun, WatchRun
@@ -24,40 +23,6 @@ from asyncrl.rpc.wire.keys import LAUNCHER, Credentials
 from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret", seal_key=b"0" * 32)
-
-
-def sim_config(**tables: dict[str, Any]) -> Config:
-    """A small simulated run; ``tables`` are merged over it."""
-    tree: dict[str, Any] = {
-        "data": {"source": "synthetic", "size": 64},
-        "rollout": {
-            "engine": "sim",
-            "replicas": 2,
-            "samples_per_prompt": 2,
-            "concurrency": 8,
-            "max_tokens": 64,
-            "sim": {"length_median": 16.0, "decode_step_s": 0.001, "decode_step_per_request_s": 0.0, "load_s": 0.002},
-        },
-        "reward": {"function": "constant", "workers": 1},
-        "learner": {
-            "backend": "sim",
-            "steps": 6,
-            "groups_per_step": 4,
-            "dynamic_sampling": False,
-            "sim": {"step_s": 0.01, "publish_bytes": 4096},
-        },
-        "staleness": {"max": 2},
-        # No actor beats here: heartbeats come from the thread of a process.
-        "supervision": {"silence_s": 1e6},
-    }
-    for name, table in tables.items():
-        merged = dict(tree.get(name, {}))
-        for key, value in table.items():
-            merged[key] = (
-                merged[key] | value if isinstance(value, dict) and isinstance(merged.get(key), dict) else value
-            )
-        tree[name] = merged
-    return validate_config(tree)
 
 
 until = partial(harness.until, within_s=100.0)

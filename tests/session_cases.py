@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 from chat_models import FAMILIES, write_chat_model
 from harness import replace
-from inprocess import sim_config
 from made_group import make_group
 from published_weights import stage
+from run_settings import sim_config
 from virtual import LoopClock
 
 from asyncrl.config.load import validate_config

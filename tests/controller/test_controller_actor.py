@@ -8,6 +8,7 @@ import pytest
 from disks import fill, small_disk
 from harness import until
 from played import played
+from run_settings import simulated_run
 from virtual import run_virtual
 
 from asyncrl.checkpoint.folder import CheckpointFolder
@@ -37,14 +38,7 @@ from asyncrl.rpc.wire.keys import Credentials
 from tools.memory_transport import MemoryNetwork
 
 CREDENTIALS = Credentials("run-1", "s3cret")
-CONFIG = validate_config(
-    {
-        "data": {"source": "synthetic"},
-        "rollout": {"engine": "sim"},
-        "learner": {"backend": "sim"},
-        "supervision": {"drain_s": 0.4},
-    }
-)
+CONFIG = simulated_run(supervision={"drain_s": 0.4})
 OTHERS = [name for name in CONFIG.actors if name != CONTROLLER]
 
 

@@ -3,8 +3,9 @@
 import asyncio
 
 import pytest
-from controller.test_controller_actor import CONTROLLER, Cluster, validate_config
+from controller.test_controller_actor import CONTROLLER, Cluster
 from played import played
+from run_settings import simulated_run
 from virtual import run_virtual
 from work import steps_of
 
@@ -17,18 +18,8 @@ from asyncrl.messages.snapshot import Wait
 SINGLE = ("dataloader/0", "learner/0", "parameter_server/0", "reward/0")
 
 
-def config_of(rollouters):
-    return validate_config(
-        {
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim", "replicas": rollouters},
-            "learner": {"backend": "sim"},
-        }
-    )
-
-
 def run(tmp_path, scenario, rollouters):
-    config = config_of(rollouters)
+    config = simulated_run(rollout={"replicas": rollouters})
 
     async def main():
         async with asyncio.timeout(3600), Cluster(tmp_path, config) as cluster:

@@ -6,8 +6,8 @@ import contextlib
 import pytest
 from controller.test_controller_actor import on_cluster
 from harness import until
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.messages.actors import ActorEnded, WatchRun
 from asyncrl.messages.monitor import Heartbeat, UnreachedRecord
 from asyncrl.messages.snapshot import Wait
@@ -21,14 +21,10 @@ STATES = {
 
 
 def config(policy="report", stall_s=0.5, replicas=1, **supervision):
-    return validate_config(
-        {
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim", "engine_timeout_s": 0.1, "replicas": replicas},
-            "learner": {"backend": "sim"},
-            "supervision": {"drain_s": 0.4, "heartbeat_s": BEAT_S, "silence_s": 60.0} | supervision,
-            "watchdog": {"stall_s": stall_s, "policy": policy},
-        }
+    return simulated_run(
+        rollout={"engine_timeout_s": 0.1, "replicas": replicas},
+        supervision={"drain_s": 0.4, "heartbeat_s": BEAT_S, "silence_s": 60.0} | supervision,
+        watchdog={"stall_s": stall_s, "policy": policy},
     )
 
 

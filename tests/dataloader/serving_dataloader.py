@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import Net, replace, until
-from inprocess import CREDENTIALS, sim_config
+from inprocess import CREDENTIALS
+from run_settings import sim_config
 
 from asyncrl.config import Config
 from asyncrl.dataloader.actor import Dataloader

@@ -9,7 +9,7 @@ import json
 import random
 
 import pytest
-from test_parity import EXACT, figures, run_live, run_plainly, trained, weights
+from parity import EXACT, figures, run_live, run_plainly, trained, weights
 
 from tools.learn.chat_model import make_model, make_tokenizer, save
 from tools.learn.recipe import Settings

@@ -6,15 +6,14 @@ import time
 
 import pytest
 from disks import fill, small_disk
-from test_parity import configuration
-from test_parity import folder as parity_folder  # noqa: F401
+from parity import configuration
 
 from tools.live_run import LiveRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tmp_path):  # noqa: F811
+def test_without_room_for_checkpoints_nothing_is_trained_twice(parity_folder, tmp_path):
     with small_disk(tmp_path / "disk", 64 << 20) as disk:
         tree = configuration(
             parity_folder,

@@ -7,10 +7,9 @@ never interrupted, and does not repeat its warm steps. With more staleness, it e
 import json
 
 import pytest
+from parity import configuration, trained, weights
 from run_files import groups, json_lines, metrics
-from simulated import simulated
-from test_parity import configuration, trained, weights
-from test_parity import folder as parity_folder  # noqa: F401
+from run_settings import launched_run
 
 from asyncrl.checkpoint.contents import read_state, read_trainer_contents
 from asyncrl.checkpoint.folder import CheckpointFolder
@@ -76,7 +75,7 @@ def ledger(run_dir):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_with_warm_steps_is_resumed_bit_for_bit(parity_folder, tmp_path):  # noqa: F811
+def test_a_run_with_warm_steps_is_resumed_bit_for_bit(parity_folder, tmp_path):
     rows = [{"prompt": f"{number}+{number}=", "completion": "1a" * (1 + number % 4)} for number in range(10, 40)]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tree = configuration(
@@ -111,7 +110,7 @@ def test_a_run_with_warm_steps_is_resumed_bit_for_bit(parity_folder, tmp_path): 
 @pytest.mark.slow
 def test_i1_with_staleness_a_resumed_run_ends_with_the_same_ledger(tmp_path):
     """The groups of the run are whole epochs, so in any order of events the same prompts are trained."""
-    tree = simulated(
+    tree = launched_run(
         run={"samples_per_step": 1000},
         data={"size": 24},
         rollout={"sim": {"decode_step_s": 0.01}},

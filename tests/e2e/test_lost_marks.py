@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from simulated import simulated
+from run_settings import launched_run
 
 from asyncrl.checkpoint.folder import COMPLETE, CheckpointFolder
 from asyncrl.learner.publishing.version_numbers import FILE
@@ -16,7 +16,7 @@ from tools.chaos.audit import Expected, audit
 from tools.live_run import ROOT, LiveRun
 
 STEPS, GROUPS, PROMPTS = 24, 4, 60
-TREE = simulated(
+TREE = launched_run(
     run={"samples_per_step": GROUPS},
     data={"size": PROMPTS},
     learner={"steps": STEPS, "groups_per_step": GROUPS},

@@ -7,8 +7,7 @@ import re
 import signal
 
 import pytest
-from test_parity import configuration
-from test_parity import folder as parity_folder  # noqa: F401
+from parity import configuration
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from tools.live_run import LiveRun
@@ -16,7 +15,7 @@ from tools.live_run import LiveRun
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_all_ranks_restart_from_the_newest_checkpoint_when_one_dies(parity_folder, tmp_path):  # noqa: F811
+def test_all_ranks_restart_from_the_newest_checkpoint_when_one_dies(parity_folder, tmp_path):
     tree = configuration(
         parity_folder,
         learner={"steps": 14, "ranks": 2, "groups_per_step": 3, "dynamic_sampling": False},

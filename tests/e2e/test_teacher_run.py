@@ -3,16 +3,15 @@
 import asyncio
 
 import pytest
+from parity import configuration, run_live
 from run_files import metrics
 from teacher_server import scored, served
-from test_parity import configuration, run_live
-from test_parity import folder as parity_folder  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 3
 
 
-async def test_a_server_scores_each_trained_response(parity_folder):  # noqa: F811
+async def test_a_server_scores_each_trained_response(parity_folder):
     async with served(scored) as server:
         settings = {"steps": STEPS, "loss": "distill", "teacher": server.url, "teacher_server": {"tries": 2}}
         kl = {"coefficient": 0.01, "place": "reward", "path": str(parity_folder / "model")}

@@ -16,9 +16,9 @@ import harness
 import psutil
 import structlog
 from harness import RUN_ID, SECRET, Net
+from run_settings import simulated_run
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.episodes.actor import EpisodesActor
 from asyncrl.messages import Done
 from asyncrl.messages.actors import Register, Resolve, Resolved, RunState, WatchRun
@@ -161,8 +161,7 @@ class Host(EpisodesActor):
 
 
 def config_with(*, supervision: Any = None, **episode: Any) -> Config:
-    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    return validate_config({**simulated, "supervision": supervision or {}, "episode": {"workers": 2, **episode}})
+    return simulated_run(supervision=supervision or {}, episode={"workers": 2, **episode})
 
 
 class Hosted:

@@ -5,8 +5,9 @@ import random
 from statistics import median
 
 import pytest
-from inprocess import System, sim_config
+from inprocess import System
 from run_files import groups
+from run_settings import sim_config
 from virtual import run_virtual
 
 from asyncrl.core.errors import EpisodeOver

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from run_settings import laid_over, launched_run
+
 from asyncrl.config.keys import default_words
 from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.rpc.linux import children_of
@@ -44,29 +46,17 @@ def config_tree(run_dir: Path, sections: dict[str, Any] | None = None, **supervi
 
 def sim_tree(folder: Path, **tables: dict[str, Any]) -> dict[str, Any]:
     """A simulated run of a few seconds in ``folder``/runs/trial; the keys of ``tables`` are laid over its own."""
-    found: dict[str, Any] = {
-        "run": {"name": "trial", "dir": str(folder / "runs")},
-        "data": {"source": "synthetic", "size": 400},
-        "rollout": {
-            "engine": "sim",
-            "replicas": 2,
-            "samples_per_prompt": 2,
-            "concurrency": 8,
-            "max_tokens": 64,
-            "sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002},
-        },
-        "reward": {"function": "constant", "options": {"spread": 1.0}, "workers": 1},
-        "learner": {
-            "backend": "sim",
-            "steps": STEPS,
-            "groups_per_step": GROUPS,
-            "dynamic_sampling": False,
-            "sim": {"step_s": 0.15, "publish_bytes": 4096},
-        },
-        "checkpoint": {"every_versions": 5},
-        "supervision": {"heartbeat_s": 0.5},
-    }
-    return found | {name: found.get(name, {}) | table for name, table in tables.items()}
+    found = launched_run(
+        run={"name": "trial", "dir": str(folder / "runs")},
+        data={"size": 400},
+        rollout={"sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002}},
+        reward={"options": {"spread": 1.0}},
+        learner={"steps": STEPS, "groups_per_step": GROUPS, "sim": {"step_s": 0.15, "publish_bytes": 4096}},
+        staleness={"max": 1},
+        checkpoint={"every_versions": 5},
+        supervision={"heartbeat_s": 0.5},
+    )
+    return laid_over(found, tables)
 
 
 def command_line(pid: int) -> str:

@@ -9,9 +9,9 @@ import pytest
 import xxhash
 from conductor_play import announcement
 from harness import RUN_ID, SECRET, Net, replace, until
-from inprocess import sim_config
 from played import played
 from probes import make_probe
+from run_settings import sim_config
 from virtual import LoopClock, run_virtual
 
 from asyncrl.core.errors import RemoteError

@@ -14,9 +14,9 @@ import thief
 import uvloop
 from harness import RUN_ID, SECRET, Net, until
 from reward.pools import MODULE, request, workers
+from run_settings import simulated_run
 
 from asyncrl.config import Config
-from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ConfigError, RemoteError, RewardBroken, RewardFailed
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.observe.catalogue import edges_of
@@ -35,9 +35,7 @@ RUN = uvloop.run
 
 
 def config_with(**reward: Any) -> Config:
-    reward = {"function": "act_rewards:act", "workers": 2, **reward}
-    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    return validate_config({**simulated, "reward": reward})
+    return simulated_run(reward={"function": "act_rewards:act", "workers": 2, **reward})
 
 
 class Served:

@@ -11,9 +11,10 @@ from dataclasses import asdict
 import pytest
 import uvloop
 from harness import until
-from inprocess import System, sim_config
+from inprocess import System
 from reward.pools import LIMIT, MIB, Printed, lives, reward, started, workers
 from run_files import groups, json_lines
+from run_settings import sim_config
 
 from asyncrl.core.errors import RewardFailed
 from asyncrl.learner.groups import deliveries

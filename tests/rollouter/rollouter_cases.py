@@ -4,8 +4,9 @@ import asyncio
 from contextlib import asynccontextmanager
 
 from harness import replace, until
-from inprocess import CREDENTIALS, sim_config
+from inprocess import CREDENTIALS
 from made_group import make_group
+from run_settings import sim_config
 
 from asyncrl.core.errors import RestoreNeeded
 from asyncrl.messages import Done

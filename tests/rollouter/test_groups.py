@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 from harness import Net
-from inprocess import sim_config
 from made_group import make_group
 from rollouter_cases import Dataloader, Learner, living
+from run_settings import sim_config
 from services import services
 from virtual import LoopClock, run_virtual
 

@@ -7,7 +7,8 @@ import msgspec
 from harness import Net, until
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import CREDENTIALS, sim_config
+from inprocess import CREDENTIALS
+from run_settings import sim_config
 
 from asyncrl.messages.actors import ActorRecord
 from asyncrl.messages.monitor import Heartbeat

@@ -6,7 +6,8 @@ import threading
 import time
 
 import pytest
-from inprocess import System, sim_config, until
+from inprocess import System, until
+from run_settings import sim_config
 
 from asyncrl.core.errors import ActorFailed, DeadlineExceeded
 from asyncrl.learner.backends import sim as sim_learner

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inprocess import System, sim_config, until
+from inprocess import System, until
 from run_files import groups, metrics
+from run_settings import sim_config
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder, is_leftover

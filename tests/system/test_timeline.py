@@ -6,8 +6,9 @@ import itertools
 import json
 
 import pytest
-from inprocess import System, sim_config, until
+from inprocess import System, until
 from run_files import groups
+from run_settings import sim_config
 from trace_files import generation, load, slots
 
 from asyncrl.core.errors import UsageError

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from simulated import simulated
+from run_settings import launched_run
 
 from tools.live_run import LiveRun
 
@@ -25,7 +25,7 @@ def score(**_):
 
 
 def tree(policy, replicas=1, silence_s=600.0):
-    return simulated(
+    return launched_run(
         rollout={"replicas": replicas, "sim": {"length_median": 16.0, "decode_step_s": 0.005}},
         learner={"steps": 1_000_000, "sim": {"publish_bytes": 65536}},
         network={"call_timeout_s": 6.0},

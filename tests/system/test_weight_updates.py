@@ -7,8 +7,9 @@ from collections import Counter
 
 import msgspec
 import pytest
-from inprocess import System, sim_config, until
+from inprocess import System, until
 from run_files import assert_spans_cover, groups
+from run_settings import sim_config
 from structlog.testing import capture_logs
 
 from asyncrl.learner.loop.training import Training

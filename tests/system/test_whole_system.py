@@ -6,8 +6,9 @@ from collections import Counter
 
 import msgspec
 import pytest
-from inprocess import System, sim_config, until
+from inprocess import System, until
 from run_files import assert_spans_cover, groups, json_lines
+from run_settings import sim_config
 
 from asyncrl.checkpoint.contents import read_state
 from asyncrl.checkpoint.folder import CheckpointFolder

@@ -14,8 +14,8 @@ import zmq
 from every_message import EVERY_MESSAGE
 from harness import until
 from rpc.wire.knocking import Guise, Knocker
+from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
 from asyncrl.controller.actor import Controller
 from asyncrl.controller.observation.snapshots import SNAPSHOT_S, Snapshots
 from asyncrl.core.errors import ActorFailed, Refused, RemoteError, UsageError
@@ -33,15 +33,7 @@ from asyncrl.top.client import Away, Viewer, WatchedRun, find_target, follow, wh
 
 
 def config_with(curve):
-    return validate_config(
-        {
-            "data": {"source": "synthetic"},
-            "rollout": {"engine": "sim"},
-            "learner": {"backend": "sim"},
-            "supervision": {"drain_s": 0.4},
-            "security": {"curve": "required" if curve else "off"},
-        }
-    )
+    return simulated_run(supervision={"drain_s": 0.4}, security={"curve": "required" if curve else "off"})
 
 
 def caller():

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import psutil
 import pytest
 from launcher.launched import wait_until
+from run_settings import simulated_run
 
-from asyncrl.config.load import config_to_json, validate_config
+from asyncrl.config.load import config_to_json
 from asyncrl.launcher.doctor import leftovers
 from asyncrl.launcher.doctor.leftovers import (
     Process,
@@ -55,8 +56,7 @@ def make_run(runs, name, **checkpoint):
     (run / "private").mkdir(parents=True)
     (run / "private" / "lock").touch()
     (run / "private" / "secret.json").write_text("{}")
-    tree = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    (run / "config.json").write_text(config_to_json(validate_config(tree | {"checkpoint": checkpoint})))
+    (run / "config.json").write_text(config_to_json(simulated_run(checkpoint=checkpoint)))
     for name in ("v00000002", ".v00000003.partial-17", ".dead-v00000001-5"):
         (run / "checkpoints" / name).mkdir(parents=True)
     return run

@@ -17,10 +17,10 @@ from examples import examples
 from harness import until
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from inprocess import sim_config
 from learner.learner_cases import build_step, make_group, make_trajectory
 from learner.loop.lone_loop import Loop, NotingTrainer
 from msgspec.structs import replace
+from run_settings import sim_config
 from services import services
 
 from asyncrl.config import Config

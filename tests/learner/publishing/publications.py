@@ -8,7 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 
-from inprocess import sim_config
+from run_settings import sim_config
 
 from asyncrl.config import Config
 from asyncrl.learner.backends.sim import SimTrainer

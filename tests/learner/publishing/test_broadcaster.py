@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import Net, replace, until
-from inprocess import sim_config
 from learner.publishing.publications import WAIT_S, make_publication, no_segment_left_open, open_segments
 from probes import make_probe
+from run_settings import sim_config
 
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import BroadcastFailed

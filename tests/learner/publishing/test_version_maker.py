@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from harness import Net, until
-from inprocess import sim_config
 from learner.publishing.publications import BUCKETS, make_publication, no_segment_left_open
+from run_settings import sim_config
 from virtual import run_virtual
 
 from asyncrl.learner.publishing import version_maker

@@ -10,7 +10,8 @@ import urllib.request
 
 import msgspec
 import pytest
-from inprocess import System, sim_config
+from inprocess import System
+from run_settings import sim_config
 from sinks_cases import address_of, snapshot, train, until
 from tensorboard_files import steps
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from inprocess import sim_config
+from run_settings import sim_config
 from session_cases import TOOL, call_of, played, result, said, user
 
 from asyncrl.messages.episodes import EpisodeDone

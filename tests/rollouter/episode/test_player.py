@@ -5,8 +5,8 @@ import json
 
 import pytest
 from harness import replace
-from inprocess import sim_config
 from made_group import make_group
+from run_settings import sim_config
 from session_cases import HOST, World, played, said, user
 
 from asyncrl.core.errors import EpisodeHostFull, EpisodeOver, PeerRestarted, RemoteError

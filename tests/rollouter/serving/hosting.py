@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import numpy as np
 from harness import replace
-from inprocess import sim_config
 from made_group import make_group
+from run_settings import sim_config
 from virtual import LoopClock
 
 from asyncrl.observe.states import StateLedger

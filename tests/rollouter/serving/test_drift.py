@@ -11,9 +11,9 @@ from hosting import Hosted, simulated
 from hypothesis import given
 from hypothesis import strategies as st
 from probes import TOKENS, make_probe, samples_of, scores_of
+from run_settings import simulated_run
 from virtual import run_virtual
 
-from asyncrl.config.load import validate_config
 from asyncrl.config.monitor import DriftConfig
 from asyncrl.core.errors import ConfigError, EngineDied, WeightsCorrupt
 from asyncrl.messages.groups import VersionSpan
@@ -104,9 +104,8 @@ def test_missing_limits_follow_from_the_dtype_and_never_contradict_given_ones(co
 
 
 def test_a_run_does_not_stop_before_it_warns():
-    simulated = {"rollout": {"engine": "sim"}, "learner": {"backend": "sim"}, "data": {"source": "synthetic"}}
     with pytest.raises(ConfigError, match=r"drift\.stop: is 0\.1, below drift\.warn = 0\.2"):
-        validate_config(simulated | {"drift": {"warn": 0.2, "stop": 0.1}})
+        simulated_run(drift={"warn": 0.2, "stop": 0.1})
 
 
 class Asked:

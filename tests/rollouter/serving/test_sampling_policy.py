@@ -5,7 +5,8 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import System, sim_config
+from inprocess import System
+from run_settings import sim_config
 
 from asyncrl.rollouter.engines.base import EngineLoad
 from asyncrl.rollouter.serving import generation

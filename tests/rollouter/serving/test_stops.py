@@ -4,8 +4,9 @@ import asyncio
 import json
 
 import pytest
-from inprocess import System, sim_config
+from inprocess import System
 from run_files import groups
+from run_settings import sim_config
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

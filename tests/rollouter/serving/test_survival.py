@@ -3,8 +3,9 @@
 import asyncio
 
 from harness import until
-from inprocess import System, sim_config
+from inprocess import System
 from run_files import groups
+from run_settings import sim_config
 
 from asyncrl.core.errors import EngineDied
 from asyncrl.messages.dataloader import OpenLeases

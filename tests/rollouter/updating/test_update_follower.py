@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 from harness import replace
-from inprocess import sim_config
 from probes import TOKENS, make_probe, samples_of, scores_of
 from published_weights import as_streamed
+from run_settings import sim_config
 from services import services
 from virtual import LoopClock, run_virtual
 

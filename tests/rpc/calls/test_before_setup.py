@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from harness import RUN_ID, SECRET, Net, repeat_after, until
-from inprocess import sim_config
+from run_settings import sim_config
 
 from asyncrl.core.errors import DeadlineExceeded, RemoteError
 from asyncrl.messages import ANYBODY, Done, Message, Request

@@ -6,7 +6,8 @@ import pytest
 from harness import until
 from hypothesis import given
 from hypothesis import strategies as st
-from inprocess import System, sim_config
+from inprocess import System
+from run_settings import sim_config
 
 from asyncrl.core.errors import ActorFailed, AsyncRLError, ConfigError, DeadlineExceeded, RunChanged
 from asyncrl.messages.actors import WatchRun

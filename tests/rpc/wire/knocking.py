@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import zmq
 from every_message import EVERY_MESSAGE
+from run_settings import launched_run
 
 from asyncrl.core.errors import ProtocolError
 from asyncrl.messages import Request
@@ -181,28 +182,14 @@ def knock(context: zmq.Context, address: str, people: Sequence[Stranger], patien
 
 # --- the visible parts of a live run ----------------------------------------------------------------------
 
-SIM_RUN = {
-    "data": {"source": "synthetic", "size": 2000},
-    "rollout": {
-        "engine": "sim",
-        "replicas": 2,
-        "samples_per_prompt": 2,
-        "concurrency": 8,
-        "max_tokens": 64,
-        "sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002},
-    },
-    "reward": {"function": "constant", "workers": 1},
-    "learner": {
-        "backend": "sim",
-        "steps": 60,
-        "groups_per_step": 4,
-        "dynamic_sampling": False,
-        "sim": {"step_s": 0.15, "publish_bytes": 4096},
-    },
-    "checkpoint": {"every_versions": 20},
-    "weights": {"transport": "shm"},
-    "supervision": {"heartbeat_s": 0.5},
-}
+SIM_RUN = launched_run(
+    rollout={"sim": {"length_median": 16.0, "decode_step_s": 0.002, "load_s": 0.002}},
+    learner={"steps": 60, "sim": {"step_s": 0.15, "publish_bytes": 4096}},
+    staleness={"max": 1},
+    checkpoint={"every_versions": 20},
+    weights={"transport": "shm"},
+    supervision={"heartbeat_s": 0.5},
+)
 """Seconds of work, at a version per step."""
 KNOWN = {"controller": "learner/0"} | dict.fromkeys(
     ("dataloader", "parameter_server", "reward", "learner"), "rollouter/0"

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from run_settings import simulated_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -66,8 +67,7 @@ def test_an_answer_is_parsed_by_the_names_of_vllm(folder, tool_parser, reasoning
 def test_an_engine_has_the_parsers_of_its_model_and_a_simulated_one_none(folder):
     made = engine_parsers(validate_config({"model": {"path": folder}, "data": {"source": "synthetic"}}))
     assert made("hermes", None)(CALL, TOOLS).calls
-    simulated = {"data": {"source": "synthetic"}, "rollout": {"engine": "sim"}, "learner": {"backend": "sim"}}
-    assert engine_parsers(validate_config(simulated)) is None
+    assert engine_parsers(simulated_run()) is None
 
 
 def test_unknown_parser_names_and_missing_tokens_are_refused(folder):
