@@ -13,7 +13,7 @@ from top.pictures import Run
 
 from asyncrl.cli import top as command
 from asyncrl.core.printable import json_in_ascii, printable, say
-from asyncrl.launcher.common.agent_messages import StacksEvent, StateEvent
+from asyncrl.launcher.common.agent_messages import StateEvent, WarningEvent
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.snapshot import Event
 from asyncrl.observe.snapshots.recording import Recorder
@@ -131,7 +131,7 @@ def test_nothing_that_a_launcher_shows_is_obeyed(live):
     out, err = Terminal(), io.StringIO()
     progress = TerminalProgress(out, 4, err)
     progress.show(StateEvent(phase="starting", waiting_for=[EVIL], controller=1, lost_hosts={EVIL: [EVIL]}, leaving=[]))
-    progress.show(StacksEvent(name="reward/0", lines=[EVIL], more=0, log=EVIL))
+    progress.show(WarningEvent(text=EVIL))
     progress.say(EVIL)
     shown = out.getvalue().replace("\r\x1b[2K", "")
     assert "PWNED" in shown and not controls(shown) and not controls(err.getvalue())

@@ -245,21 +245,10 @@ class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):
     name: str
 
 
-class StuckEvent(Struct, frozen=True, kw_only=True, tag="stuck"):
-    """An actor is silent and is going to be killed."""
+class WarningEvent(Struct, frozen=True, kw_only=True, tag="warning"):
+    """A line for the user: an actor is stuck, or what it does."""
 
-    name: str
-    report: str
-
-
-class StacksEvent(Struct, frozen=True, kw_only=True, tag="stacks"):
-    """The stacks of a stuck actor: the first line, on its process, and the file that holds all of them."""
-
-    name: str
-    lines: list[str]
-    more: int
-    """Lines that are only in the file."""
-    log: str
+    text: str
 
 
 class BeatEvent(Struct, frozen=True, kw_only=True, tag="beat"):
@@ -296,8 +285,7 @@ Event = (
     | NoticeEvent
     | RestartEvent
     | ReadyEvent
-    | StuckEvent
-    | StacksEvent
+    | WarningEvent
     | BeatEvent
     | ControllerEvent
     | LogEvent

@@ -19,14 +19,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launcher.common.agent_messages import Event, StacksEvent, StuckEvent
+from asyncrl.launcher.common.agent_messages import Event, WarningEvent
 from asyncrl.launcher.node.child import Child
 from asyncrl.messages.actors import Stuck
 from asyncrl.observe.logging import get_logger, write_text
 from asyncrl.rpc.stacks import TASKS_END
 
-STACK_LINES = 1
-"""Lines of stacks that the launcher shows: the state of the process. The log has the rest."""
 LOOK_S = 0.05
 MOST_BYTES = 1 << 20
 """Most bytes of stacks that are read."""
@@ -66,7 +64,7 @@ class StuckActors:
         """Show a report, if there is one, and take the stacks of the process."""
         if report:
             self._log.error("actor is stuck", actor=child.name, pid=child.pid, report=report)
-            self._emit(StuckEvent(name=child.name, report=report))
+            self._emit(WarningEvent(text=f"watchdog: {report}"))
         key = (child.name, child.incarnation)
         if key not in self._taking:
             self._taking[key] = self._spawn(self._take(child))
@@ -91,9 +89,10 @@ class StuckActors:
         finally:
             del self._taking[child.name, child.incarnation]
         write_text(f"stacks of {child.name}:\n{text}\n")
-        lines = text.splitlines()
-        more = max(0, len(lines) - STACK_LINES)
-        self._emit(StacksEvent(name=child.name, lines=lines[:STACK_LINES], more=more, log=self._path))
+        # The first line has the state of the process.
+        state, *more = text.splitlines()
+        rest = f"{len(more)} more lines in {self._path}" if more else f"log: {self._path}"
+        self._emit(WarningEvent(text=f"stacks of {child.name}: {state} ({rest})"))
 
 
 async def take_stacks(child: Child, timeout_s: float) -> str:

@@ -25,9 +25,8 @@ from asyncrl.launcher.common.agent_messages import (
     NoticeEvent,
     ReadyEvent,
     RestartEvent,
-    StacksEvent,
     StateEvent,
-    StuckEvent,
+    WarningEvent,
 )
 from asyncrl.launcher.terminal.metrics_words import (
     NAMES_SHOWN,
@@ -125,11 +124,8 @@ class TerminalProgress:
                     self._learner_died = name, died
             case ReadyEvent(name=name):
                 self._show_ready(name)
-            case StuckEvent(report=report):
-                self.warn([f"watchdog: {report}"])
-            case StacksEvent(name=name, lines=lines, more=more, log=log):
-                rest = f"{more} more lines in {log}" if more else f"log: {log}"
-                self.warn([f"stacks of {name}: {' '.join(lines)} ({rest})"])
+            case WarningEvent(text=text):
+                self.warn([text])
             case NoticeEvent():
                 if line := self.notices.take(event, self._now_s()):
                     self.warn([line])

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from asyncrl.launcher.common.agent_messages import StacksEvent
+from asyncrl.launcher.common.agent_messages import WarningEvent
 from asyncrl.launcher.node import stuck_actors as stuck_module
 from asyncrl.launcher.node.stuck_actors import StuckActors
 from asyncrl.messages.actors import Stuck
@@ -32,7 +32,7 @@ async def test_actors_whose_lives_have_one_number_have_their_stacks_taken_each(m
     actors.hear([Stuck(child.name, 7, "no token for 300 s", 1) for child in children], {c.name: c for c in children})
     for child in children:
         actors.kill(child, "condemned")
-    answers[second.name].set_result("in reward")
+    answers[second.name].set_result("process 1: S (sleeping)\nin reward\nin a task")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert (first.ends, second.ends) == ([], [second.name])
@@ -40,7 +40,8 @@ async def test_actors_whose_lives_have_one_number_have_their_stacks_taken_each(m
     await actors.wait(5.0)
     await asyncio.sleep(0)
     assert first.ends == [first.name]
-    assert [(e.name, e.lines) for e in shown if isinstance(e, StacksEvent)] == [
-        (second.name, ["in reward"]),
-        (first.name, ["in wait"]),
+    assert shown == [
+        *[WarningEvent(text="watchdog: no token for 300 s")] * 2,
+        WarningEvent(text="stacks of rollouter/1: process 1: S (sleeping) (2 more lines in agent-0.log)"),
+        WarningEvent(text="stacks of rollouter/0: in wait (log: agent-0.log)"),
     ]
