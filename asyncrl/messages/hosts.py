@@ -47,8 +47,6 @@ class MemberHost(Message, frozen=True, kw_only=True):
     address: str = ""
     ask: str = ""
     """Join.ask of the request that brought it; empty for a host of the start."""
-    number: Count = 0
-    """Number of the Members that first had it."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ class HostChanges:
         if self._membership.members is not before:
             self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
-        return Joined(hosts=hosts, peers=peers, waiting_for=self._without(max(host.number for host in hosts)))
+        return Joined(hosts=hosts, peers=peers, waiting_for=self._not_up_to_date())
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
@@ -258,17 +258,16 @@ class HostChanges:
             state = "being preempted" if self._run.phase == "preempting" else "ending"
             raise InvalidRequest(f"no host can {what} any more: the run is {state}")
 
-    def _without(self, number: int) -> list[str]:
-        """Actors that may be called and have not taken in these members."""
-        if self.members.number < number:
+    def _not_up_to_date(self) -> list[str]:
+        """Actors that may be called and have not taken in the members."""
+        if self._membership.members is not self.members:
             return [f"{MEMBERS_FILE} of the controller"]
         # An actor that has not spoken takes the members in before it can be called. An agent needs none.
-        spoken = {
-            name: entry.members
+        return [
+            name
             for name, entry in self._registry.entries.items()
-            if role_of(name) in ROLES and entry.heard_of and entry.spoken
-        }
-        return [name for name, taken_in in spoken.items() if taken_in < number]
+            if role_of(name) in ROLES and entry.heard_of and entry.spoken and entry.members < self.members.number
+        ]
 
     def _known(self) -> list[KnownHost]:
         found = dict(self._hosts.known)

@@ -69,7 +69,6 @@ class Membership:
                 stage="joining",
                 address=new.address,
                 ask=request.ask,
-                number=self.members.number + 1,
             )
             if self._curve:
                 keys |= zip(host.names, new.keys, strict=True)
