@@ -35,11 +35,10 @@ from asyncrl.config.operation import NetworkConfig
 from asyncrl.core.errors import ConfigError, UsageError
 from asyncrl.core.printable import say
 from asyncrl.launcher.agent_handle import AgentHandle
-from asyncrl.launcher.checks.findings import Finding, errors_of, on_host, rows, warnings_of
+from asyncrl.launcher.checks.findings import CheckOrder, Finding, errors_of, on_host, rows, warnings_of
 from asyncrl.launcher.common.agent_messages import (
     KILL,
     Checked,
-    CheckOrder,
     HostOffer,
     Prepared,
     RouteQuery,

@@ -19,8 +19,9 @@ from pathlib import Path
 from asyncrl.checkpoint.folder import checkpoint_dir
 from asyncrl.config import Config
 from asyncrl.config.learnable import obstacles
+from asyncrl.config.load import config_from_json
 from asyncrl.core.roles import ROLES, role_of
-from asyncrl.launcher.checks.findings import Finding, KnownPrompts, fail, ok, warn
+from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, warn
 from asyncrl.launcher.checks.inputs import Inputs, check_inputs
 from asyncrl.launcher.checks.model import check_model, check_served, check_window
 from asyncrl.launcher.checks.needs import (
@@ -57,28 +58,21 @@ LAST_STEPS = 20
 class CheckedHost:
     """One host and its part of a run. Results that several checks use are computed once."""
 
-    config: Config | None
-    """None if asyncrl-doctor has no configuration: checks that need one find nothing."""
-    actors: Sequence[str]
-    address: str
-    run: Path
-    """The run folder, or where it would be."""
-    is_head: bool = True
-    several: bool = False
-    """Whether the run has several hosts."""
+    order: CheckOrder
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Address by network interface."""
     interface: str = ""
     """The interface that actors use; empty if unknown."""
     has_gpus: bool = False
-    known: KnownPrompts | None = None
-    """Training prompts of the run that is resumed."""
-    resumed: Path | None = None
-    """Folder of the run that is resumed."""
+
+    @cached_property
+    def config(self) -> Config | None:
+        """None if asyncrl-doctor has no configuration: checks that need one find nothing."""
+        return config_from_json(self.order.config) if self.order.config else None
 
     def has(self, role: str) -> bool:
         """Whether an actor of this role is on the host."""
-        return bool(count(self.actors, role))
+        return bool(count(self.order.actors, role))
 
     @property
     def computes(self) -> bool:
@@ -94,7 +88,7 @@ class CheckedHost:
         return asyncio.create_task(self._model())
 
     async def _model(self) -> tuple[Finding | None, ModelSize | None]:
-        if self.config is None or not any(ROLES[role_of(actor)].reads_model for actor in self.actors):
+        if self.config is None or not any(ROLES[role_of(actor)].reads_model for actor in self.order.actors):
             return None, None
         return await asyncio.to_thread(check_model, self.config.model.path, self.config.lora)
 
@@ -107,11 +101,11 @@ class CheckedHost:
         config = self.config
         if config is None:
             return Inputs()
-        for_learner = "learner/0" in self.actors and learner_reads_more(config)
-        if not for_learner and not any(ROLES[role_of(actor)].reads_tokenizer for actor in self.actors):
+        for_learner = "learner/0" in self.order.actors and learner_reads_more(config)
+        if not for_learner and not any(ROLES[role_of(actor)].reads_tokenizer for actor in self.order.actors):
             return Inputs()
         rows = self.has("dataloader")
-        return await check_inputs(config, with_rows=rows, for_learner=for_learner, known=self.known)
+        return await check_inputs(config, with_rows=rows, for_learner=for_learner, known=self.order.known)
 
 
 def learner_reads_more(config: Config) -> bool:
@@ -121,16 +115,18 @@ def learner_reads_more(config: Config) -> bool:
 
 
 async def _nccl(host: CheckedHost) -> list[Finding]:
-    used = host.interface if host.several else ""
-    return [judge_nccl(os.environ, host.interfaces, infiniband_devices(), used=used, several=host.several)]
+    used = host.interface if host.order.several else ""
+    return [judge_nccl(os.environ, host.interfaces, infiniband_devices(), used=used, several=host.order.several)]
 
 
 async def _ports(host: CheckedHost) -> list[Finding]:
     if host.config is None:
-        return [check_ports(host.address, ANY_PORT, 0, 0)]
+        return [check_ports(host.order.address, ANY_PORT, 0, 0)]
     network = host.config.network
-    controller_port = network.controller_port if host.is_head else 0
-    return [check_ports(host.address, network.ports, controller_port, ports_needed(host.config, host.actors))]
+    controller_port = network.controller_port if host.order.is_head else 0
+    return [
+        check_ports(host.order.address, network.ports, controller_port, ports_needed(host.config, host.order.actors))
+    ]
 
 
 async def _model(host: CheckedHost) -> list[Finding | None]:
@@ -170,7 +166,7 @@ async def _episode(host: CheckedHost) -> list[Finding]:
 
 
 async def _sinks(host: CheckedHost) -> list[Finding]:
-    if host.config is None or not host.is_head:
+    if host.config is None or not host.order.is_head:
         return []
     sinks = host.config.sinks
     wanted = {
@@ -195,14 +191,14 @@ def is_installed(package: str) -> bool:
 
 
 async def _grace(host: CheckedHost) -> list[Finding]:
-    if host.config is None or not host.is_head:
+    if host.config is None or not host.order.is_head:
         return []
-    return await asyncio.to_thread(check_grace, host.config, host.resumed)
+    return await asyncio.to_thread(check_grace, host.config, host.order.resumed)
 
 
-def check_grace(config: Config, resumed: Path | None = None) -> list[Finding]:
+def check_grace(config: Config, resumed: str = "") -> list[Finding]:
     """Compare preempt.grace_s with the time of a step, if a simulated learner or the run in ``resumed`` shows it."""
-    lines = read_metrics(resumed / METRICS, ("train",)) if resumed is not None else []
+    lines = read_metrics(Path(resumed) / METRICS, ("train",)) if resumed else []
     steps_s = [step_s for line in lines[-LAST_STEPS:] if (step_s := busy_s(line)) is not None]
     if not steps_s and config.learner.backend == "sim":
         steps_s = [config.learner.sim.step_s]
@@ -217,10 +213,10 @@ async def _folders(host: CheckedHost) -> list[Finding]:
 
 def check_folders(host: CheckedHost, size: ModelSize | None) -> list[Finding]:
     """Whether the run folder and the folder of checkpoints can be written to, and have room."""
-    config, run, found, shared = host.config, host.run.absolute(), list[Finding](), False
+    config, run, found, shared = host.config, Path(host.order.run).absolute(), list[Finding](), False
     if config is None:
         return [check_folder("run_dir", "run.dir", run, Need(least=0, wanted=0))]
-    need = run_dir_need(config, size, is_head=host.is_head)
+    need = run_dir_need(config, size, is_head=host.order.is_head)
     if host.has("learner") and config.learner.backend != "sim":
         checkpoints, each = checkpoint_dir(config, run).absolute(), checkpoints_need(config, size)
         key = "checkpoint.dir" if config.checkpoint.dir is not None else "run.dir"
@@ -240,7 +236,7 @@ async def _memory(host: CheckedHost) -> list[Finding]:
         return []
     _, size = await host.model
     on_gpu = config.learner.device == "cuda" or (config.learner.device == "auto" and host.has_gpus)
-    return [judge_memory(*memory_bytes(), memory_need(config, host.actors, size, on_gpu=on_gpu))]
+    return [judge_memory(*memory_bytes(), memory_need(config, host.order.actors, size, on_gpu=on_gpu))]
 
 
 async def _shm(host: CheckedHost) -> list[Finding]:

@@ -49,6 +49,28 @@ class KnownPrompts(msgspec.Struct, frozen=True):
     """0 if unknown."""
 
 
+class CheckOrder(msgspec.Struct, frozen=True, kw_only=True, tag="check"):
+    """Run the list of checks for a host's part of a run: a line to the host."""
+
+    config: str = ""
+    """The resolved configuration (JSON); empty if asyncrl-doctor has none."""
+    actors: list[str]
+    address: str
+    run: str
+    """The run folder, or where it would be."""
+    is_head: bool
+    several: bool
+    """Whether the run has several hosts."""
+    known: KnownPrompts | None = None
+    """Training prompts of the run that is resumed."""
+    resumed: str = ""
+    """Folder of the run that is resumed."""
+    folder: str = ""
+    """Folder in which the launcher was called; relative paths start there, if there is such a folder."""
+    env: dict[str, str] = {}
+    """Variables laid over the host's own environment."""
+
+
 def ok(check: str, detail: str, host: str = ALL_HOSTS, *, key: str = "") -> Finding:
     """A finding with nothing to do."""
     return Finding(host, check, "ok", detail, key=key)

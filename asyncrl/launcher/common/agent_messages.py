@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncrl.launcher.checks.findings import Finding, KnownPrompts
+from asyncrl.launcher.checks.findings import Finding
 
 # --- before the agent lives ---
 
@@ -56,30 +56,8 @@ class Routes(Struct, frozen=True, kw_only=True, tag="routes"):
     """This host's own address on the way, by address of the head; absent where there is no way."""
 
 
-class CheckOrder(Struct, frozen=True, kw_only=True, tag="check"):
-    """Run the list of checks for this host's part of a run. The answer is Checked."""
-
-    config: str = ""
-    """The resolved configuration (JSON); empty if asyncrl-doctor has none."""
-    actors: list[str]
-    address: str
-    run: str
-    """The run folder, or where it would be."""
-    is_head: bool
-    several: bool
-    """Whether the run has several hosts."""
-    known: KnownPrompts | None = None
-    """Training prompts of the run that is resumed."""
-    resumed: str = ""
-    """Folder of the run that is resumed."""
-    folder: str = ""
-    """Folder in which the launcher was called; relative paths start there, if there is such a folder."""
-    env: dict[str, str] = {}
-    """Variables laid over the host's own environment."""
-
-
 class Checked(Struct, frozen=True, kw_only=True, tag="checked"):
-    """The answer to CheckOrder."""
+    """The answer to CheckOrder (checks/findings.py)."""
 
     findings: list[Finding]
     model: str = ""

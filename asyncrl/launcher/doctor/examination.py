@@ -20,8 +20,8 @@ from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import ConfigError, HostFailed, UsageError
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.launcher.checks.check_list import in_order
-from asyncrl.launcher.checks.findings import Finding, fail, ok, on_host, warn
-from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, RouteQuery, Routes
+from asyncrl.launcher.checks.findings import CheckOrder, Finding, fail, ok, on_host, warn
+from asyncrl.launcher.common.agent_messages import Checked, RouteQuery, Routes
 from asyncrl.launcher.common.placement import Placed, PlacementHost, place, with_episode_hosts, with_gpus
 from asyncrl.launcher.doctor.between_hosts import (
     Link,

@@ -31,8 +31,9 @@ from typing import Any
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.core.disk import nearest_folder
+from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.checks.network import bind, ports_of
-from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, HostOffer, RouteQuery
+from asyncrl.launcher.common.agent_messages import Checked, HostOffer, RouteQuery
 from asyncrl.launcher.doctor.leftovers import check_leftovers
 from asyncrl.launcher.doctor.orders import (
     Begin,

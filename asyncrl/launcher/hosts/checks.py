@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.config.load import config_from_json
 from asyncrl.launcher.checks.check_list import CheckedHost, check_host
+from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.checks.model import digest
-from asyncrl.launcher.common.agent_messages import Checked, CheckOrder, HostOffer
+from asyncrl.launcher.common.agent_messages import Checked, HostOffer
 from asyncrl.launcher.hosts.addresses import interface_of
 
 LOOK_S = 0.2
@@ -39,19 +39,8 @@ def answer_check(order: CheckOrder, facts: HostOffer, *, is_cut: Callable[[], bo
 
 async def check_part(order: CheckOrder, facts: HostOffer) -> Checked:
     """Run the list for this host's part of a run. Changes neither folder nor environment."""
-    host = CheckedHost(
-        config=config_from_json(order.config) if order.config else None,
-        actors=order.actors,
-        address=order.address,
-        run=Path(order.run),
-        is_head=order.is_head,
-        several=order.several,
-        interfaces=facts.interfaces,
-        interface=interface_of(facts, order.address),
-        has_gpus=bool(facts.gpus),
-        known=order.known,
-        resumed=Path(order.resumed) if order.resumed else None,
-    )
+    interface = interface_of(facts, order.address)
+    host = CheckedHost(order=order, interfaces=facts.interfaces, interface=interface, has_gpus=bool(facts.gpus))
     findings = await check_host(host)
     _, size = await host.model
     path = host.config.model.path if host.config is not None and size is not None else None

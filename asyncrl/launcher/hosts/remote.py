@@ -29,9 +29,9 @@ from typing import Any, NoReturn, Union
 import msgspec
 
 from asyncrl.core.errors import AsyncRLError, UsageError
+from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.common.agent_messages import (
     Checked,
-    CheckOrder,
     EndOrder,
     HostEnded,
     HostOffer,

@@ -8,10 +8,10 @@ import pytest
 from disks import fill, small_disk
 from side_by_side import held_and_free
 
-from asyncrl.config.load import validate_config
+from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.core.disk import free_bytes, in_bytes, nearest_folder
 from asyncrl.launcher.checks.check_list import ORDER, CheckedHost, check_folders, in_order
-from asyncrl.launcher.checks.findings import as_json, counts, exit_code, fail, ok, on_host, rows, warn
+from asyncrl.launcher.checks.findings import CheckOrder, as_json, counts, exit_code, fail, ok, on_host, rows, warn
 from asyncrl.launcher.checks.needs import (
     ModelSize,
     Need,
@@ -111,8 +111,15 @@ def test_room_and_rights(tmp_path):
 
 def test_a_lack_of_room_is_reported_once_with_its_parts_and_a_full_disk_as_full(tmp_path):
     with small_disk(tmp_path / "disk", 1 << 20) as disk:
-        host = CheckedHost(config=config(), actors=["learner/0"], address=HERE, run=disk / "runs" / "mine")
-        (found,) = check_folders(host, ModelSize(parameters=1000, bytes=4000))
+        order = CheckOrder(
+            config=config_to_json(config()),
+            actors=["learner/0"],
+            address=HERE,
+            run=str(disk / "runs" / "mine"),
+            is_head=True,
+            several=False,
+        )
+        (found,) = check_folders(CheckedHost(order=order), ModelSize(parameters=1000, bytes=4000))
         fill(disk)
         full = check_folder("run_dir", "run.dir", disk / "runs", Need(least=0, wanted=0))
     assert (found.check, found.result) == ("checkpoint_dir", "warn")

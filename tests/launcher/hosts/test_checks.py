@@ -3,16 +3,15 @@
 import asyncio
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 from model_files import write_model
 from run_settings import simulated_run
 
-from asyncrl.config.load import validate_config
+from asyncrl.config.load import config_to_json, validate_config
 from asyncrl.launcher.checks import check_list
 from asyncrl.launcher.checks.check_list import CheckedHost, check_host
-from asyncrl.launcher.checks.findings import errors_of, fail, ok, warn, warnings_of
+from asyncrl.launcher.checks.findings import CheckOrder, errors_of, fail, ok, warn, warnings_of
 from asyncrl.learner.groups.notices import LearningWatch
 
 
@@ -20,9 +19,15 @@ def check(config, actors=None, run="runs/run"):
     """Findings of the launcher on this host, with all actors."""
 
     async def found():
-        return await check_host(
-            CheckedHost(config=config, actors=actors or config.actors, address=config.network.host, run=Path(run))
+        order = CheckOrder(
+            config=config_to_json(config),
+            actors=list(actors or config.actors),
+            address=config.network.host,
+            run=str(run),
+            is_head=True,
+            several=False,
         )
+        return await check_host(CheckedHost(order=order))
 
     return asyncio.run(found())
 

@@ -18,9 +18,9 @@ from run_settings import simulated_run
 
 from asyncrl.config.load import config_to_json
 from asyncrl.core.errors import UsageError
+from asyncrl.launcher.checks.findings import CheckOrder
 from asyncrl.launcher.common.agent_messages import (
     Checked,
-    CheckOrder,
     EndOrder,
     HostOffer,
     HostSpec,
