@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +37,6 @@ from asyncrl.launcher.terminal.interrupts import Interrupts
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.rpc.lifecycle.registry import FIRST_WORD_S
 from asyncrl.rpc.lifecycle.supervision import describe_exit
-from asyncrl.rpc.linux import children_of
 
 LOOK_S = 0.5
 """Time between two looks at an agent."""
@@ -53,13 +50,10 @@ SLACK_S = 1.5
 
 @dataclass(eq=False)
 class AgentHandle:
-    """A host of the run with its living agent. On this host there is no ``contact``, and ``process`` is the guard."""
+    """A host of the run with its living agent."""
 
     index: int
-    host: str
-    """Name of the host; empty in a run on one host."""
-    process: asyncio.subprocess.Process
-    contact: Contact | None = None
+    contact: Contact
     ended: EndedEvent | None = None
     """The last event; None before it has come."""
     exit_code: int | None = None
@@ -78,6 +72,11 @@ class AgentHandle:
     def over(self) -> bool:
         """Whether nothing more will be heard of it."""
         return self.exit_code is not None
+
+    @property
+    def host(self) -> str:
+        """Name of the host; empty in a run on one host."""
+        return self.contact.name
 
     @property
     def name(self) -> str:
@@ -104,7 +103,6 @@ class AgentHandle:
     @property
     def loss_words(self) -> str:
         """Words for the loss of its connection, with the reason where it is known."""
-        assert self.contact is not None
         why = f" ({self.contact.last_error})" if self.contact.last_error else ""
         if self._cuts:
             why = f" (no sign of life for {self.silence.seconds:.0f} s)"
@@ -112,18 +110,18 @@ class AgentHandle:
 
     def send(self, command: bytes) -> None:
         """Send a command; lost if its standard input is not there any more."""
-        assert self.process.stdin is not None
-        if not self.over and not self.process.stdin.is_closing():
-            self.process.stdin.write(command)
+        if not self.over:
+            self.contact.send(command)
 
     async def hear(self, logs: Path, progress: TerminalProgress, take: Callable[[Any], None]) -> None:
         """Read until nothing more comes, every event that is no log given to ``take``; then it is known how it ended.
 
         Its log lines are appended to the files in ``logs``.
         """
-        assert self.process.stdout is not None
+        output = self.contact.process.stdout
+        assert output is not None
         decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event)
-        while line := await self.process.stdout.readline():
+        while line := await output.readline():
             self._heard = True
             try:
                 event = decoder.decode(line)
@@ -140,8 +138,8 @@ class AgentHandle:
                 self.ended = event
                 self.send(ARRIVED)
             take(event)
-        code = await (self.process.wait() if self.contact is None else self.contact.exited())
-        self.lost = self.contact is not None and self.contact.is_lost(code) and self.ended is None
+        code = await self.contact.exited()
+        self.lost = self.contact.is_lost(code) and self.ended is None
         self.exit_code = code
 
     def look(self, config: Config, progress: TerminalProgress) -> None:
@@ -172,14 +170,7 @@ class AgentHandle:
     def cut(self) -> None:
         """End its connection. On this host: kill the agent and have its guard end the rest; then kill the guard."""
         self._cuts += 1
-        if self.contact is not None:
-            self.contact.kill()
-        elif self.process.returncode is None:
-            for agent in children_of(self.process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(agent, signal.SIGKILL)
-            # A stopped guard runs again. Without a guard the kernel ends the actors, which die with their parent.
-            self.process.send_signal(signal.SIGCONT if self._cuts == 1 else signal.SIGKILL)
+        self.contact.kill()
 
 
 async def watch_silence(members: Sequence[AgentHandle], config: Config, progress: TerminalProgress) -> None:

@@ -132,7 +132,7 @@ class Follower:
         if member is self._head:
             with contextlib.suppress(OSError):
                 ended = await asyncio.to_thread(read_ended, self.folder)
-            if ended is None and member.contact is not None:
+            if ended is None and not member.contact.is_here:
                 with contextlib.suppress(HostFailed, TimeoutError):
                     found = await self._ask_anew(member, CONFIRM_S, patience_s=0.0, kill=False)
                     ended = found.ended
@@ -167,7 +167,6 @@ class Follower:
             if member is self._head:
                 self.progress.warn(["that is the head: the run continues without a display"])
                 for other in self.members[1:]:
-                    assert other.contact is not None
                     other.contact.hang_up()
         elif member.ended is None and not (self._killing and self.interrupts.second):
             log = str(self.folder.logs / member.log)
@@ -251,17 +250,16 @@ class Follower:
     async def _leave_nothing(self) -> None:
         """End the agents on this host, and ask the other hosts whose end was not heard."""
         for member in self.members:
-            if member.contact is None and member.process.returncode is None:
+            if member.contact.is_here and member.contact.process.returncode is None:
                 member.exit_code = None
                 member.send(KILL)
-                await member.process.wait()
-        unknown = [member for member in self.members if member.contact is not None and not self._is_gone(member)]
+                await member.contact.process.wait()
+        unknown = [member for member in self.members if not (member.contact.is_here or self._is_gone(member))]
         await asyncio.gather(*(self._confirm(member) for member in unknown))
 
     async def _wait_for_lost_head(self) -> None:
         """Wait until the run, now unheard, has ended, is to end at once, or the head stays out of reach."""
         head, supervision = self._head, self.config.supervision
-        assert head.contact is not None
         order = self._order(head, patience_s=LOOK_AGAIN_S, kill=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + supervision.host_grace_s + supervision.drain_s
@@ -286,12 +284,10 @@ class Follower:
 
     def _is_gone(self, member: AgentHandle) -> bool:
         """Whether the member's guard has ended, and with it everything on that host."""
-        assert member.contact is not None
         return member.exit_code is not None and not member.contact.is_lost(member.exit_code)
 
     async def _confirm(self, member: AgentHandle) -> None:
         """Make sure that nothing is left on a host whose end was not heard."""
-        assert member.contact is not None
         member.contact.kill()
         await member.contact.close()
         supervision = self.config.supervision
@@ -319,7 +315,6 @@ class Follower:
 
     async def _ask_anew(self, member: AgentHandle, within_s: float, **order: Any) -> HostEnded:
         """Carry out an EndOrder over another connection. Raises HostFailed and TimeoutError."""
-        assert member.contact is not None
         again = Contact(member.host, member.contact.start)
         try:
             async with asyncio.timeout(within_s):

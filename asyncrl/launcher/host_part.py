@@ -6,7 +6,9 @@ Fails with UsageError for a host that has less than its line says, and with OSEr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -22,14 +24,14 @@ from asyncrl.launcher.agent_handle import AgentHandle
 from asyncrl.launcher.common.agent_messages import AgentSpec, HostOffer, HostSpec
 from asyncrl.launcher.common.placement import INTERFACE_VARIABLES, Placed, PlacementHost
 from asyncrl.launcher.hosts.addresses import interface_of
-from asyncrl.launcher.hosts.contact import Contact
+from asyncrl.launcher.hosts.contact import LONGEST_LINE_BYTES, Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
-from asyncrl.launcher.hosts.start import shown
+from asyncrl.launcher.hosts.start import LocalStart, shown
 from asyncrl.launcher.run_folder.folders import RunFolder
+from asyncrl.rpc.linux import children_of
 
 ACTOR_ARGV = (sys.executable, "-m", "asyncrl.cli.actor")
 GUARD_ARGV = (sys.executable, "-m", "asyncrl.launcher.node.guard")
-LONGEST_EVENT_BYTES = 64 << 20
 PASSED_ON = (
     *("ASYNCRL_", "GLOO_", "HF_", "NCCL_", "PYTHONPATH", "PYTORCH_", "TOKENIZERS_", "TORCH_"),
     *(variable for traits in ENGINES.values() for variable in traits.environment),
@@ -71,10 +73,10 @@ def host_spec(config: Config, folder: RunFolder, index: int, credentials: dict[s
 
 
 def start_agent(contact: Contact, folder: RunFolder, spec: AgentSpec) -> AgentHandle:
-    """Start the agent of a host that is prepared."""
+    """Start the agent of a host that is prepared, or of this host below its guard."""
     contact.keep_errors(folder.logs / f"start-{contact.name}.log")
     contact.send(msgspec.json.encode(spec) + b"\n")
-    return AgentHandle(spec.index, contact.name, contact.process, contact)
+    return AgentHandle(spec.index, contact)
 
 
 def passed_on() -> dict[str, str]:
@@ -103,20 +105,37 @@ def agent_spec(
     )
 
 
-async def start_guard(folder: RunFolder, lock: int, spec: AgentSpec) -> asyncio.subprocess.Process:
-    """Start the guard of this host, and below it the agent, which has its spec. Raises OSError."""
-    with (folder.logs / "agent-0.log").open("ab") as errors:
-        guard = await asyncio.create_subprocess_exec(
-            *GUARD_ARGV,
-            str(folder.private),
-            str(lock),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-            pass_fds=(lock,),
-            limit=LONGEST_EVENT_BYTES,
-        )
-    assert guard.stdin is not None
-    guard.stdin.write(msgspec.json.encode(spec) + b"\n")
-    return guard
+class LocalGuard(Contact):
+    """The guard of this host. Its agent, which it starts, waits for its spec."""
+
+    is_here = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, LocalStart())
+        self._kills = 0
+
+    async def begin(self, folder: RunFolder, lock: int) -> None:
+        """Start it. Raises OSError."""
+        with (folder.logs / "agent-0.log").open("ab") as errors:
+            self.process = await asyncio.create_subprocess_exec(
+                *GUARD_ARGV,
+                str(folder.private),
+                str(lock),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                pass_fds=(lock,),
+                limit=LONGEST_LINE_BYTES,
+            )
+
+    def kill(self) -> None:
+        """Kill the agent and have the guard end the rest; when repeated, kill the guard."""
+        if self.process.returncode is not None:
+            return
+        for agent in children_of(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+        # A stopped guard runs again. Without a guard the kernel ends the actors, which die with their parent.
+        self.process.send_signal(signal.SIGKILL if self._kills else signal.SIGCONT)
+        self._kills += 1

@@ -49,13 +49,13 @@ from asyncrl.launcher.common.placement import Placed, PlacementHost, describe, p
 from asyncrl.launcher.follower import Follower
 from asyncrl.launcher.host_part import (
     GUARD_ARGV,
+    LocalGuard,
     agent_spec,
     host_of,
     host_row,
     host_spec,
     passed_on,
     start_agent,
-    start_guard,
 )
 from asyncrl.launcher.hosts import addresses
 from asyncrl.launcher.hosts.checks import check_part
@@ -318,22 +318,22 @@ class Launch:
         await self.reached.ask(specs, Prepared, "prepared")
         # From here on signals go to the agents, and do not undo the launch.
         interrupts.listen()
+        contacts = dict(self.reached.contacts)
+        if self.head_is_here:
+            contacts[self.head] = guard = LocalGuard(self.head if self.start is not None else "")
+            await guard.begin(folder, lock)
         for number, host in enumerate(self.hosts):
             actors = [actor for actor in self.placed if actor.host == host.name]
             spec = agent_spec(folder, host, actors, above=above, index=number, is_named=self.start is not None)
-            contact = self.reached.contacts.get(host.name)
-            if contact is None:
-                members.append(AgentHandle(number, spec.name, await start_guard(folder, lock, spec)))
-            else:
-                members.append(start_agent(contact, folder, spec))
+            members.append(start_agent(contacts[host.name], folder, spec))
 
     async def _undo(self, folder: RunFolder, members: Sequence[AgentHandle]) -> None:
         """Nothing of a launch that came to nothing is left."""
         for member in members:
             member.send(KILL)
         for member in members:
-            if member.contact is None:
-                await member.process.wait()
+            if member.contact.is_here:
+                await member.contact.process.wait()
         await self.reached.close()
         if self.resumption is None:
             shutil.rmtree(folder.path, ignore_errors=True)

@@ -18,13 +18,14 @@ from asyncrl.launcher.run_folder.folders import RunFolder
 class Member:
     """An agent that ends as said, once ``after`` have, or whose connection is lost then; what it is sent is kept."""
 
-    lost, contact, host = False, None, "b"
+    lost, is_here, host = False, True, "b"
     look = staticmethod(lambda *_: None)
 
     def __init__(self, ended, after=()):
         self._ends, self._after = ended, after
         self.ended, self.sent, self.has_ended = None, [], asyncio.Event()
-        self.process = self
+        # On this host.
+        self.contact = self.process = self
         self.returncode = ended.exit_code
         self.send = self.sent.append
 
@@ -129,6 +130,7 @@ async def test_a_head_elsewhere_is_asked_for_the_record(tmp_path, monkeypatch):
 class Connection:
     """One to a host on which nothing is left, whenever it is made."""
 
+    is_here = False
     last_error = start = None
 
     def __init__(self, *_):
@@ -157,8 +159,12 @@ class Recorded(Connection):
 class Cut(Member):
     """The head, whose end is not heard because its connection is lost."""
 
-    lost, contact, host, index, name, loss_words = True, Connection(), "a", 0, "agent/0 on a", "a: it is lost"
+    lost, host, index, name, loss_words = True, "a", 0, "agent/0 on a", "a: it is lost"
     over, exit_code = False, None
+
+    def __init__(self, ended, after=()):
+        super().__init__(ended, after)
+        self.contact = Connection()
 
     async def hear(self, _logs, _progress, on_event):
         for other in self._after:
@@ -174,7 +180,7 @@ async def test_a_host_that_has_left_does_not_tell_how_the_run_ended(tmp_path, mo
     warned = []
     shown = SimpleNamespace(show=lambda *_: None, say=lambda *_: None, warn=lambda lines: warned.extend(lines))
     follower = Follower(simulated_run(), RunFolder(path=tmp_path, run_id="r"), [head, left], shown, phase="running")
-    left.contact = SimpleNamespace(is_lost=lambda _: False, hang_up=lambda: None)
+    left.contact = SimpleNamespace(is_here=False, is_lost=lambda _: False, hang_up=lambda: None)
     left.exit_code = 0
     async with asyncio.timeout(20):
         ended = await follower.main()

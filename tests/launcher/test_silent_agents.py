@@ -14,6 +14,7 @@ from run_settings import simulated_run
 
 from asyncrl.launcher.agent_handle import LOOK_S, PARTING_S, AgentHandle
 from asyncrl.launcher.common.agent_messages import EndedEvent
+from asyncrl.launcher.host_part import LocalGuard
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.rpc.linux import children_of
 
@@ -28,10 +29,10 @@ GUARD = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', '
 class Watched:
     """The handle of an agent, and what the launcher shows of it."""
 
-    def __init__(self, process: Any, contact: Any = None) -> None:
+    def __init__(self, **contact: Any) -> None:
         self.shown = io.StringIO()
         self.progress = TerminalProgress(self.shown, 1, self.shown)
-        self.handle = AgentHandle(1, "b", process, contact)
+        self.handle = AgentHandle(1, SimpleNamespace(name="b", exited=self._ends, is_lost=lambda _: False, **contact))
 
     def passes(self, seconds: float) -> list[str]:
         """Let time pass without a word; the lines shown so far."""
@@ -43,18 +44,17 @@ class Watched:
         stream = asyncio.StreamReader()
         stream.feed_data(b'{"type":"beat"}\n')
         stream.feed_eof()
-        contact, self.handle.contact = self.handle.contact, None
-        self.handle.process = SimpleNamespace(stdout=stream, wait=self._waits)
+        self.handle.contact.process = SimpleNamespace(stdout=stream)
         await self.handle.hear(None, self.progress, lambda _: None)
-        self.handle.contact, self.handle.exit_code = contact, None
+        self.handle.exit_code = None
 
     @staticmethod
-    async def _waits() -> int:
+    async def _ends() -> int:
         return 0
 
 
 async def test_a_silence_is_reported_once_and_so_is_its_end():
-    agent = Watched(SimpleNamespace())
+    agent = Watched()
     await agent.hears()
     assert agent.passes(30.0) == []
     for _ in range(2):
@@ -64,7 +64,7 @@ async def test_a_silence_is_reported_once_and_so_is_its_end():
 
 
 async def test_a_start_may_take_its_time_and_an_end_that_was_heard_is_no_silence():
-    agent = Watched(SimpleNamespace(), SimpleNamespace(kill=lambda: None))
+    agent = Watched(kill=lambda: None)
     assert agent.passes(25.0) == []
     agent.handle.ended = EndedEvent(result="done")
     assert agent.passes(PARTING_S)[0].startswith("agent/1 on b: its guard has not ended for")
@@ -73,7 +73,7 @@ async def test_a_start_may_take_its_time_and_an_end_that_was_heard_is_no_silence
 async def test_the_connection_to_an_agent_that_stays_silent_is_cut():
     """As with a lost connection, the host may live on, and is asked at the end."""
     cut: list[str] = []
-    agent = Watched(SimpleNamespace(), SimpleNamespace(kill=lambda: cut.append("cut"), last_error=""))
+    agent = Watched(kill=lambda: cut.append("cut"), last_error="")
     await agent.hears()
     agent.passes(60.0 + 30.0 + 300.0)
     assert cut == []
@@ -84,12 +84,13 @@ async def test_the_connection_to_an_agent_that_stays_silent_is_cut():
 
 
 async def test_a_frozen_guard_on_this_host_goes_on_and_ends_what_is_left():
-    guard = await asyncio.create_subprocess_exec(sys.executable, "-c", GUARD)
+    contact = LocalGuard("")
+    contact.process = guard = await asyncio.create_subprocess_exec(sys.executable, "-c", GUARD)
     while not children_of(guard.pid):
         await asyncio.sleep(0.02)
     (child,) = children_of(guard.pid)
     os.kill(guard.pid, signal.SIGSTOP)
-    handle = AgentHandle(0, "", guard)
+    handle = AgentHandle(0, contact)
     handle.cut()
     async with asyncio.timeout(60):
         assert await guard.wait() == 0, "it has reaped its agent"

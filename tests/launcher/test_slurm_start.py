@@ -111,7 +111,7 @@ def test_a_step_whose_agent_was_killed_alone_is_not_lost(tools, tmp_path):
         tools("srun", f"echo '{msgspec.json.encode(facts).decode()}'; echo '{errors}' >&2; exit 137")
         contact = Contact("n2", SlurmStart())
         await contact.reach()
-        handle = AgentHandle(1, "n2", contact.process, contact)
+        handle = AgentHandle(1, contact)
         await handle.hear(tmp_path, None, None)
         found.append((handle.lost, handle.exit_words))
 

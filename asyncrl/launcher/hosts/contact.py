@@ -42,6 +42,9 @@ class Contact:
     With ``any_host`` a host may have another version or unknown GPUs.
     """
 
+    is_here = False
+    """Whether it is this host, and ``process`` the guard itself: no connection leads there, and none is lost."""
+
     def __init__(self, name: str, start: StartCommand, *, any_host: bool = False) -> None:
         self.name, self.start, self._any_host = name, start, any_host
         self.facts: HostOffer

@@ -186,6 +186,6 @@ def test_what_fails_while_the_run_is_watched_is_not_passed_over():
     async def never():
         await asyncio.Event().wait()
 
-    process = SimpleNamespace(stdout=SimpleNamespace(readline=never))
+    contact = SimpleNamespace(name="c", process=SimpleNamespace(stdout=SimpleNamespace(readline=never)))
     with pytest.raises(OSError, match="cannot be read"):
-        run_virtual(joined([AgentHandle(2, "c", process, SimpleNamespace())], Controller()).follow())
+        run_virtual(joined([AgentHandle(2, contact)], Controller()).follow())

@@ -14,6 +14,7 @@ from asyncrl.config.load import validate_config
 from asyncrl.launcher import launch as launch_module
 from asyncrl.launcher.common.placement import PlacementHost
 from asyncrl.launcher.common.signals import STOPPING, cause_of, heeded
+from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 
@@ -88,9 +89,13 @@ def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
     launch = launch_module.Launch(config, [HostLine("here")], head="here", head_is_here=True)
     launch.hosts = [PlacementHost(name="here", cpus=1)]
 
-    async def start_guard(*_):
-        os.kill(os.getpid(), SIGINT)
-        return SimpleNamespace()
+    class LocalGuard(Contact):
+        def __init__(self, name):
+            super().__init__(name, None)
+            self.process = SimpleNamespace(stdin=SimpleNamespace(is_closing=lambda: True))
+
+        async def begin(self, *_):
+            os.kill(os.getpid(), SIGINT)
 
     class Follower:
         def __init__(self, config, folder, members, progress, interrupts):
@@ -101,7 +106,7 @@ def test_a_signal_while_the_guard_is_started_is_not_lost(monkeypatch, tmp_path):
                 await self.interrupts.first()
             return self.interrupts.signal
 
-    monkeypatch.setattr(launch_module, "start_guard", start_guard)
+    monkeypatch.setattr(launch_module, "LocalGuard", LocalGuard)
     monkeypatch.setattr(launch_module, "Follower", Follower)
     monkeypatch.setattr(launch_module, "show_end", lambda _config, _folder, ended, _progress: ended)
     assert asyncio.run(undone_by_signals(launch.run(), launch.progress)) == SIGINT
