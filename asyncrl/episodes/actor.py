@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from asyncrl.core.errors import ConfigError, EpisodeHostFull, EpisodeOver
-from asyncrl.episodes.episode_pool import EpisodePool
+from asyncrl.episodes.episode_pool import EpisodeObserver, EpisodePool
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import OnDelta, PolicySession
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, EpisodeDone, RunEpisode
@@ -48,7 +48,7 @@ ENDED = "it has ended"
 KEY = re.compile(r"(?<![0-9a-f])[0-9a-f]{32,64}(?![0-9a-f])")
 
 
-class EpisodesActor(Actor):
+class EpisodesActor(Actor, EpisodeObserver):
     """The actor of an episode host, and the Core of its endpoint (http/calls.py)."""
 
     role = "episodes"
@@ -79,9 +79,7 @@ class EpisodesActor(Actor):
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
         self.tasks.create_task(self._http.calls.watch(), name="watch_endpoint")
         if config.kind == "command":
-            self._players = Programs(
-                config, base_url=f"{url}/v1", confined=confined, on_output=self._printed, on_fault=self._fault
-            )
+            self._players = Programs(config, base_url=f"{url}/v1", confined=confined, observer=self)
         else:
             self._players = EpisodePool(
                 config,
@@ -89,8 +87,7 @@ class EpisodesActor(Actor):
                 base_url=f"{url}/v1",
                 start_timeout_s=START_SHARE * self.config.supervision.start_timeout_s,
                 confined=confined,
-                on_output=self._printed,
-                on_fault=self._fault,
+                observer=self,
             )
         await self._players.start()
         self.tasks.create_task(self._players.watch(), name="watch_players")
@@ -211,10 +208,10 @@ class EpisodesActor(Actor):
 
     # --- what the user hears ---
 
-    def _printed(self, uid: str, text: str, dropped: int) -> None:
+    def printed(self, uid: str, text: str, dropped: int) -> None:
         self.log.info("printed", uid=uid, text=self._masked(text), dropped_bytes=dropped)
 
-    def _fault(self, kind: str, text: str) -> None:
+    def failed(self, kind: str, text: str) -> None:
         kind, first, count = self._faults.add(kind, self._masked(text))
         self.notify(f"episode: {kind}", f"episode ({self._named()}): {first}", count=count)
 

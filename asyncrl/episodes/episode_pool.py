@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ from asyncrl.messages.groups import runs_alone
 from asyncrl.observe.states import StateLedger
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
-from asyncrl.workers.worker_pool import LOOK_S, OnOutput, Place, WorkerCounts, WorkerPool
+from asyncrl.workers.worker_pool import LOOK_S, Place, PoolObserver, WorkerCounts, WorkerPool
 
 BEATS = 8
 """Beats of a worker in the shorter of episode.stall_timeout_s and close_timeout_s."""
@@ -80,13 +80,24 @@ class EpisodeCounts(WorkerCounts):
     """Workers whose event loop stalled."""
 
 
+class EpisodeObserver(PoolObserver):
+    """Hears what happens to episodes."""
+
+    def failed(self, kind: str, text: str) -> None:
+        """The user's code has failed; ``kind`` is the same for failures that are shown once and counted."""
+
+
+UNOBSERVED = EpisodeObserver()
+
+
 class EpisodePool(WorkerPool[EpisodePlace]):
-    """``config.workers`` processes that play episodes. ``on_fault`` receives the kind and the text of a failure."""
+    """``config.workers`` processes that play episodes."""
 
     owner = "the episode host"
     section = "episode"
     module = "asyncrl.episodes.playing.episode_worker"
     counters: EpisodeCounts
+    _observer: EpisodeObserver
 
     def __init__(
         self,
@@ -96,10 +107,9 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         base_url: str,
         start_timeout_s: float,
         confined: Confinement = UNISOLATED,
-        on_output: OnOutput = lambda uid, text, dropped: None,
-        on_fault: Callable[[str, str], None] = lambda kind, text: None,
+        observer: EpisodeObserver = UNOBSERVED,
     ) -> None:
-        self._config, self._on_fault = config, on_fault
+        self._config = config
         code = config.tools or [config.function or config.env or ""]
         setup = frames.EpisodeSetup(
             kind=config.kind,
@@ -122,7 +132,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             max_frame_bytes=config.max_request_bytes + frames.SMALL_BYTES,
             start_timeout_s=start_timeout_s,
             confined=confined,
-            on_output=on_output,
+            observer=observer,
             look_s=min(LOOK_S, setup.alive_s),
         )
         self._waiting: deque[Open] = deque()
@@ -281,7 +291,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             case frames.Printed(key, text, dropped):
                 self.counters.output_dropped_bytes += dropped
                 opened = place.open.get(key)
-                self._on_output("" if opened is None else opened.session.task.uid, text, dropped)
+                self._observer.printed("" if opened is None else opened.session.task.uid, text, dropped)
             case frames.Noted(key, tool, error, kind, mistaken):
                 self._note(tool, error, kind, mistaken)
             case frames.Ended(key) if key in place.open:
@@ -296,9 +306,9 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         elif not place.open:
             place.ledger.enter("idle")
         if ended.error and not opened.playing.done():
-            self._on_fault(ended.kind, f"{ended.error} (prompt {opened.session.task.uid})")
+            self._observer.failed(ended.kind, f"{ended.error} (prompt {opened.session.task.uid})")
         if ended.left:
-            self._on_fault(
+            self._observer.failed(
                 "tasks that do not end",
                 f"left {ended.left} tasks behind that did not end within {self._close_timeout_s:g} s of being "
                 f"cancelled; they keep running in their worker (prompt {opened.session.task.uid})",
@@ -310,7 +320,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         self.counters.tool_mistakes += mistaken
         if error and not mistaken:
             self.counters.tool_errors += 1
-            self._on_fault(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was given the error")
+            self._observer.failed(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was given the error")
 
     def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
         """End the pool with an unexpected error."""

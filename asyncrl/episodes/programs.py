@@ -12,13 +12,13 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.config.episode import EpisodeConfig
 from asyncrl.core.errors import AsyncRLError, EpisodeWorkersEnded
-from asyncrl.episodes.episode_pool import EpisodeCounts
+from asyncrl.episodes.episode_pool import UNOBSERVED, EpisodeCounts, EpisodeObserver
 from asyncrl.episodes.playing.client import Task
 from asyncrl.episodes.session import Playing, PolicySession
 from asyncrl.messages.episodes import EpisodeDone
@@ -27,7 +27,7 @@ from asyncrl.observe.states import StateLedger
 from asyncrl.rpc.lifecycle.supervision import describe_exit
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
-from asyncrl.workers.worker_pool import OnOutput, Place, WorkerPool
+from asyncrl.workers.worker_pool import Place, WorkerPool
 
 MOST_LOOKED_AT = 32
 """Programs that one look checks: each takes a fraction of a millisecond."""
@@ -93,6 +93,7 @@ class Programs(WorkerPool[Program]):
     module = "asyncrl.workers.keeper"
     own_session = True
     counters: EpisodeCounts
+    _observer: EpisodeObserver
 
     def __init__(
         self,
@@ -100,8 +101,7 @@ class Programs(WorkerPool[Program]):
         *,
         base_url: str,
         confined: Confinement = UNISOLATED,
-        on_output: OnOutput = lambda uid, text, dropped: None,
-        on_fault: Callable[[str, str], None] = lambda kind, text: None,
+        observer: EpisodeObserver = UNOBSERVED,
     ) -> None:
         super().__init__(
             config,
@@ -110,9 +110,9 @@ class Programs(WorkerPool[Program]):
             max_frame_bytes=MOST_ANSWER_BYTES,
             start_timeout_s=0.0,
             confined=confined,
-            on_output=on_output,
+            observer=observer,
         )
-        self._config, self._base_url, self._on_fault = config, base_url, on_fault
+        self._config, self._base_url = config, base_url
         self._next = 0
         """Place in the list of programs where the next look begins."""
         self.counters = EpisodeCounts()
@@ -186,7 +186,7 @@ class Programs(WorkerPool[Program]):
             self.counters.failed += bool(done.error)
             if done.error and done.blame == "episode":
                 kind = done.error.partition(":")[0]
-                self._on_fault(kind, f"{done.error} (prompt {place.session.task.uid})")
+                self._observer.failed(kind, f"{done.error} (prompt {place.session.task.uid})")
         place.playing.end(done)
 
     def _count_end(self, process: WorkerProcess) -> None:

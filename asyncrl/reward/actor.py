@@ -19,7 +19,7 @@ from asyncrl.observe.trace import FIRST_SLOT
 from asyncrl.reward.faults import FailureRate, Faults, RewardFault
 from asyncrl.reward.functions import JUDGES
 from asyncrl.reward.judge_pool import JudgePool
-from asyncrl.reward.reward_pool import RewardPool
+from asyncrl.reward.reward_pool import RewardObserver, RewardPool
 from asyncrl.rpc.actor import Actor, ActorContext, Caller, handler
 from asyncrl.workers.confinement import NOTICE, Confinement, confine
 
@@ -29,7 +29,7 @@ LONGEST_ERROR = 300
 """Characters of a failed task in the timeline."""
 
 
-class RewardActor(Actor):
+class RewardActor(Actor, RewardObserver):
     """The actor of a reward pool."""
 
     role = "reward"
@@ -53,10 +53,6 @@ class RewardActor(Actor):
     def _make_pool(self, confined: Confinement) -> RewardPool | JudgePool:
         reward, max_tokens = self.config.reward, self.config.rollout.max_tokens
         start_timeout_s = START_SHARE * self.config.supervision.start_timeout_s
-
-        def printed(uid: str, text: str, dropped: int) -> None:
-            self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped)
-
         if reward.function in JUDGES:
             return JudgePool(
                 reward,
@@ -64,18 +60,10 @@ class RewardActor(Actor):
                 confined=confined,
                 start_timeout_s=start_timeout_s,
                 folder=self.context.run_dir,
-                on_output=printed,
-                on_outcome=self._note,
-                on_request=lambda seconds: self.histograms.observe("judge/request_s", seconds),
+                observer=self,
             )
         return RewardPool(
-            reward,
-            max_tokens=max_tokens,
-            confined=confined,
-            start_timeout_s=start_timeout_s,
-            on_output=printed,
-            on_task=self._show,
-            on_outcome=self._note,
+            reward, max_tokens=max_tokens, confined=confined, start_timeout_s=start_timeout_s, observer=self
         )
 
     async def close(self) -> None:
@@ -107,7 +95,15 @@ class RewardActor(Actor):
         """Resource records, one for each worker."""
         return self._pool.resources() if self._pool is not None else []
 
-    def _show(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
+    # --- what happens in the pool ---
+
+    def printed(self, uid: str, text: str, dropped: int) -> None:
+        self.log.info("printed", uid=uid, text=text, dropped_bytes=dropped)
+
+    def judge_asked(self, seconds: float) -> None:
+        self.histograms.observe("judge/request_s", seconds)
+
+    def task_ended(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
         """Add a task that has ended to the timeline and to the histogram."""
         self.histograms.observe("reward/run_s", run_s)
         track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
@@ -116,8 +112,7 @@ class RewardActor(Actor):
         else:
             track.add("score", began, uid=uid)
 
-    def _note(self, uid: str, fault: RewardFault | None) -> None:
-        """Note the outcome of a task."""
+    def call_ended(self, uid: str, fault: RewardFault | None) -> None:
         self._calls += 1
         if fault is None:
             self._rate.succeeded(uid, self.clock.now())

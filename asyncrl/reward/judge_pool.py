@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.judge_views import shorten
-from asyncrl.reward.reward_pool import RewardCounts, RewardPool, shaped
+from asyncrl.reward.reward_pool import UNOBSERVED, RewardCounts, RewardObserver, RewardPool, shaped
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable
 
@@ -88,11 +87,21 @@ def for_trial(config: RewardConfig) -> RewardConfig:
     return config.model_copy(update={"options": {**config.options, "tries": 2}})
 
 
+class _AddedFunction(RewardObserver):
+    """Passes on the output of the added function; its tasks are part of the judge's calls."""
+
+    def __init__(self, observer: RewardObserver) -> None:
+        self._observer = observer
+
+    def printed(self, uid: str, text: str, dropped: int) -> None:
+        self._observer.printed(uid, text, dropped)
+
+
 class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
-    ``folder`` is the run's, where answers are kept; without it none is. ``on_request`` receives the seconds of each
-    request; ``confined`` is for the added function. Everything else is as in RewardPool.
+    ``folder`` is the run's, where answers are kept; without it none is. ``confined`` is for the added function.
+    Everything else is as in RewardPool.
     """
 
     def __init__(
@@ -103,13 +112,10 @@ class JudgePool:
         confined: Confinement = UNISOLATED,
         start_timeout_s: float = 120.0,
         folder: Path | None = None,
-        on_output: Callable[[str, str, int], None] = lambda uid, text, dropped: None,
-        on_outcome: Callable[[str, RewardFault | None], None] = lambda uid, fault: None,
-        on_request: Callable[[float], None] = lambda seconds: None,
+        observer: RewardObserver = UNOBSERVED,
     ) -> None:
         self._config, self._max_tokens, self._start_timeout_s = config, max_tokens, start_timeout_s
-        self._confined = confined
-        self._on_output, self._on_outcome, self._on_request = on_output, on_outcome, on_request
+        self._confined, self._observer = confined, observer
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._running: dict[asyncio.Task[Scores], tuple[float, str]] = {}
         self._judge: Judge
@@ -127,7 +133,7 @@ class JudgePool:
 
             self._judge = make_judge(config)
             options = self._judge.options
-            self._client = JudgeClient(options, self.judged, self._on_request)
+            self._client = JudgeClient(options, self.judged, self._observer.judge_asked)
         except NotCallable as error:
             raise ConfigError(error.problems) from error
         except ImportError as error:
@@ -140,7 +146,7 @@ class JudgePool:
                 max_tokens=self._max_tokens,
                 confined=self._confined,
                 start_timeout_s=self._start_timeout_s,
-                on_output=self._on_output,
+                observer=_AddedFunction(self._observer),
             )
             try:
                 await self._also.start()
@@ -239,13 +245,13 @@ class JudgePool:
             self._counters.failed += 1
             if self._end.done():
                 raise self._ended_error() from error
-            self._on_outcome(request.uid, fault)
+            self._observer.call_ended(request.uid, fault)
             raise RewardFailed(
                 self._config.function, fault.text, retryable=getattr(error, "retryable", True)
             ) from error
         both = list(zip(judged.result(), added.result(), strict=True))
         self._counters.scored += 1
-        self._on_outcome(request.uid, None)
+        self._observer.call_ended(request.uid, None)
         scores = Scores(
             rewards=[one[0] + more[0] for one, more in both],
             components=[{**one[1], **more[1]} for one, more in both],

@@ -18,7 +18,6 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +31,7 @@ from asyncrl.reward.faults import TIMED_OUT, RewardFault, fault_of
 from asyncrl.reward.reward_worker import MAX_RESULT_BYTES, MAX_TASK_BYTES, Result, RewardSetup
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.process import WorkerProcess
-from asyncrl.workers.worker_pool import OnOutput, Place, WorkerCounts, WorkerPool
+from asyncrl.workers.worker_pool import Place, PoolObserver, WorkerCounts, WorkerPool
 
 AHEAD_S = 0.002
 """Seconds of work that a worker is sent ahead, by the recent time of a task; none if one task takes longer."""
@@ -105,17 +104,32 @@ class RewardCounts(WorkerCounts):
     """Tasks that ran over their time: failed, or scored if reward.on_timeout is a number."""
 
 
+class RewardObserver(PoolObserver):
+    """Hears what happens in a reward pool, or in the pool of a judge."""
+
+    def task_ended(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
+        """A task has ended that began at ``began`` (time.monotonic) and was ``run_s`` in the function."""
+
+    def call_ended(self, uid: str, fault: RewardFault | None) -> None:
+        """A task has ended that a caller waited for."""
+
+    def judge_asked(self, seconds: float) -> None:
+        """A request to the judge's server has ended."""
+
+
+UNOBSERVED = RewardObserver()
+
+
 class RewardPool(WorkerPool[RewardPlace]):
     """``config.workers`` processes that run ``config.function``.
 
-    ``max_tokens`` is the length from which the overlong penalty counts. ``on_task`` receives each task that has ended:
-    the number of its worker, its uid, when it began (time.monotonic), its seconds in the function and its error.
-    ``on_outcome`` receives the uid of each task that a caller waited for, and its fault or None.
+    ``max_tokens`` is the length from which the overlong penalty counts.
     """
 
     owner = "the reward pool"
     section = "reward"
     module = "asyncrl.reward.reward_worker"
+    _observer: RewardObserver
 
     def __init__(
         self,
@@ -124,9 +138,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         max_tokens: int,
         confined: Confinement = UNISOLATED,
         start_timeout_s: float = 120.0,
-        on_output: OnOutput = lambda uid, text, dropped: None,
-        on_task: Callable[[int, str, float, float, str], None] = lambda worker, uid, began, run_s, error: None,
-        on_outcome: Callable[[str, RewardFault | None], None] = lambda uid, fault: None,
+        observer: RewardObserver = UNOBSERVED,
     ) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         setup = RewardSetup(config.function, config.per, config.options, config.max_memory_bytes)
@@ -137,10 +149,9 @@ class RewardPool(WorkerPool[RewardPlace]):
             max_frame_bytes=MAX_RESULT_BYTES,
             start_timeout_s=start_timeout_s,
             confined=confined,
-            on_output=on_output,
+            observer=observer,
         )
         self._config, self._max_tokens = config, max_tokens
-        self._on_task, self._on_outcome = on_task, on_outcome
         self._decoder = msgspec.msgpack.Decoder(Result)
         self._queue: deque[Pending] = deque()
         self._idle: list[RewardPlace] = []
@@ -221,7 +232,9 @@ class RewardPool(WorkerPool[RewardPlace]):
         pending = place.given[0] if place.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
             raise ValueError("an answer to nothing that was asked")
-        self._on_task(self._places.index(place), pending.request.uid, place.began, result.run_s, result.error)
+        self._observer.task_ended(
+            self._places.index(place), pending.request.uid, place.began, result.run_s, result.error
+        )
         self._call_ended(place)
         place.given.popleft()
         place.last_uid = pending.request.uid
@@ -246,7 +259,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             self.counters.scored += 1
             made = Scores(rewards=result.rewards, components=result.components, run_s=result.run_s)
             pending.set_result(shaped(made, pending.request, self._config, self._max_tokens))
-            self._on_outcome(pending.request.uid, None)
+            self._observer.call_ended(pending.request.uid, None)
 
     def _lost(self, place: RewardPlace, reason: str, *, was_ready: bool) -> None:
         """Fail the task that the worker was running; the others go to other workers."""
@@ -263,7 +276,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             first = given.popleft()
             # A task that was ended at its deadline ran until then; the rest is the time its process took to end.
             run_s = min(time.monotonic() - place.began, self._config.timeout_s)
-            self._on_task(self._places.index(place), first.request.uid, place.began, run_s, reason)
+            self._observer.task_ended(self._places.index(place), first.request.uid, place.began, run_s, reason)
             if not first.done():
                 self._fault(first, fault_of(reason, TIMED_OUT if timed_out else ""))
         self._put_back([pending for pending in given if not pending.done()])
@@ -353,7 +366,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             )
         else:
             pending.fail(RewardFailed(self._config.function, fault.text))
-        self._on_outcome(pending.request.uid, fault)
+        self._observer.call_ended(pending.request.uid, fault)
 
     def _replace(self, place: RewardPlace, reason: str) -> None:
         """End a worker that has run out of memory between two tasks. The tasks that were sent ahead go to others."""

@@ -12,7 +12,7 @@ if its owner gives it up (``watch``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -39,8 +39,15 @@ MAX_START_FAILURES = 5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
-OnOutput = Callable[[str, str, int], None]
-"""Receives output of workers: the uid of the task that printed it (empty if unknown), text, bytes dropped."""
+
+class PoolObserver:
+    """Hears what happens in a pool; the owner overrides what it wants to hear."""
+
+    def printed(self, uid: str, text: str, dropped: int) -> None:
+        """Output of the task ``uid`` (empty if unknown), and the number of bytes that were left out."""
+
+
+UNOBSERVED = PoolObserver()
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -107,11 +114,11 @@ class WorkerPool(Generic[P]):
         max_frame_bytes: int,
         start_timeout_s: float,
         confined: Confinement = UNISOLATED,
-        on_output: OnOutput = lambda uid, text, dropped: None,
+        observer: PoolObserver = UNOBSERVED,
         look_s: float = LOOK_S,
     ) -> None:
         self._limits, self._code, self._setup, self._max_frame_bytes = limits, code, setup, max_frame_bytes
-        self._start_timeout_s, self._confined, self._on_output = start_timeout_s, confined, on_output
+        self._start_timeout_s, self._confined, self._observer = start_timeout_s, confined, observer
         self._look_s = look_s
         self._loop = loop = asyncio.get_running_loop()
         self._places = self._new_places(limits.workers)
@@ -349,7 +356,7 @@ class WorkerPool(Generic[P]):
         text, dropped = process.output.take(end_of_call=end_of_call)
         self.counters.output_dropped_bytes += dropped
         if text or dropped:
-            self._on_output(self._uid(place), text, dropped)
+            self._observer.printed(self._uid(place), text, dropped)
 
     def _call_ended(self, place: P) -> None:
         """Pass on the output of a call that has ended."""

@@ -141,7 +141,7 @@ class Host(EpisodesActor):
         super().__init__(context)
         self.told: dict[str, tuple[int, str]] = {}
         """Count and text of each notice since they were last looked at."""
-        self.printed: list[tuple[str, str, int]] = []
+        self.outputs: list[tuple[str, str, int]] = []
         self.url = ""
         self._said = self.log
         self.log = structlog.wrap_logger(
@@ -154,7 +154,7 @@ class Host(EpisodesActor):
 
     def _write(self, _logger: Any, method: str, line: Any) -> Any:
         if line["event"] == "printed":
-            self.printed.append((line["uid"], line["text"], line["dropped_bytes"]))
+            self.outputs.append((line["uid"], line["text"], line["dropped_bytes"]))
         self.url = line.get("endpoint", self.url)
         getattr(self._said, method)(**line)
         raise structlog.DropEvent
@@ -198,8 +198,8 @@ class Hosted:
 
     def watch_output(self) -> list[tuple[str, str, int]]:
         """Output in the log from now on: uid, text, bytes dropped."""
-        self.actor.printed = []
-        return self.actor.printed
+        self.actor.outputs = []
+        return self.actor.outputs
 
     def notices(self) -> dict[str, tuple[int, str]]:
         told, self.actor.told = self.actor.told, {}

@@ -8,7 +8,8 @@ import psutil
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score
-from asyncrl.reward.reward_pool import RewardPool
+from asyncrl.reward.faults import RewardFault
+from asyncrl.reward.reward_pool import RewardObserver, RewardPool
 from tools.live_run import title
 
 MODULE = """
@@ -191,9 +192,6 @@ LIMIT = 256 * MIB
 class Printed(list[tuple[str, str, int]]):
     """Lines that the pool hands out: (uid, text, bytes dropped)."""
 
-    def take(self, *said: Any) -> None:
-        self.append(said)
-
     @property
     def text(self) -> str:
         return "".join(text for _, text, _ in self)
@@ -201,6 +199,21 @@ class Printed(list[tuple[str, str, int]]):
     @property
     def dropped(self) -> int:
         return sum(dropped for _, _, dropped in self)
+
+
+class Heard(RewardObserver):
+    """Keeps what is printed, and the uid and fault of each call."""
+
+    def __init__(self, printed: list[Any] | None = None, faults: list[Any] | None = None) -> None:
+        self._printed, self._faults = printed, faults
+
+    def printed(self, uid: str, text: str, dropped: int) -> None:
+        if self._printed is not None:
+            self._printed.append((uid, text, dropped))
+
+    def call_ended(self, uid: str, fault: RewardFault | None) -> None:
+        if self._faults is not None:
+            self._faults.append((uid, fault))
 
 
 @asynccontextmanager
@@ -218,8 +231,7 @@ async def started(
         config,
         max_tokens=100,
         start_timeout_s=start_timeout_s,
-        on_output=(Printed() if printed is None else printed).take,
-        on_outcome=lambda *outcome: None if faults is None else faults.append(outcome),
+        observer=Heard(printed, faults),
     )
     await pool.start()
     try:

@@ -30,6 +30,7 @@ from judge_server import (
     status,
     told,
 )
+from reward.pools import Heard
 
 from asyncrl.config.training import RewardConfig
 from asyncrl.core.errors import ConfigError, RewardFailed, RewardPoolEnded
@@ -37,6 +38,7 @@ from asyncrl.messages.reward import Completion, Score
 from asyncrl.reward import judge_pool as pool_module
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions
 from asyncrl.reward.judge_pool import JudgePool, make_judge
+from asyncrl.reward.reward_pool import RewardObserver
 
 WORTH = [0.25, 0.75, 0.0, 1.0]
 RUN = uvloop.run
@@ -67,8 +69,7 @@ async def judging(*script, folder=None, heard=None, **how):
 
 @asynccontextmanager
 async def started(config, folder=None, heard=None):
-    note = (lambda *outcome: None) if heard is None else lambda *outcome: heard.append(outcome)
-    pool = JudgePool(config, max_tokens=1000, folder=folder, on_outcome=note)
+    pool = JudgePool(config, max_tokens=1000, folder=folder, observer=Heard(faults=heard))
     await pool.start()
     try:
         yield pool
@@ -209,10 +210,14 @@ async def test_the_time_of_a_request_is_measured_to_its_end(answer):
         arrivals.append(time.monotonic())
         return await answer(request, body)
 
+    class Measured(RewardObserver):
+        def judge_asked(self, seconds):
+            measured.append(seconds)
+
     config = config_of(timeout_s=0.5, tries=1)
     async with judge_server(noted) as server:
         config.options["url"] = server.url
-        pool = JudgePool(config, max_tokens=1000, on_request=measured.append)
+        pool = JudgePool(config, max_tokens=1000, observer=Measured())
         await pool.start()
         began = time.monotonic()
         [outcome] = await asyncio.gather(pool.score(group()), return_exceptions=True)

@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.episode import OWN_REASONING_PARSERS
 from asyncrl.config.load import validate_config
 from asyncrl.core.errors import ChatRefused, ConfigError, DeadlineExceeded, EpisodeWorkersEnded
-from asyncrl.episodes.episode_pool import EpisodePool
+from asyncrl.episodes.episode_pool import EpisodeObserver, EpisodePool
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
 from asyncrl.episodes.programs import Programs
 from asyncrl.episodes.session import PolicySession
@@ -143,7 +143,7 @@ def lone_lease(
     )
 
 
-class LoneEpisode:
+class LoneEpisode(EpisodeObserver):
     """Stands in for the rollouter and the episode host around the parts of a run.
 
     It is the only host of the player and the Core of the endpoint. ``policy`` is the policy of the sessions; by default
@@ -214,7 +214,7 @@ class LoneEpisode:
         confined = Confinement(self._config.security.user_environment)
         self._players: Programs | EpisodePool
         if episode.kind == "command":
-            self._players = Programs(episode, base_url=base_url, confined=confined, on_output=self._print)
+            self._players = Programs(episode, base_url=base_url, confined=confined, observer=self)
         else:
             self._players = EpisodePool(
                 episode,
@@ -222,7 +222,7 @@ class LoneEpisode:
                 base_url=base_url,
                 confined=confined,
                 start_timeout_s=episode.start_timeout_s,
-                on_output=self._print,
+                observer=self,
             )
         try:
             try:
@@ -314,7 +314,7 @@ class LoneEpisode:
     def _notice(self, key: str, text: str, **_: Any) -> None:
         self._notices.setdefault(key.removeprefix("agents: "), text)
 
-    def _print(self, uid: str, text: str, dropped: int) -> None:
+    def printed(self, uid: str, text: str, dropped: int) -> None:
         self._printed = (self._printed + text)[-MOST_PRINTED:]
 
     def _noticed(self, kind: str) -> dict[str, str]:
