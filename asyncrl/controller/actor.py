@@ -25,6 +25,7 @@ from asyncrl.controller.observation.recent_lines import LONGEST_TEXT, OpenWaits,
 from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.traces import Traces, remove_unfinished
 from asyncrl.controller.state.reserve import SINKS, AsideNotices
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.controller.state.run_state import RunStateMachine
 from asyncrl.controller.succession import Succession
 from asyncrl.core.errors import InvalidRequest, Refused
@@ -49,7 +50,7 @@ from asyncrl.messages.actors import (
 )
 from asyncrl.messages.hosts import HostLeft
 from asyncrl.messages.monitor import Heartbeat, MetricsLine
-from asyncrl.rpc.actor import CONTROLLER, Actor, ActorContext, Caller, handler
+from asyncrl.rpc.actor import CONTROLLER, ActorContext, Caller, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.parking import ParkingLot
@@ -63,15 +64,15 @@ FAREWELL_S = 0.3
 """Time that the last state has to leave the sockets."""
 
 
-class Controller(Actor):
+class Controller(RunActor):
     """The controller of one run."""
 
     role = "controller"
 
     def __init__(self, context: ActorContext) -> None:
         super().__init__(context)
-        self._registry = Registry(gang_of)
-        self._run = RunStateMachine(
+        self.registry = Registry(gang_of)
+        self.machine = RunStateMachine(
             expected=frozenset(self.config.actors) - {CONTROLLER},
             now=self.clock.now(),
             start_timeout_s=self.config.supervision.start_timeout_s,
@@ -95,16 +96,7 @@ class Controller(Actor):
         self._sinks = SinksFeed(
             self.counters, numbers_begin_above(context.incarnation), wanted=self.config.sinks.are_wanted
         )
-        self._observation = Observation(
-            self,
-            self._registry,
-            self._run,
-            # Functions, since the failure detector and the members are made below.
-            stalled=lambda: self._failures.stalled,
-            sink=self._sinks.snapshot,
-            is_gone=lambda name: self.members.is_gone(name),
-        )
-        self.traces = Traces(self, self._registry.ready, self._ask_for_trace)
+        self.traces = Traces(self)
         self._aside_notices = AsideNotices()
         self._changed = asyncio.Event()
         self._gathered = asyncio.Event()
@@ -113,28 +105,20 @@ class Controller(Actor):
         self._followers = ParkingLot()
         """Calls that also wait for metrics, notices, and actors that get ready."""
         self._registered = ParkingLot()
-        self.members = HostChanges(self, self._registry, self._run, self._hosts, changed=self._members_changed)
-        self._failures = FailureDetector(
-            self,
-            self._registry,
-            self._run,
-            self._hosts,
-            self.members,
-            self._observation,
-            tell=self._tell,
-            changed=self._registry_changed,
-        )
-        self._succession = Succession(self, self._registry, self._hosts, self._observation)
+        self.members = HostChanges(self, self.registry, self.machine, self._hosts, changed=self._members_changed)
+        self._observation = Observation(self, self.members, self._sinks)
+        self._failures = FailureDetector(self, self._hosts, self.members, self._observation)
+        self._succession = Succession(self, self._hosts, self._observation)
         if (earlier := self._succession.earlier) is not None:
-            self._registry.recall(earlier.newest, earlier.generations)
-            self._run.set_generations(self._registry.generations)
+            self.registry.recall(earlier.newest, earlier.generations)
+            self.machine.set_generations(self.registry.generations)
         # Before the first bind: a host that has joined knows the address and connects as soon as it is bound.
         self.members.recall()
         self.roster.take_in(self.members.members)
 
     async def setup(self) -> None:
         """Take over from an earlier controller, and write the address file."""
-        self._run.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
+        self.machine.checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         await asyncio.to_thread(remove_unfinished, self.context.run_dir)
         await self._succession.take_over()
 
@@ -167,16 +151,16 @@ class Controller(Actor):
         self.tasks.create_task(self._follow_registry())
         self.tasks.create_task(self._observation.run())
         self.tasks.create_task(self.members.run())
-        while not self._run.final:
-            deadline = self._run.next_deadline()
+        while not self.machine.final:
+            deadline = self.machine.next_deadline()
             try:
                 async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self.clock.now())):
                     await self._changed.wait()
             except TimeoutError:
                 self.log.debug("a deadline of the run has come")
             self._changed.clear()
-            if self._run.tick(self.clock.now()):
-                self._tell()
+            if self.machine.tick(self.clock.now()):
+                self.tell()
         await self._observation.conclude()
         await self.traces.finish()
         await asyncio.sleep(FAREWELL_S)
@@ -191,35 +175,35 @@ class Controller(Actor):
         if self.members.is_gone(request.record.name):
             raise Refused(self.name, "name", ours="one of the run's", theirs=f"{request.record.name}, which has left")
         try:
-            self._registry.register(request.record, self.clock.now())
-            self._run.started(request.record.name)
+            self.registry.register(request.record, self.clock.now())
+            self.machine.started(request.record.name)
             if self._hosts.register(request.record, self.clock.now()):
                 self._succession.changed()
             self.log.info("registered", actor=request.record.name, address=request.record.address)
-            if request.record.address and self._run.phase != "starting":
+            if request.record.address and self.machine.phase != "starting":
                 self._observation.happened("info", request.record.name, "is ready again")
             if request.record.address and request.record.attempt:
                 self._lines.add_ready(request.record.name)
         finally:
             # Also if it is refused: an actor of an old generation is entered as condemned.
-            self._registry_changed()
+            self.registry_changed()
         return Done()
 
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
         """Note a heartbeat."""
         before = self._with_stage(caller.name)
-        if not self._registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
+        if not self.registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
             # An actor that has not registered is unknown, which is no error.
-            if caller.name in self._registry.entries:
+            if caller.name in self.registry.entries:
                 self.counters.add("heartbeats/ignored")
             return
-        entry = self._registry.entries[caller.name]
+        entry = self.registry.entries[caller.name]
         entry.version = caller.param_version
-        self.counters["heartbeats/left_out"] = self._registry.left_out
+        self.counters["heartbeats/left_out"] = self.registry.left_out
         self._observation.add_events(entry)
-        if self._run.phase == "starting" and self._with_stage(caller.name) != before:
-            self._run.stage_changed()
+        if self.machine.phase == "starting" and self._with_stage(caller.name) != before:
+            self.machine.stage_changed()
             self._followers.wake()
 
     @handler
@@ -227,7 +211,7 @@ class Controller(Actor):
         """Park until the actor can be called under an incarnation larger than ``above``."""
 
         def find() -> ActorRecord | None:
-            return self._registry.resolve(request.name, request.above, unready=request.unready)
+            return self.registry.resolve(request.name, request.above, unready=request.unready)
 
         return Resolved(record=await self._registered.until(find, caller.park_s))
 
@@ -244,12 +228,12 @@ class Controller(Actor):
 
             def matters() -> RunState | None:
                 # A larger number is from another controller and says nothing about what the caller knows.
-                return None if self._run.matters <= request.seen <= self._run.number else self._run.message
+                return None if self.machine.matters <= request.seen <= self.machine.number else self.machine.message
 
-            return await self._watchers.until(matters, caller.park_s) or self._run.message
+            return await self._watchers.until(matters, caller.park_s) or self.machine.message
 
         def news() -> RunState | None:
-            if self._run.number != request.seen or self._lines.last > request.seen_line:
+            if self.machine.number != request.seen or self._lines.last > request.seen_line:
                 return self._state_and_lines(request.seen_line)
             return None
 
@@ -290,19 +274,19 @@ class Controller(Actor):
         """End the run in good order, or preempt it."""
         now = self.clock.now()
         # The run of a successor was running before.
-        is_preempted = request.preempt and (self._run.phase != "starting" or self._succession.earlier is not None)
-        if self._run.preempt(request.reason, now) if is_preempted else self._run.stop(request.reason, now):
+        is_preempted = request.preempt and (self.machine.phase != "starting" or self._succession.earlier is not None)
+        if self.machine.preempt(request.reason, now) if is_preempted else self.machine.stop(request.reason, now):
             what = "run is preempted" if is_preempted else "run is stopped"
             self.log.info(what, by=caller.name, reason=request.reason)
-            self._tell()
+            self.tell()
         return Done()
 
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
         """The learner has trained the last step and written everything that it could."""
-        if self._run.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
+        if self.machine.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
             self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
-            self._tell()
+            self.tell()
         return Done()
 
     @handler
@@ -310,15 +294,15 @@ class Controller(Actor):
         """Note a complete checkpoint."""
         self.log.info("checkpoint is complete", version=request.version, step=request.step, path=request.path)
         self._observation.happened("info", caller.name, f"checkpoint of version {request.version} is complete")
-        if self._run.checkpoint_written(request.version):
-            self._tell()
+        if self.machine.checkpoint_written(request.version):
+            self.tell()
         return Done()
 
     @handler
     def actor_started(self, request: ActorStarted, caller: Caller) -> Done:
         """Note that a process was started, which may die before it registers."""
-        self._registry.started(request.name, request.incarnation, self.clock.now())
-        self._registry_changed()
+        self.registry.started(request.name, request.incarnation, self.clock.now())
+        self.registry_changed()
         return Done()
 
     @handler
@@ -326,26 +310,26 @@ class Controller(Actor):
         """Note the end of a process. The reply says whether the controller had asked for it."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
-        if request.exit_code or self._run.phase in ("starting", "running"):
+        if request.exit_code or self.machine.phase in ("starting", "running"):
             what = f": {request.reason}" if request.reason else f" with exit code {request.exit_code}"
             self._observation.happened("error" if request.fatal else "warning", request.name, f"ended{what}")
-        leaving = (actor.name for actor in self._run.leaving)
-        asked = role_of(request.name) in self._run.draining or request.name in leaving
-        newest = self._registry.ended(request.name, request.incarnation, now, asked=asked)
+        leaving = (actor.name for actor in self.machine.leaving)
+        asked = role_of(request.name) in self.machine.draining or request.name in leaving
+        newest = self.registry.ended(request.name, request.incarnation, now, asked=asked)
         # An actor of a joined host that has never served does not end the run.
         if newest and not (request.fatal and self.members.given_up(request)):
             end = (request.name, request.exit_code, request.fatal, request.reason, request.log)
-            self._run.ended(*end, now, incarnation=request.incarnation)
-        self._registry_changed()
+            self.machine.ended(*end, now, incarnation=request.incarnation)
+        self.registry_changed()
         return EndNoted(asked=asked)
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
         """Start a replica that is set aside. Raises InvalidRequest."""
-        if not self._run.bring_back(request.name, self.clock.now()):
-            aside = ", ".join(actor.name for actor in self._run.aside) or "no replica"
+        if not self.machine.bring_back(request.name, self.clock.now()):
+            aside = ", ".join(actor.name for actor in self.machine.aside) or "no replica"
             raise InvalidRequest(f"{request.name} cannot be brought back: {aside} is set aside")
-        self._tell()
+        self.tell()
         return Done()
 
     @handler
@@ -353,15 +337,11 @@ class Controller(Actor):
         """End the run because of an actor's failure."""
         reason = request.reason.removeprefix(f"{caller.name}: ")
         self.log.error("run has failed", actor=caller.name, reason=reason)
-        if self._run.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
-            self._tell()
+        if self.machine.fail(caller.name, reason, "", request.exit_code, self.clock.now()):
+            self.tell()
         return Done()
 
     # --- the timeline, and hosts that join and leave ---
-
-    def _ask_for_trace(self, number: int) -> None:
-        if self._run.want_trace(number):
-            self._tell()
 
     @handler
     async def host_left(self, request: HostLeft, caller: Caller) -> Done:
@@ -370,19 +350,18 @@ class Controller(Actor):
             await self.members.host_left(caller.name, caller.park_s)
         finally:
             # Also if that is not on disk in time: the actors of the host have ended.
-            self._registry_changed()
+            self.registry_changed()
         return Done()
 
     def _members_changed(self) -> None:
         # A successor does not wait for members that have left either.
         self._succession.changed()
-        self._tell()
+        self.tell()
 
     # --- waiting ---
 
-    def _registry_changed(self) -> None:
-        """Update the run's state, at once or, with many actors, together with the changes that come next."""
-        if len(self._registry.entries) <= FEW_ACTORS:
+    def registry_changed(self) -> None:
+        if len(self.registry.entries) <= FEW_ACTORS:
             self._follow()
         else:
             self._gathered.set()
@@ -396,36 +375,38 @@ class Controller(Actor):
 
     def _follow(self) -> None:
         """Update the run's state from the registry, and wake the calls that wait for either."""
-        ready = self._registry.ready()
+        ready = self.registry.ready()
         # First: actors that have joined belong to the run from here on.
         self.members.ready(ready)
         self._succession.follow_registry()
-        self._run.ready(ready, self.clock.now())
-        self._run.condemn(self._registry.condemned)
-        self._run.set_dead(self._registry.dead)
-        self._run.set_generations(self._registry.generations)
+        self.machine.ready(ready, self.clock.now())
+        self.machine.condemn(self.registry.condemned)
+        self.machine.set_dead(self.registry.dead)
+        self.machine.set_generations(self.registry.generations)
         self._registered.wake()
-        self._tell()
+        self.tell()
 
     def _state_and_lines(self, seen_line: int) -> RunState:
         lines, last = self._lines.after(seen_line)
         # While the run drains, actors end in order and no notice says what it waits for.
-        waits = self._waits.words(self._registry.hears) if not self._run.drain else []
-        awaited = [self._with_stage(name) for name in self._run.waiting_for]
-        return msgspec.structs.replace(self._run.message, lines=lines, last_line=last, waiting_for=awaited, waits=waits)
+        waits = self._waits.words(self.registry.hears) if not self.machine.drain else []
+        awaited = [self._with_stage(name) for name in self.machine.waiting_for]
+        return msgspec.structs.replace(
+            self.machine.message, lines=lines, last_line=last, waiting_for=awaited, waits=waits
+        )
 
     def _with_stage(self, name: str) -> str:
         """An actor that starts, with what it does just now: "learner/0 (checkpoint)"."""
-        entry = self._registry.entries.get(name)
+        entry = self.registry.entries.get(name)
         beat = entry.heartbeat if entry is not None else None
         return f"{name} ({beat.awaiting})" if beat is not None and beat.state == "starting" and beat.awaiting else name
 
-    def _tell(self) -> None:
-        run = self._run
+    def tell(self) -> None:
+        run = self.machine
         for key, text, count, meanwhile in self._aside_notices.news(run.aside, run.expected, drains=bool(run.drain)):
             self.notify(key, text, count=count, meanwhile=meanwhile)
         self._observation.changed()
-        if SINKS in self._run.draining:
+        if SINKS in self.machine.draining:
             self._sinks.end()
         self._changed.set()
         self._watchers.wake()

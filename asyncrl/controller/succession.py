@@ -13,19 +13,19 @@ import msgspec
 
 from asyncrl.controller.joining.known_hosts import KnownHosts
 from asyncrl.controller.observation.observation import Observation
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.disk import in_words
 from asyncrl.core.files import replace_file
-from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_address_file
-from asyncrl.rpc.lifecycle.registry import Registry
 
 
 class Succession:
-    """What the controller ``actor`` knows of an earlier one, and leaves to a later one."""
+    """What a controller knows of an earlier one, and leaves to a later one."""
 
-    def __init__(self, actor: Actor, registry: Registry, hosts: KnownHosts, observation: Observation) -> None:
-        self._actor, self._registry, self._hosts, self._observation = actor, registry, hosts, observation
-        self._path = actor.context.run_dir / "private" / ADDRESS_FILE
+    def __init__(self, controller: RunActor, hosts: KnownHosts, observation: Observation) -> None:
+        self._controller, self._registry = controller, controller.registry
+        self._hosts, self._observation = hosts, observation
+        self._path = controller.context.run_dir / "private" / ADDRESS_FILE
         self._changed = asyncio.Event()
         """Set when the file is out of date."""
         self._numbered = 0
@@ -38,9 +38,9 @@ class Succession:
             found = read_address_file(self._path)
         except ValueError as error:
             lost = "the list of hosts and the incarnations of the last controller are lost"
-            self._actor.log.warning(lost, error=str(error))
+            self._controller.log.warning(lost, error=str(error))
             found = AddressFile(address="")
-        if address := self._actor.context.address:
+        if address := self._controller.context.address:
             # The other actors look for it there.
             return msgspec.structs.replace(found or AddressFile(address=""), address=address)
         return found
@@ -48,7 +48,7 @@ class Succession:
     async def take_over(self) -> None:
         """Take over from an earlier controller, and write the file."""
         if self.earlier is not None:
-            self._hosts.recall(self.earlier.hosts, self._actor.clock.now())
+            self._hosts.recall(self.earlier.hosts, self._controller.clock.now())
             await self._observation.succeed(self.earlier)
         await self._write()
 
@@ -72,12 +72,12 @@ class Succession:
             except OSError as error:
                 lacks = "the list of hosts and the newest incarnations"
                 told = f"a later controller lacks {lacks}: {in_words(error, self._path)}"
-                self._actor.notify("hosts", told)
+                self._controller.notify("hosts", told)
 
     async def _write(self) -> None:
         said = AddressFile(
-            address=self._actor.address,
-            incarnation=self._actor.context.incarnation,
+            address=self._controller.address,
+            incarnation=self._controller.context.incarnation,
             hosts=self._hosts.describe(),
             began=self._observation.began,
             restarts=self._observation.restarts,

@@ -9,7 +9,7 @@ whose whole host may be lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,10 +24,9 @@ from asyncrl.controller.health.unreachable import ReadyActor, UnreachableActors,
 from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.joining.known_hosts import BEATS, KnownHosts
 from asyncrl.controller.observation.observation import Observation
-from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.messages.actors import Condemned, Stuck
 from asyncrl.messages.snapshot import Wait
-from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, Registry
 
@@ -86,30 +85,18 @@ def _aged(awaits: list[Wait], age: float) -> list[Wait]:
 
 
 class FailureDetector:
-    """The shell. It calls ``tell`` when the state of the run has changed, and ``changed`` when the registry has."""
+    """The shell, a part of the controller."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        registry: Registry,
-        run: RunStateMachine,
-        hosts: KnownHosts,
-        members: HostChanges,
-        observation: Observation,
-        *,
-        tell: Callable[[], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self._actor, self._registry, self._run = actor, registry, run
+    def __init__(self, controller: RunActor, hosts: KnownHosts, members: HostChanges, observation: Observation) -> None:
+        self._controller, self._registry, self._run = controller, controller.registry, controller.machine
         self._hosts, self._members, self._observation = hosts, members, observation
-        self._tell, self._changed = tell, changed
-        self._supervision = actor.config.supervision
+        self._supervision = controller.config.supervision
         interval_s = self._supervision.heartbeat_s
-        self._stalls = StallDetector(actor.config.watchdog, interval_s, deadlines_of(actor.config))
+        self._stalls = StallDetector(controller.config.watchdog, interval_s, deadlines_of(controller.config))
         self._unreachable = UnreachableActors(
             self._supervision.unreachable_s, interval_s, self._supervision.restart_window_s
         )
-        self._first_number = numbers_begin_above(actor.context.incarnation)
+        self._first_number = numbers_begin_above(controller.context.incarnation)
         self._silent: list[Stuck] = []
         """Actors that are condemned for their silence."""
         self._silent_agents: set[str] = set()
@@ -118,16 +105,11 @@ class FailureDetector:
         """First report of the present stall."""
         self._stall_count = 0
 
-    @property
-    def stalled(self) -> str:
-        """Report of the present stall; empty while the run moves."""
-        return self._stalls.report.text if self._stalls.report is not None else ""
-
     async def run(self) -> None:
         """Look at every heartbeat interval, until cancelled."""
         while True:
             await asyncio.sleep(self._supervision.heartbeat_s)
-            now = self._actor.clock.now()
+            now = self._controller.clock.now()
             aside = {actor.name for actor in self._run.aside}
             seen = view_of(self._registry, self._run.expected - aside, now)
             self._check_hosts(now)
@@ -145,7 +127,7 @@ class FailureDetector:
 
     def _check_hosts(self, now: float) -> None:
         """Take the actors of a lost host for dead, and wait for the actors of a host that is back."""
-        log = self._actor.log
+        log = self._controller.log
         silent = self._hosts.silent_agents(self._registry, now)
         self._report_silent_agents(silent)
         lost, back = self._hosts.look(self._registry, now)
@@ -161,7 +143,7 @@ class FailureDetector:
             if not self._members.host_lost(host):
                 self._run.host_lost(str(host), host.actors, now)
         if lost or back:
-            self._changed()
+            self._controller.registry_changed()
 
     def _report_silent_agents(self, silent: Mapping[str, float]) -> None:
         """Report each agent that is silent while an actor of its host beats, once, and the end of its silence.
@@ -173,7 +155,7 @@ class FailureDetector:
             host = self._hosts.known[agent]
             what = f"{agent} on {host.name} was silent for {found[agent]:.0f} s while its actors beat"
             self._observation.happened("error", agent, f"{what}: none of them is restarted or ended there")
-            self._actor.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
+            self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
         for agent in self._silent_agents & silent.keys() - found.keys():
             self._observation.happened("info", agent, "is heard again")
         unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
@@ -202,39 +184,40 @@ class FailureDetector:
                     reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
                     self._run.fail(actor.name, reason, "", 1, now)
         if found:
-            self._tell()
+            self._controller.tell()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
         """Have these incarnations killed and restarted, each with its gang."""
         if actors:
             self._registry.condemn(actors)
-            self._actor.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
-            self._changed()
+            self._controller.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
+            self._controller.registry_changed()
 
     def _on_stall(self, report: StallReport | None, now: float) -> None:
         """Report a stall, or its end, to the user."""
+        self._controller.stalled = report.text if report is not None else ""
         self._publish_stuck()
         before, self._stall = self._stall, report and (self._stall or report)
         if report is None:
             if before is not None and self._run.phase == "running":
-                self._actor.log.info("run moves again")
+                self._controller.log.info("run moves again")
                 self._observation.happened("info", "", "the run moves again")
                 text = f"the run moves again, after {now - before.since:.0f} s in which nothing moved"
-                self._actor.notify("stall", text, count=self._stall_count)
+                self._controller.notify("stall", text, count=self._stall_count)
             return
         self._stall_count += before is None
-        self._actor.log.error("run has stalled", report=report.text, number=report.number)
+        self._controller.log.error("run has stalled", report=report.text, number=report.number)
         if report.ends_run:
-            self._actor.tasks.create_task(self._end_run(report))
+            self._controller.tasks.create_task(self._end_run(report))
         else:
-            self._actor.notify("stall", report.text, count=self._stall_count, meanwhile=self._stalls.consequence)
+            self._controller.notify("stall", report.text, count=self._stall_count, meanwhile=self._stalls.consequence)
 
     async def _end_run(self, report: StallReport) -> None:
         """Fail, unless the run moves again before the agents have taken the stacks."""
         await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
         if self._stalls.report is report:
-            self._run.fail(self._actor.name, report.text, "", 1, self._actor.clock.now())
-            self._tell()
+            self._run.fail(self._controller.name, report.text, "", 1, self._controller.clock.now())
+            self._controller.tell()
 
     def _publish_stuck(self) -> None:
         """Have the agents report the silent actors, and take the stacks of those and of a stall's."""
@@ -244,4 +227,4 @@ class FailureDetector:
             number = self._first_number + report.number
             stuck += [Stuck(actor.name, actor.incarnation, "", number) for actor in report.stacks]
         if self._run.set_stuck(stuck):
-            self._tell()
+            self._controller.tell()

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.observation.recent_lines import RecentEvents, RecentMetrics, is_proper
+from asyncrl.controller.observation.sinks_feed import SinksFeed
 from asyncrl.controller.observation.snapshots import Snapshots, view_actor
-from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.disk import in_words
 from asyncrl.core.errors import phase_and_reason
 from asyncrl.messages.monitor import Heartbeat
 from asyncrl.messages.snapshot import ActorView, Snapshot
 from asyncrl.observe.snapshots.recording import Recorder, is_wall, last_recorded
-from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.controller_client import AddressFile
 from asyncrl.rpc.heartbeat import gather_heartbeat
-from asyncrl.rpc.lifecycle.registry import Entry, Registry
+from asyncrl.rpc.lifecycle.registry import Entry
 
 DISK_S = 10.0
 """Seconds between two checks of the disk."""
@@ -41,29 +41,20 @@ def _newest_attempt(run_dir: Path) -> int:
 
 
 class Observation:
-    """The recent state of one run. ``sink`` gets each recorded snapshot; ``is_gone``: an actor has left the run."""
+    """The recent state of one run, a part of the controller. ``sinks`` get each recorded snapshot."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        registry: Registry,
-        run: RunStateMachine,
-        *,
-        stalled: Callable[[], str],
-        sink: Callable[[bytes], None],
-        is_gone: Callable[[str], bool],
-    ) -> None:
-        config, context = actor.config, actor.context
-        self._actor, self._registry, self._run = actor, registry, run
-        self._sink = sink
+    def __init__(self, controller: RunActor, members: HostChanges, sinks: SinksFeed) -> None:
+        config, context = controller.config, controller.context
+        self._controller, self._registry, self._run = controller, controller.registry, controller.machine
+        self._sinks = sinks
         self.attempt = _newest_attempt(context.run_dir)
-        self.began = actor.clock.wall()
+        self.began = controller.clock.wall()
         """Wall time at which the first controller of this attempt of the run started."""
-        self._own_began = (actor.clock.now(), self.began)
+        self._own_began = (controller.clock.now(), self.began)
         """Monotonic and wall time at which this controller started."""
         self.lines = RecentMetrics()
         self.events = RecentEvents()
-        self._phase = run.phase
+        self._phase = self._run.phase
         self.restarts = 0
         """Restarts of the controller in this attempt of the run."""
         self._own: Heartbeat | None = None
@@ -81,7 +72,7 @@ class Observation:
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
-        self.snapshots = Snapshots(actor, registry, run, self, stalled=stalled, is_gone=is_gone)
+        self.snapshots = Snapshots(controller, members, self)
 
     async def run(self) -> None:
         """Take snapshots and check logs and disk, until cancelled."""
@@ -95,14 +86,14 @@ class Observation:
 
     def happened(self, level: str, actor: str, text: str) -> None:
         """Add an event; level is info, warning or error."""
-        self.events.add(self._actor.clock.wall(), level, actor, text)
+        self.events.add(self._controller.clock.wall(), level, actor, text)
 
     def add_events(self, entry: Entry) -> None:
         """Add the events of an actor's last heartbeat, as the registry has bounded them."""
         for event in entry.heartbeat.events if entry.heartbeat is not None else ():
             if event.number > entry.event:
                 entry.event = event.number
-                wall = event.wall if is_wall(event.wall) else self._actor.clock.wall()
+                wall = event.wall if is_wall(event.wall) else self._controller.clock.wall()
                 if not self.events.is_recalled(wall, event.actor, event.text):
                     self.events.add(wall, event.level, event.actor, event.text)
 
@@ -117,16 +108,16 @@ class Observation:
             for known in (recorded.train, recorded.updates, recorded.evals, *lines.all):
                 for line in filter(is_proper, known):
                     self.lines.add(line)
-        self.happened("warning", self._actor.name, "was restarted: the previous controller died")
+        self.happened("warning", self._controller.name, "was restarted: the previous controller died")
 
     def _recorded_last(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
         try:
-            found = last_recorded(self._actor.context.run_dir, self.attempt)
+            found = last_recorded(self._controller.context.run_dir, self.attempt)
         except OSError as error:
-            self._actor.log.warning("what was recorded cannot be read", error=str(error))
+            self._controller.log.warning("what was recorded cannot be read", error=str(error))
             return None
-        return found if found is not None and found.run.run_id == self._actor.context.credentials.run_id else None
+        return found if found is not None and found.run.run_id == self._controller.context.credentials.run_id else None
 
     def changed(self) -> None:
         """Add an event if the phase of the run has changed."""
@@ -159,7 +150,7 @@ class Observation:
             self._look_at_self()
         assert self._own is not None
         # A restarted controller has the keys of its first start, and with them its attempt number.
-        entry = Entry(msgspec.structs.replace(self._actor.record(), attempt=self.restarts), since=now, heard=now)
+        entry = Entry(msgspec.structs.replace(self._controller.record(), attempt=self.restarts), since=now, heard=now)
         entry.merge(self._own, now)
         return view_actor(entry, "ready", now)
 
@@ -173,11 +164,11 @@ class Observation:
         if self._is_over:
             # The last one is recorded already.
             return
-        self._sink(snapshot)
-        if not self._actor.config.monitor.record_bytes:
+        self._sinks.snapshot(snapshot)
+        if not self._controller.config.monitor.record_bytes:
             return
         if self._writing is not None and not self._writing.done():
-            self._actor.counters.add("snapshots/lost")
+            self._controller.counters.add("snapshots/lost")
             return
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(self._thread, self._recorder.record, wall, snapshot)
@@ -185,33 +176,33 @@ class Observation:
 
     def _recorded(self, writing: asyncio.Future[None]) -> None:
         if not writing.cancelled() and (error := writing.exception()) is not None:
-            self._actor.counters.add("snapshots/lost")
-            lost = self._actor.counters["snapshots/lost"]
+            self._controller.counters.add("snapshots/lost")
+            lost = self._controller.counters["snapshots/lost"]
             if lost == 1:
-                self._actor.log.warning("snapshots cannot be recorded", error=str(error))
+                self._controller.log.warning("snapshots cannot be recorded", error=str(error))
             if isinstance(error, OSError):
-                where = in_words(error, self._actor.context.run_dir)
+                where = in_words(error, self._controller.context.run_dir)
                 text = f"snapshots are missing in the recording: {where}; a replay shows gaps"
-                self._actor.notify("recording", text, count=int(lost), meanwhile="The run continues")
+                self._controller.notify("recording", text, count=int(lost), meanwhile="The run continues")
 
     def _look_at_self(self) -> None:
         """Take in the controller's own heartbeat and events."""
-        self._own = gather_heartbeat(self._actor, 0)
+        self._own = gather_heartbeat(self._controller, 0)
         for event in self._own.events:
             if event.number > self._own_event:
                 self._own_event = event.number
-                self.events.add(event.wall, event.level, self._actor.name, event.text)
+                self.events.add(event.wall, event.level, self._controller.name, event.text)
 
     async def _look_around(self) -> None:
         while True:
-            self._actor.counters["snapshots/recorded_bytes"] = self._recorder.size
+            self._controller.counters["snapshots/recorded_bytes"] = self._recorder.size
             self._look_at_self()
             self._look_at_logs()
-            await asyncio.sleep(self._actor.config.supervision.heartbeat_s)
+            await asyncio.sleep(self._controller.config.supervision.heartbeat_s)
 
     def _look_at_logs(self) -> None:
         own = self._own.counters if self._own is not None else {}
-        counts = {self._actor.name: (self._actor.context.incarnation, own)}
+        counts = {self._controller.name: (self._controller.context.incarnation, own)}
         counts |= {name: (entry.record.incarnation, entry.metrics) for name, entry in self._registry.entries.items()}
         more = 0
         for name, (incarnation, metrics) in counts.items():
@@ -221,15 +212,15 @@ class Observation:
             self._lost_of[name] = (incarnation, lost)
         if more:
             self._logs_lost += more
-            disk = self._actor.context.run_dir / "logs"
+            disk = self._controller.context.run_dir / "logs"
             text = f"lines of the logs in {disk} are lost: they could not be written, for example on a full disk"
-            self._actor.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
+            self._controller.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
 
     async def _look_at_disk(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._actor.context.run_dir)
+                found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._controller.context.run_dir)
                 self.disk_free = found.f_bavail * found.f_frsize
             except OSError:
                 self.disk_free = None

@@ -20,18 +20,18 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec.structs import replace
 
+from asyncrl.controller.joining.host_changes import HostChanges
 from asyncrl.controller.observation.recent_lines import RecentMetrics
-from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.roles import ROLES, role_of
-from asyncrl.messages.monitor import SnapshotTaken, WatchSnapshot
+from asyncrl.messages.monitor import Heartbeat, SnapshotTaken, WatchSnapshot
 from asyncrl.messages.snapshot import ActorView, Resource, RunView, Snapshot
-from asyncrl.rpc.actor import Actor
 from asyncrl.rpc.calls.handlers import Caller, Connection, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 from asyncrl.rpc.lifecycle.registry import Entry, HeardResource, Registry
@@ -52,6 +52,8 @@ SILENT_BEATS = 4
 """Missed heartbeats after which an actor counts as silent."""
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
 """Conditions in which the present state of an actor is unknown."""
+NO_HEARTBEAT = Heartbeat(beat=0, state="")
+"""Of an actor that has not sent one."""
 
 
 @dataclass(slots=True)
@@ -81,27 +83,17 @@ class Given:
 class Snapshots:
     """The snapshots of a run. ``observation`` adds events and lines of metrics, and records the encoded snapshots."""
 
-    def __init__(
-        self,
-        actor: Actor,
-        registry: Registry,
-        run: RunStateMachine,
-        observation: Observation,
-        *,
-        stalled: Callable[[], str],
-        is_gone: Callable[[str], bool],
-    ) -> None:
-        """``is_gone``: an actor or agent has left the run for good."""
-        config = actor.config
-        self._actor, self._registry, self._run, self._observation = actor, registry, run, observation
-        self._stalled, self._is_gone = stalled, is_gone
+    def __init__(self, controller: RunActor, members: HostChanges, observation: Observation) -> None:
+        config = controller.config
+        self._controller, self._registry, self._run = controller, controller.registry, controller.machine
+        self._members, self._observation = members, observation
         self._record_s = config.monitor.record_s if config.monitor.record_bytes or config.sinks.are_wanted else None
-        self._now = actor.clock.now
+        self._now = controller.clock.now
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
         # Above all numbers of earlier controllers.
-        self._number = numbers_begin_above(actor.context.incarnation)
+        self._number = numbers_begin_above(controller.context.incarnation)
         self._newest = b""
         self._at = -math.inf
         self._asked = -math.inf
@@ -159,7 +151,7 @@ class Snapshots:
             await self._take_one(record=record)
 
     async def _take_one(self, *, record: bool) -> None:
-        began, counters = self._now(), self._actor.counters
+        began, counters = self._now(), self._controller.counters
         try:
             snapshot = await self.build()
             self._newest = self._encoder.encode(snapshot)
@@ -170,7 +162,7 @@ class Snapshots:
             self._recorded = self._at if record else self._recorded
             counters.add("snapshots/failed")
             if counters["snapshots/failed"] == 1:
-                self._actor.log.error("no snapshot of the run can be made", exc_info=error)
+                self._controller.log.error("no snapshot of the run can be made", exc_info=error)
             return
         self._number += 1 + secrets.randbelow(LARGEST_STEP)
         self._at = self._now()
@@ -183,10 +175,10 @@ class Snapshots:
 
     async def build(self) -> Snapshot:
         """A snapshot as of now."""
-        actor, run, seen, config = self._actor, self._run, self._observation, self._actor.config
+        actor, run, seen, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
         views = [seen.view_self(now)]
-        for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, self._is_gone):
+        for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, self._members.is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -208,7 +200,7 @@ class Snapshots:
                 exit_code=outcome.exit_code if outcome else 0,
                 waiting_for=run.waiting_for,
                 lost_hosts=sorted(run.lost_hosts),
-                stalled=self._stalled(),
+                stalled=actor.stalled,
                 staleness_max=config.staleness.max,
                 groups_per_step=config.learner.groups_per_step,
                 disk_free_bytes=seen.disk_free,
@@ -256,25 +248,20 @@ def view_actors(
 
 def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
     """The view of an actor in this condition."""
-    record, beat = entry.record, entry.heartbeat
-    known: dict[str, Any] = {
-        "name": record.name,
-        "host": record.host,
-        "pid": record.pid,
-        "incarnation": record.incarnation,
-        "condition": condition,
-        "restarts": record.attempt,
-        "version": entry.version,
-        "heard_s": max(0.0, now - entry.heard),
-        "metrics": dict(entry.metrics),
-        "histograms": dict(entry.histograms),
-    }
-    if beat is None:
-        return ActorView(**known)
-    # The time of a state does not grow if the actor has ended or is unreachable.
-    more = 0.0 if condition in UNKNOWN else max(0.0, now - entry.beaten)
+    record, beat = entry.record, entry.heartbeat or NO_HEARTBEAT
+    # The time of a state does not grow if the actor has ended or is unreachable, or no state is known.
+    more = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
     return ActorView(
-        **known,
+        name=record.name,
+        host=record.host,
+        pid=record.pid,
+        incarnation=record.incarnation,
+        condition=condition,
+        restarts=record.attempt,
+        version=entry.version,
+        heard_s=max(0.0, now - entry.heard),
+        metrics=dict(entry.metrics),
+        histograms=dict(entry.histograms),
         state=beat.state,
         awaiting=beat.awaiting,
         state_s=beat.state_s + more,

@@ -16,17 +16,18 @@ import asyncio
 import contextlib
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from asyncrl.controller.state.run_actor import RunActor
 from asyncrl.core.errors import InvalidRequest
 from asyncrl.core.roles import ROLES, role_of
 from asyncrl.messages import Done
 from asyncrl.messages.monitor import RequestTrace, TracePart, TraceSpan, TraceWritten
 from asyncrl.observe.trace import SPANS_KEPT, process_events, span_events, track_events
-from asyncrl.rpc.actor import Actor, Caller, handler
+from asyncrl.rpc.actor import Caller, handler
 from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 
 FOLDER = "trace"
@@ -166,15 +167,14 @@ class _Collection:
 
 
 class Traces:
-    """The traces of one controller. ``ready`` returns the ready actors. ``ask`` puts a number into the run's state, 0
-    for none."""
+    """The traces of one controller."""
 
-    def __init__(self, actor: Actor, ready: Callable[[], Collection[str]], ask: Callable[[int], None]) -> None:
-        self._actor, self._ready, self._ask = actor, ready, ask
-        self._run_dir, self._log = actor.context.run_dir, actor.log
-        self._pids = {name: pid for pid, name in enumerate(actor.config.actors, 1)}
+    def __init__(self, controller: RunActor) -> None:
+        self._controller = controller
+        self._run_dir, self._log = controller.context.run_dir, controller.log
+        self._pids = {name: pid for pid, name in enumerate(controller.config.actors, 1)}
         """Number of each actor in all files: first those of the start, then others as they come."""
-        self._number = numbers_begin_above(actor.context.incarnation)
+        self._number = numbers_begin_above(controller.context.incarnation)
         self._wanted: _Collection | None = None
         self._writing: asyncio.Task[TraceWritten] | None = None
         self._ended: tuple[float, TraceWritten] | None = None
@@ -187,12 +187,12 @@ class Traces:
     @handler
     async def write(self, request: RequestTrace, caller: Caller) -> TraceWritten:
         """Write a trace now; a caller gets the one that is being written, or a refusal soon after one."""
-        if not self._actor.trace.on:
+        if not self._controller.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
-            if refusal := self._refusal(self._actor.clock.now()):
+            if refusal := self._refusal(self._controller.clock.now()):
                 return TraceWritten(path="", error=refusal)
-            self._writing = self._actor.tasks.create_task(self._collect(min(WAIT_S, caller.park_s)))
+            self._writing = self._controller.tasks.create_task(self._collect(min(WAIT_S, caller.park_s)))
         # Shielded: a caller that goes away does not take the trace from the others.
         return await asyncio.shield(self._writing)
 
@@ -225,7 +225,8 @@ class Traces:
     async def _collect(self, wait_s: float) -> TraceWritten:
         self._number += 1
         wanted = self._wanted = self._new(self._number)
-        wanted.waiting = {actor for actor in self._ready() if role_of(actor) in ROLES and actor != self._actor.name}
+        ready = self._controller.registry.ready()
+        wanted.waiting = {actor for actor in ready if role_of(actor) in ROLES and actor != self._controller.name}
         if not wanted.waiting:
             wanted.complete.set()
         self._ask(wanted.number)
@@ -242,20 +243,25 @@ class Traces:
             self._kept.append(Path(written.path))
             while len(self._kept) > KEPT:
                 await asyncio.to_thread(_remove, self._kept.popleft())
-        self._ended = self._actor.clock.now(), written
+        self._ended = self._controller.clock.now(), written
         return written
 
+    def _ask(self, number: int) -> None:
+        """Ask the actors for the trace of this number, or with 0 for none."""
+        if self._controller.machine.want_trace(number):
+            self._controller.tell()
+
     async def _conclude(self, collection: _Collection) -> TraceWritten:
-        for spans in self._actor.trace.parts():
-            await collection.add(self._actor.name, spans, last=False)
-        collection.handed_in.append(self._actor.name)
+        for spans in self._controller.trace.parts():
+            await collection.add(self._controller.name, spans, last=False)
+        collection.handed_in.append(self._controller.name)
         written = await collection.finish()
         if written.error:
             self._log.warning("trace is not written", error=written.error)
-            self._actor.notify("trace", f"no trace is written to {self._run_dir / FOLDER}: {written.error}")
+            self._controller.notify("trace", f"no trace is written to {self._run_dir / FOLDER}: {written.error}")
         else:
             self._log.info("trace is written", path=written.path, actors=len(written.actors), missing=written.missing)
         return written
 
     def _new(self, number: int) -> _Collection:
-        return _Collection(number, self._run_dir, self._actor.config.run.name, self._pids)
+        return _Collection(number, self._run_dir, self._controller.config.run.name, self._pids)

@@ -153,7 +153,7 @@ async def test_an_event_reported_twice_counts_once_and_one_without_a_time_has_th
 async def test_lost_log_lines_are_counted_over_all_incarnations_of_all_actors(cluster, monkeypatch):
     """A heartbeat holds only what has changed, and a restarted actor counts from 0."""
     told = []
-    monkeypatch.setattr(actor_module.Actor, "notify", lambda _, key, text, *, count, **more: told.append((key, count)))
+    monkeypatch.setattr(runtime_actor.Actor, "notify", lambda _, key, text, *, count, **more: told.append((key, count)))
     monkeypatch.setattr(runtime_actor, "lost_lines", lambda: 5)
     await until(lambda: told == [("logs", 5)])
     for name, incarnation, lost, all_lost in (

@@ -72,8 +72,10 @@ class Scene:
             log=get_logger("controller/0"),
             clock=SimpleNamespace(now=lambda: time.monotonic() if self.now is None else self.now),
             notify=lambda key, text: self.told.append((key, text)),
+            registry=SimpleNamespace(ready=lambda: self.living),
+            machine=SimpleNamespace(want_trace=self.asked.append),
         )
-        self.traces = Traces(self.actor, lambda: self.living, self.asked.append)
+        self.traces = Traces(self.actor)
 
     async def take(self, actor, part):
         await self.traces.take(part, caller(actor, 5.0))

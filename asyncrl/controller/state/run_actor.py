@@ -1,0 +1,24 @@
+"""The controller as its parts know it: the registry and the state of the run, and whom to tell of a change of them."""
+
+from __future__ import annotations
+
+from asyncrl.controller.state.run_state import RunStateMachine
+from asyncrl.rpc.actor import Actor
+from asyncrl.rpc.lifecycle.registry import Registry
+
+
+class RunActor(Actor):
+    """The base of the controller."""
+
+    registry: Registry
+    machine: RunStateMachine
+    stalled: str = ""
+    """Report of the present stall; empty while the run moves."""
+
+    def tell(self) -> None:
+        """Follow a change of the run's state, and wake the calls that wait for it."""
+        raise NotImplementedError
+
+    def registry_changed(self) -> None:
+        """Update the run's state, at once or, with many actors, together with the changes that come next."""
+        raise NotImplementedError
