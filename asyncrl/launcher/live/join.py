@@ -56,7 +56,7 @@ from asyncrl.launcher.terminal.interrupts import Interrupts, undone_by_signals
 from asyncrl.launcher.terminal.progress import TerminalProgress
 from asyncrl.messages.hosts import Join, Joined, Leave, MemberHost, NewHost
 from asyncrl.rpc.lifecycle.incarnations import attempt_begins_above
-from asyncrl.rpc.wire.keys import files_of_pairs, make_pairs
+from asyncrl.rpc.wire.keys import keyring_of, make_pairs
 
 ASK_S = 20.0
 """Deadline of one call of Join, which the controller parks, or of Leave."""
@@ -142,22 +142,25 @@ class JoinedHosts:
 
     async def _begin(self) -> None:
         """Start the agents. Raises AsyncRLError, having undone everything."""
-        config, folder = self.run.config, self.run.folder
+        config, folder, credentials = self.run.config, self.run.folder, self.run.credentials
         attempts, episodes = config.supervision.max_restarts + 1, config.episode.kind != "single"
-        new, pairs = [], {}
+        new, pairs = [], list[list[dict[str, str]]]()
         for name, place in self._hosts.items():
             replicas = replicas_of(config, place)
-            count = 1 + replicas * (2 if episodes else 1) if self.run.credentials.curve else 0
+            count = 1 + replicas * (2 if episodes else 1) if credentials.curve else 0
             # Those of a host's agent come before those of its actors.
-            pairs[name] = [make_pairs(attempts) for _ in range(count)]
-            keys = [[pair["public"] for pair in each] for each in pairs[name]]
+            own = [make_pairs(attempts) for _ in range(count)]
+            keys = [[pair["public"] for pair in each] for each in own]
+            pairs += own
             new.append(NewHost(host=name, address=place.address, replicas=replicas, keys=keys, episodes=episodes))
         request = Join(ask=secrets.token_hex(16), hosts=new)
         try:
             joined = await self._ask(request)
+            names = [name for host in joined.hosts for name in host.names]
+            named = dict(zip(names, pairs, strict=credentials.curve))
+            keyring = keyring_of(credentials.run_id, credentials.secret, joined.peers, named)
             specs = {
-                host.host: host_spec(config, folder, host.index, self._files(host, joined.peers, pairs[host.host]))
-                for host in joined.hosts
+                host.host: host_spec(config, folder, host.index, keyring.files_of(host.names)) for host in joined.hosts
             }
             # A host that can read this file sees the run folder, and uses it.
             with contextlib.suppress(FileExistsError), (folder.logs / RUN_ID).open("x") as file:
@@ -189,18 +192,6 @@ class JoinedHosts:
             leave = Leave(host=name, within_s=0.0, reason=f"it could not be started: {why}", ask=ask)
             with contextlib.suppress(AsyncRLError):
                 await self.controller.ask(leave, timeout=WITHDRAW_S)
-
-    def _files(
-        self, host: MemberHost, peers: dict[str, list[str]], pairs: Sequence[list[dict[str, str]]]
-    ) -> dict[str, Any]:
-        """The credentials of a host: content by file name."""
-        credentials = self.run.credentials
-        files: dict[str, Any] = {"run.json": {"run_id": credentials.run_id, "curve": credentials.curve}}
-        if not credentials.curve:
-            return files | {"secret.json": {"secret": credentials.secret}}
-        for name, each in zip(host.names, pairs, strict=True):
-            files |= files_of_pairs(name, each)
-        return files | {"peers.json": peers}
 
     def _start_agent(self, host: MemberHost) -> AgentHandle:
         folder = self.run.folder

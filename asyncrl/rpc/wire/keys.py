@@ -71,28 +71,35 @@ def make_keyring(
 
     ``sealing`` are the actors that share a key for seals.
     """
-    common: dict[str, Any] = {"run.json": {"run_id": run_id, "curve": curve}}
+    pairs = {name: make_pairs(attempts) for name in names} if curve else {}
+    peers = {name: [pair["public"] for pair in each] for name, each in pairs.items()}
+    keyring = keyring_of(run_id, "" if curve else secrets.token_hex(32), peers, pairs)
     seal = {"key": secrets.token_hex(32)}
-    own: dict[str, dict[str, Any]] = {name: {_seal_file(name): seal} for name in sealing}
-    if not curve:
-        return Keyring(common | {"secret.json": {"secret": secrets.token_hex(32)}}, own)
-    peers: dict[str, list[str]] = {}
-    for name in names:
-        pairs = make_pairs(attempts)
-        peers[name] = [pair["public"] for pair in pairs]
-        own[name] = own.get(name, {}) | files_of_pairs(name, pairs)
-    return Keyring(common | {"peers.json": peers}, own)
+    for name in sealing:
+        keyring.own.setdefault(name, {})[_seal_file(name)] = seal
+    return keyring
+
+
+def keyring_of(
+    run_id: str, secret: str, peers: dict[str, list[str]], pairs: Mapping[str, list[dict[str, str]]]
+) -> Keyring:
+    """The credentials of the actors that have these key pairs; ``secret`` is that of the run, empty under CURVE.
+
+    ``peers`` are the public keys of the whole run.
+    """
+    common: dict[str, Any] = {"run.json": {"run_id": run_id, "curve": not secret}}
+    common |= {"secret.json": {"secret": secret}} if secret else {"peers.json": peers}
+    own: dict[str, dict[str, Any]] = {
+        name: {f"{name.replace('/', '-')}.{attempt}.json": pair for attempt, pair in enumerate(each)}
+        for name, each in pairs.items()
+    }
+    return Keyring(common, own)
 
 
 def make_pairs(attempts: int) -> list[dict[str, str]]:
     """Key pairs for as many attempts of one actor, as they stand in its files."""
     pairs = (zmq.curve_keypair() for _ in range(attempts))
     return [{"public": public.decode(), "secret": secret.decode()} for public, secret in pairs]
-
-
-def files_of_pairs(name: str, pairs: Iterable[dict[str, str]]) -> dict[str, Any]:
-    """Files that the host of an actor with these pairs is given: content by file name."""
-    return {f"{name.replace('/', '-')}.{attempt}.json": pair for attempt, pair in enumerate(pairs)}
 
 
 def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
