@@ -29,7 +29,7 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
 
     Empty without CURVE."""
     episodes: bool = False
-    """Whether each of its rollouters has an episode host beside it."""
+    """Whether each of its rollouters has an episode host."""
 
 
 class MemberHost(Message, frozen=True, kw_only=True):
@@ -38,7 +38,7 @@ class MemberHost(Message, frozen=True, kw_only=True):
     agent: str
     host: str
     actors: list[str]
-    """Rollouters, and then the episode hosts beside them."""
+    """Rollouters, and then their episode hosts."""
     stage: HostStage
     reason: str = ""
     """Reason that it leaves or has left."""

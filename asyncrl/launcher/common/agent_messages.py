@@ -190,7 +190,10 @@ class MetricsEvent(Struct, frozen=True, kw_only=True, tag="metrics"):
 
 
 class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
-    """An actor's notice to the user; a later one with the same actor and key takes its place."""
+    """An actor's notice to the user; a later one with the same actor and key takes its place.
+
+    What the run waits for is in StateEvent.waits.
+    """
 
     actor: str
     incarnation: int = 0
@@ -201,8 +204,6 @@ class NoticeEvent(Struct, frozen=True, kw_only=True, tag="notice"):
     """Number of times that it has happened."""
     meanwhile: str = ""
     """Sentences that hold while the run is live."""
-    waits_for: str = ""
-    """Words for what the run waits for; the terminal shows StateEvent.waits instead."""
     of: str = ""
     """Total that the count is a part of, as in "279 calls"."""
 

@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.roles import ROLES, gang_of, role_of
@@ -359,7 +361,7 @@ def _event_of(line: dict[str, Any]) -> MetricsEvent | NoticeEvent | ReadyEvent:
     if line.get("kind") == READY:
         return ReadyEvent(name=line["actor"])
     if line.get("kind") == NOTICE:
-        return NoticeEvent(**{name: value for name, value in line.items() if name != "kind"})
+        return msgspec.convert(line, NoticeEvent)
     return MetricsEvent(line=line)
 
 

@@ -240,7 +240,7 @@ def test_the_line_says_what_the_run_waits_for_as_long_as_it_does(by):
     progress.show(MetricsEvent(line=TRAIN | {"step": 3}))
     said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
     progress.show(StateEvent(phase="running", waits=["room on /disk"]))
-    progress.show(NoticeEvent(**said, meanwhile="Free some", waits_for="room on /disk"))
+    progress.show(NoticeEvent(**said, meanwhile="Free some"))
     for step, rest in ((3, ""), (4, "  left 0:00")):
         progress.show(MetricsEvent(line=TRAIN | {"step": step}))
         shown = out.getvalue().split(CLEAR_LINE)
@@ -255,7 +255,7 @@ def test_a_late_notice_of_a_dead_actor_leaves_nothing_on_the_line():
     out = Terminal()
     progress = TerminalProgress(out, 10, io.StringIO(), now=lambda: 0.0)
     progress.show(RestartEvent(name="learner/0", reason="exit code 1", incarnation=3))
-    said = {"actor": "learner/0", "key": "publish", "text": "the disk is full", "waits_for": "room on /disk"}
+    said = {"actor": "learner/0", "key": "publish", "text": "the disk is full"}
     progress.show(NoticeEvent(**said, incarnation=3))
     progress.show(MetricsEvent(line=LINE))
     assert "waiting" not in out.getvalue().split(CLEAR_LINE)[-1]
