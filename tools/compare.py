@@ -15,8 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -141,17 +140,6 @@ def run_folder(folder: Path, group: str, name: str, seed: int) -> Path:
     return folder / f"{words}-{seed}"
 
 
-def run_all(plans: Sequence[Plan], *, jobs: int, tell: Callable[[Result], None]) -> list[Result]:
-    """Make the runs, ``jobs`` at a time, in order; those with a teacher begin when all others have ended."""
-    results: list[Result] = []
-    for taught in (False, True):
-        with ThreadPoolExecutor(jobs) as pool:
-            for result in pool.map(run, [plan for plan in plans if plan.variant.taught is taught]):
-                tell(result)
-                results.append(result)
-    return results
-
-
 def run(plan: Plan) -> Result:
     """Make one run, or read what it brought."""
     file = plan.folder / RESULT
@@ -234,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(
         prog="python -m tools.compare",
-        usage="%(prog)s losses [--seed N ...] [--only NAME] [--jobs N] [--folder DIR] [--json] [--KEY VALUE ...]",
+        usage="%(prog)s losses [--seed N ...] [--only NAME] [--folder DIR] [--KEY VALUE ...]",
         description="Train the quickstart's task with each loss and advantage, and compare.",
         epilog="Everything else goes to asyncrl-launch: --learner.steps 20, ...",
         allow_abbrev=False,
@@ -242,9 +230,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("what", choices=["losses"])
     found.add_argument("--seed", type=int, action="append", metavar="N", help="of a run (1, 2 and 3)")
     found.add_argument("--only", action="append", metavar="NAME", help="variants of this name; may be given again")
-    found.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (1)")
     found.add_argument("--folder", type=Path, default=ROOT / "runs" / "compare-losses", help="of the runs")
-    found.add_argument("--json", action="store_true", help="print the results as JSON in the last line")
     return found
 
 
@@ -262,13 +248,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assets = ensure_assets(Settings(), CACHE)
     folder = given.folder.absolute()
     plans = plan_runs(variants, given.seed or [1, 2, 3], assets, folder, further)
-    results = run_all(plans, jobs=given.jobs, tell=_tell)
+    results = []
+    for plan in plans:
+        results.append(run(plan))
+        _tell(results[-1])
     order = [(variant.group, variant.name) for variant in VARIANTS]
     results.sort(key=lambda result: (order.index((result.group, result.variant)), result.seed))
     (folder / "table.md").write_text(markdown(results))
     print(markdown(results))
-    if given.json:
-        print(json.dumps({"folder": str(folder), "results": [asdict(result) for result in results]}))
     return 1 if any(result.failed for result in results) else 0
 
 

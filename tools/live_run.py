@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,11 +19,11 @@ from typing import Any, TypeVar
 import psutil
 
 from asyncrl.core.errors import PREEMPTED_EXIT_CODE
+from tools.waiting import wait_until
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
-LOOK_S = 0.05
 END_S = 120.0
 
 
@@ -151,23 +150,24 @@ class LiveRun:
 
     def until(self, condition: Callable[[], T | None], what: str, timeout: float) -> T:
         """Wait for a true value of ``condition`` and return it. Raises RunEnded or TimeoutError."""
-        deadline = time.monotonic() + timeout
-        while not (found := condition()):
-            if self.launcher.poll() is not None:
+
+        def found() -> T | None:
+            if not (value := condition()) and self.launcher.poll() is not None:
                 raise RunEnded(f"while waiting for {what}: " + self.output[-2000:])
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what}: not within {timeout:g} s; served {self.served()}, step {self.step}")
-            time.sleep(LOOK_S)
-        return found
+            return value
+
+        return wait_until(found, lambda: f"{what}; served {self.served()}, step {self.step}", timeout)
 
     def wait(self, timeout: float) -> int:
         """Wait until it ends by itself, and return its exit code."""
         return self.launcher.wait(timeout)
 
-    def stop(self) -> int:
-        """Send Ctrl-C and return the exit code."""
-        self.launcher.send_signal(signal.SIGINT)
-        return self.launcher.wait(END_S)
+    def stop(self, number: int = signal.SIGINT) -> None:
+        """End it as preempted, by a signal. Return when no process is left. Raises RunEnded or TimeoutError."""
+        self.launcher.send_signal(number)
+        if (code := self.launcher.wait(END_S)) != PREEMPTED_EXIT_CODE:
+            raise RunEnded(f"exit code {code} after signal {number}: {self.output[-2000:]}")
+        self._until_gone()
 
     def left(self) -> list[str]:
         """Return the titles of live processes that it started."""
@@ -176,7 +176,7 @@ class LiveRun:
     def close(self) -> None:
         """End every process that is left."""
         if self.launcher.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError, RunEnded):
                 self.stop()
         if self.launcher.poll() is None:
             # Its guard ends the rest.
@@ -200,19 +200,8 @@ class LiveRun:
         self.launcher.wait(END_S)
         self._until_gone()
 
-    def preempt(self) -> None:
-        """End it by SIGTERM. Return when no process is left. Raises RunEnded if it was not preempted."""
-        self.launcher.send_signal(signal.SIGTERM)
-        if (code := self.launcher.wait(END_S)) != PREEMPTED_EXIT_CODE:
-            raise RunEnded(f"exit code {code} after SIGTERM: {self.output[-2000:]}")
-        self._until_gone()
-
     def _until_gone(self) -> None:
-        deadline = time.monotonic() + END_S
-        while left := self.left():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"ended, and not gone: {left}")
-            time.sleep(LOOK_S)
+        wait_until(lambda: not self.left(), lambda: f"the end of {self.left()}", END_S)
 
 
 class UpdatePhases:

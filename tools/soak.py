@@ -71,7 +71,7 @@ def follow(run: LiveRun, steps: int) -> None:
     run.until(lambda: len(run.served()) == REPLICAS, "a version served by each rollouter", RUN_S)
     last = max(run.served().values()) + steps
     run.until(lambda: min(run.served().values()) >= last, f"version {last} served by each rollouter", RUN_S)
-    run.preempt()
+    run.stop()
 
 
 def problems_of(run: LiveRun, mode: str) -> tuple[list[str], dict[str, float]]:

@@ -12,7 +12,8 @@ from typing import Any
 from launcher.launched import Launched, next_output
 
 from tools.chaos.audit import Expected, audit
-from tools.cluster.netns import REPOSITORY, Cluster, Host, wait_until
+from tools.cluster.netns import REPOSITORY, Cluster, Host
+from tools.waiting import wait_until
 
 WAIT_S = 120.0
 RUN_S = 400.0

@@ -11,7 +11,8 @@ import pytest
 from cluster.launches import Trained
 
 from asyncrl.rpc.controller_client import ADDRESS_FILE
-from tools.cluster.netns import Cluster, wait_until
+from tools.cluster.netns import Cluster
+from tools.waiting import wait_until
 
 SUPERVISION = {"heartbeat_s": 0.5, "silence_s": 5.0, "host_lost_s": 3.0, "host_grace_s": 30.0, "max_restarts": 0}
 FLAGS = (

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.cluster.netns import Cluster, Host, wait_until
+from tools.cluster.netns import Cluster, Host
+from tools.waiting import wait_until
 
 NODES = ("n1", "n2")
 CONFIG = "/run/slurm/slurm.conf"

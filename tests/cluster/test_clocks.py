@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster.lost import launched as launched
 
-from tools.cluster.netns import wait_until
+from tools.waiting import wait_until
 from tools.wall_clocks import WallClocks
 
 

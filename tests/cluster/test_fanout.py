@@ -16,8 +16,9 @@ import pytest
 from tools.bench.fanout import Setting, config
 from tools.bench.fanout_fleet import fleet
 from tools.bench.fanout_host import name_of
-from tools.cluster.netns import REPOSITORY, wait_until
+from tools.cluster.netns import REPOSITORY
 from tools.cluster.network import ShapedNetwork, why_no_shaped_network
+from tools.waiting import wait_until
 
 SETTING = Setting(hosts=8, bytes_per_s=2e6, size=2 << 20, chunk_bytes=64 << 10, deadline_s=16.0)
 WAIT_S = 120.0

@@ -8,7 +8,7 @@ import pytest
 from cluster.lost import launched as launched
 
 from asyncrl.observe.metrics_line import read_metrics
-from tools.cluster.netns import wait_until
+from tools.waiting import wait_until
 
 CUT_S = 30.0
 """Time for which a host is away; ssh and TCP have given up on some messages by then."""

@@ -13,7 +13,8 @@ from recordings import read_recording
 from trace_files import generation, load
 
 from asyncrl.observe.explain.history import explain
-from tools.cluster.netns import Cluster, wait_until
+from tools.cluster.netns import Cluster
+from tools.waiting import wait_until
 
 BROKEN = """
 import os, sys

@@ -16,7 +16,8 @@ from model_files import write_model
 
 from asyncrl.observe.metrics_line import read_metrics
 from tools.bench.tiny_model import make_model
-from tools.cluster.netns import REPOSITORY, Cluster, wait_until
+from tools.cluster.netns import REPOSITORY, Cluster
+from tools.waiting import wait_until
 
 STEPS, LONG = 12, 120
 

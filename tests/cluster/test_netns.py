@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.cluster.netns import REPOSITORY, remove_abandoned, wait_until
+from tools.cluster.netns import REPOSITORY, remove_abandoned
+from tools.waiting import wait_until
 
 MAKE_AND_DIE = f"""
 import os, signal, sys

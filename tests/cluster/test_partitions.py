@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cluster.lost import launched as launched
 
-from tools.cluster.netns import wait_until
+from tools.waiting import wait_until
 
 UNREACHABLE_S = 4.0
 

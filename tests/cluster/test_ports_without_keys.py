@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from cluster.lost import launched as launched
 
-from tools.cluster.netns import wait_until
+from tools.waiting import wait_until
 
 PORTS = "7000-7015"
 UNREACHABLE_S = 4.0

@@ -14,10 +14,11 @@ from cluster.launches import Launch
 
 from asyncrl.observe.metrics_line import read_metrics
 from tools.chaos.audit import read_lines
-from tools.cluster.netns import REPOSITORY, Cluster, wait_until
+from tools.cluster.netns import REPOSITORY, Cluster
 from tools.quickstart.assets import draw_splits
 from tools.quickstart.model import make_model, make_tokenizer, save
 from tools.quickstart.settings import Settings
+from tools.waiting import wait_until
 
 pytest.importorskip("vllm")
 UPDATES = 3

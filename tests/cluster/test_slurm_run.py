@@ -12,7 +12,8 @@ from cluster.slurm import NODES, Slurm
 
 from asyncrl.observe.metrics_line import read_metrics
 from tools.chaos.audit import Expected, audit
-from tools.cluster.netns import REPOSITORY, wait_until
+from tools.cluster.netns import REPOSITORY
+from tools.waiting import wait_until
 
 SCRIPT = REPOSITORY / "launch" / "slurm" / "train.sbatch"
 PYTHON = f"{sys.executable} -m asyncrl.cli.launch"

@@ -1,13 +1,8 @@
-"""Launched runs, each a process of its own, which leave nothing behind when their test ends.
-
-``python launched.py REQUEST_JSON`` launches a run over hosts that are all this machine, with the entry of its actors.
-"""
+"""Launched runs, each a process of its own, which leave nothing behind when their test ends."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -15,8 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +19,10 @@ from run_settings import laid_over, launched_run
 from asyncrl.config.keys import default_words
 from asyncrl.observe.metrics_line import read_metrics
 from asyncrl.rpc.linux import children_of
+from tools.waiting import wait_until
 
 STUB = Path(__file__).parent / "stub_actor.py"
+LAUNCH_HERE = Path(__file__).parent / "launch_here.py"
 WAIT_S = 60.0
 STEPS = 40
 GROUPS = 4
@@ -83,15 +79,6 @@ def end_marked(mark: object) -> None:
         return not found
 
     wait_until(all_ended, f"the end of all that name {mark}")
-
-
-def wait_until(condition: Any, what: str | Callable[[], str], within_s: float = WAIT_S) -> Any:
-    """Result of the condition once it is something; ``what`` is waited for."""
-    until = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < until, f"waited {within_s:g} s for {what if isinstance(what, str) else what()}"
-        time.sleep(0.03)
-    return found
 
 
 class Launched:
@@ -181,7 +168,7 @@ def placed_run(
 ) -> Run:
     """A run whose hosts are all this machine; ``actor_argv`` is the entry of its actors, by default the real one."""
     request = {"tree": tree, "argv": list(actor_argv), "hosts": list(hosts), "resume": resume}
-    return Run(folder, [sys.executable, __file__, json.dumps(request)])
+    return Run(folder, [sys.executable, str(LAUNCH_HERE), json.dumps(request)])
 
 
 def stub_run(
@@ -208,32 +195,3 @@ def _take_terminal() -> None:
     # Under nohup it would be ignored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def main() -> int:
-    from asyncrl.cli.command_line import flushed
-    from asyncrl.config.load import validate_config
-    from asyncrl.launcher import host_part
-    from asyncrl.launcher.common.placement import PlacementHost, place, with_episode_hosts, with_gpus
-    from asyncrl.launcher.hosts.hostfile import HostLine
-    from asyncrl.launcher.launch import Launch
-    from asyncrl.launcher.run_folder.resume import find_resumption
-    from asyncrl.launcher.terminal.interrupts import undone_by_signals
-
-    request = json.loads(sys.argv[1])
-    config, resumption = validate_config(request["tree"]), None
-    if request["resume"]:
-        config, resumption = find_resumption(config, request["resume"])
-    hosts = [PlacementHost(name=name, cpus=2) for name in request["hosts"]]
-    config = with_episode_hosts(with_gpus(config, hosts), hosts)
-    host_part.ACTOR_ARGV = request["argv"] or host_part.ACTOR_ARGV
-    launch = Launch(config, [HostLine("here")], head="here", head_is_here=True)
-    launch.hosts, launch.resumption = [PlacementHost(name="here", cpus=2)], resumption
-    launch.placed = [dataclasses.replace(actor, host="here") for actor in place(config, hosts)]
-    return flushed("launched", lambda: asyncio.run(undone_by_signals(launch.run(), launch.progress)))
-
-
-if __name__ == "__main__":
-    # What a shell starts in the background, tests too, is deaf to it, and so is what that starts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())

@@ -8,7 +8,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launcher.launched import wait_until
 from launcher.run_folder.test_resume import write_checkpoint
 
 from asyncrl.cli import launch
@@ -17,6 +16,7 @@ from asyncrl.config.load import load_config
 from asyncrl.dataloader.prompts import load_dataset
 from asyncrl.launcher.run_folder.folders import create_run_folder
 from asyncrl.rpc.linux import children_of
+from tools.waiting import wait_until
 
 SIM = """
 [data]

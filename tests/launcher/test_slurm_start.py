@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from launcher.launched import wait_until
 
 from asyncrl.cli.launch import main
 from asyncrl.config.load import load_config, validate_config
@@ -24,6 +23,7 @@ from asyncrl.launcher.hosts.contact import Contact
 from asyncrl.launcher.hosts.hostfile import HostLine
 from asyncrl.launcher.hosts.start import SlurmStart
 from asyncrl.launcher.slurm import batch_script, gpus_of_a_node, job_hosts, left_open, resume_of, start_of
+from tools.waiting import wait_until
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "slurm"
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-[1-2]"}

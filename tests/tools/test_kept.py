@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tools.waiting import wait_until
+
 ROOT = Path(__file__).parents[2]
 TOOL = """
 import os, signal, subprocess, sys, time
@@ -86,13 +88,6 @@ def living(processes: list[psutil.Process]) -> list[str]:
     return found
 
 
-def wait_until(condition, limit_s=120.0):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def tool(tmp_path):
     (tmp_path / "tool.py").write_text(TOOL)
@@ -127,7 +122,7 @@ def test_a_tool_that_is_killed_leaves_nothing(tool):
     below = family(process.pid)
     assert len(below) == 4
     process.kill()
-    wait_until(lambda: living(below) == [])
+    wait_until(lambda: living(below) == [], within_s=120.0)
 
 
 def test_a_tool_that_ends_leaves_nothing_and_keeps_its_exit_code(tool):
@@ -149,7 +144,7 @@ def test_no_process_outlives_its_tool(name, tmp_path):
     process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
         # The warden, the tool and its processes.
-        wait_until(lambda: len(family(process.pid)) > 2 or process.poll() is not None)
+        wait_until(lambda: len(family(process.pid)) > 2 or process.poll() is not None, within_s=120.0)
         assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
         # More of them may start meanwhile.
         time.sleep(1.0)

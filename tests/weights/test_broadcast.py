@@ -33,6 +33,7 @@ from asyncrl.core.errors import BroadcastFailed, ConfigError, WeightsCorrupt
 from asyncrl.messages.weights import BroadcastGroup, BroadcastPart, Bucket, CollectiveBackend
 from asyncrl.weights import broadcast as module
 from asyncrl.weights.broadcast import Sender, listen, open_store
+from tools.waiting import wait_until
 
 
 class Peers:
@@ -90,13 +91,6 @@ def version() -> Iterator[Callable[..., Version]]:
     yield make
     for each in made:
         each.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def begin(members: list[Peer], group: BroadcastGroup, version: Version, timeout_s: float = PATIENCE_S) -> None:
@@ -351,7 +345,7 @@ def test_a_member_asks_the_store_only_while_it_receives(monkeypatch) -> None:
             time.sleep(0.1)
             assert store.looks == looks
             epoch.begin_receiving(version)
-            until(lambda before=looks: store.looks > before + 2)
+            wait_until(lambda before=looks: store.looks > before + 2)
             epoch.end_receiving()
     finally:
         epoch.stop("enough")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +15,7 @@ import pytest
 
 from asyncrl.workers.keeper import LINE_BYTES, OutputLines
 from asyncrl.workers.worker import FrameReader, framed
+from tools.waiting import wait_until
 
 
 class Pipes:
@@ -145,10 +146,3 @@ def held(pipe: IO[bytes] | None) -> int:
     """Bytes that are in a pipe."""
     assert pipe is not None
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)

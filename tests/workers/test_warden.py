@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from asyncrl.workers import warden
+from tools.waiting import wait_until
 
 CHILDREN = 6
 LEAVES = f"""
@@ -63,16 +64,9 @@ def living(folder: Path) -> list[int]:
     return [pid for pid in pids if lives(pid)]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def start(folder: Path, then: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, *warden.command("leaves", str(folder), then)])
-    until(lambda: list(folder.glob("worker-*")))
+    wait_until(lambda: list(folder.glob("worker-*")))
     return process
 
 
@@ -102,10 +96,10 @@ def test_it_ends_all_when_the_process_that_started_it_is_killed(folder: Path) ->
     with subprocess.Popen(argv, stdout=subprocess.PIPE, start_new_session=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        until(lambda: list(folder.glob("worker-*")))
+        wait_until(lambda: list(folder.glob("worker-*")))
         assert len(living(folder)) == CHILDREN + 1
         parent.kill()
-    until(lambda: not living(folder) and not psutil.pid_exists(pid))
+    wait_until(lambda: not living(folder) and not psutil.pid_exists(pid))
 
 
 def test_it_does_not_start_a_worker_for_a_process_that_is_dead(folder: Path) -> None:
@@ -121,14 +115,14 @@ def test_a_killed_warden_takes_its_worker_along(folder: Path) -> None:
     (worker,) = [int(path.name.partition("-")[2]) for path in folder.glob("worker-*")]
     process.kill()
     process.wait()
-    until(lambda: worker not in living(folder))
+    wait_until(lambda: worker not in living(folder))
 
 
 def test_it_holds_none_of_the_files_of_its_worker(folder: Path) -> None:
     read, write = os.pipe()
     argv = [sys.executable, *warden.command("leaves", str(folder), "stay")]
     process = subprocess.Popen(argv, stdout=write, pass_fds=[write])
-    until(lambda: list(folder.glob("worker-*")))
+    wait_until(lambda: list(folder.glob("worker-*")))
     links = {os.readlink(f"/proc/{process.pid}/fd/{name}") for name in os.listdir(f"/proc/{process.pid}/fd")}
     assert links == {os.devnull}
     for each in (read, write):

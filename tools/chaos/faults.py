@@ -83,7 +83,7 @@ class Striker:
             case "preempt":
                 # A checkpoint of its own needs room on the disk, and all hosts.
                 self.lift()
-                self._run.preempt()
+                self._run.stop(signal.SIGTERM)
             case "disk":
                 self._world.fill()
                 self._full_until = self._after(fault)

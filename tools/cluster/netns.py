@@ -28,6 +28,7 @@ from typing import Any
 
 from tools.cluster import network
 from tools.cluster.network import Switch
+from tools.waiting import wait_until
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parent.parent
@@ -69,15 +70,6 @@ def why_not() -> str | None:
     found = network.why_not(tools, packages, trial + network.BRIDGE_TRIAL, unshare=UNSHARE)
     if found is None and SETGROUPS.read_text().strip() != "allow":
         return "sshd needs the root of more than one user"
-    return found
-
-
-def wait_until(condition: Any, what: str, timeout: float = WAIT_S) -> Any:
-    """Return the first true value of ``condition()``. AssertionError names ``what``."""
-    until = time.monotonic() + timeout
-    while not (found := condition()):
-        assert time.monotonic() < until, f"waited {timeout:g} s for {what}"
-        time.sleep(0.02)
     return found
 
 

@@ -5,8 +5,8 @@
     python -m tools.planted_faults --tests tests/dataloader
 
 For each fault the tool runs the test of the module's name, then the tests that import the module, then the tests that
-import an importer of it, and with ``--whole`` the default run. A test catches a fault if it fails with the fault and
-passes without it. The tool prints a line for each fault. The exit code is 1 if a fault is not caught.
+import an importer of it. A test catches a fault if it fails with the fault and passes without it. The tool prints a
+line for each fault. The exit code is 1 if a fault is not caught.
 
 Fails before any test if a fault of the table (faults.py) does not fit the code. Its text must occur once, and the
 changed file must compile.
@@ -151,7 +151,7 @@ def line(verdict: Verdict) -> str:
     return f"{verdict.fault.name:42} {caught:10} {verdict.seconds:6.1f} s  {by}"
 
 
-def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: bool) -> list[Verdict]:
+def run(faults: Sequence[Fault], root: Path, tests: Sequence[str]) -> list[Verdict]:
     """Plant each fault in a copy of ``root``. Raises ValueError if one does not fit."""
     places = [find(fault, root) for fault in faults]
     verdicts = []
@@ -159,7 +159,7 @@ def run(faults: Sequence[Fault], root: Path, tests: Sequence[str], *, whole: boo
         tree = Path(folder) / "tree"
         shutil.copytree(root, tree, ignore=LEFT_BEHIND)
         for fault, place in zip(faults, places, strict=True):
-            stages = [tests] if tests else [*nearest_tests(place, root), *([["tests"]] if whole else [])]
+            stages = [tests] if tests else [*nearest_tests(place, root)]
             verdicts.append(judge(fault, tree, stages))
             print(line(verdicts[-1]), flush=True)
     return verdicts
@@ -171,10 +171,9 @@ def main(arguments: Sequence[str] | None = None, *, faults: Sequence[Fault] = FA
     names = [fault.name for fault in faults]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, default=names, help="these faults alone")
     parser.add_argument("--tests", nargs="+", metavar="PATH", default=[], help="these tests, instead of those near")
-    parser.add_argument("--whole", action="store_true", help="the whole default run where the tests near see nothing")
     asked = parser.parse_args(arguments)
     chosen = [fault for fault in faults if fault.name in asked.only]
-    verdicts = run(chosen, root, asked.tests, whole=asked.whole)
+    verdicts = run(chosen, root, asked.tests)
     caught = sum(bool(verdict.test) for verdict in verdicts)
     print(f"{caught} of {len(verdicts)} faults are caught")
     return 0 if caught == len(verdicts) else 1

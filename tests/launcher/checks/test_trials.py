@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -14,6 +13,7 @@ from run_settings import simulated_run
 from asyncrl.config.training import RewardConfig
 from asyncrl.launcher.checks.inputs import Sample
 from asyncrl.launcher.checks.user_code import RewardTrial, Trial, check_command, check_episode, judge
+from tools.waiting import wait_until
 
 MODULES = {
     "mine": """
@@ -198,9 +198,9 @@ def test_nothing_that_a_reward_function_forks_outlives_the_trial(tmp_path, end):
             with subprocess.Popen(argv, stdin=subprocess.PIPE, cwd=tmp_path) as trial:
                 trial.stdin.write(config)
                 trial.stdin.close()
-                wait_for(lambda: len(forked(tmp_path)) >= 20)
+                wait_until(lambda: len(forked(tmp_path)) >= 20)
                 trial.kill()
-            wait_for(lambda: not forked(tmp_path))
+            wait_until(lambda: not forked(tmp_path))
         else:
             tried("mine:forks", [sample], timeout_s=60.0 if end == "done" else 1.0)
             assert len(list(tmp_path.glob("child-*"))) >= 20
@@ -214,13 +214,6 @@ def forked(folder):
     """Children of the reward function that live."""
     pids = [int(path.name.partition("-")[2]) for path in folder.glob("child-*")]
     return [pid for pid in pids if lives(pid)]
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def lives(pid):

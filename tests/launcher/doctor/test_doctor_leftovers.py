@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from launcher.launched import wait_until
 from run_settings import simulated_run
 
 from asyncrl.config.load import config_to_json
@@ -25,6 +24,7 @@ from asyncrl.launcher.doctor.leftovers import (
     remove,
 )
 from tools.live_run import pid_lives
+from tools.waiting import wait_until
 
 ORPHAN = """
 import os, time, setproctitle

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from launcher.launched import marked, wait_until
+from launcher.launched import marked
 
 from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.launcher.live import commands
@@ -15,6 +15,7 @@ from asyncrl.launcher.live.live_run import find_live_run
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.observe.snapshots.recording import last_recorded
+from tools.waiting import wait_until
 
 LAUNCH = (sys.executable, "-m", "asyncrl.cli.launch")
 

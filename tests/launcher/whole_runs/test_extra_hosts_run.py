@@ -6,9 +6,10 @@ import re
 import signal
 
 import pytest
-from launcher.launched import GROUPS, sim_tree, wait_until
+from launcher.launched import GROUPS, sim_tree
 
 from tools.chaos.audit import Expected, audit
+from tools.waiting import wait_until
 
 EXTRA = "episodes/2"
 """Where rollouters are on a and b."""

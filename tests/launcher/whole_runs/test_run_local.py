@@ -9,12 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from launcher.launched import marked, wait_until
+from launcher.launched import marked
 
 from asyncrl.core.roles import drain_rank
 from asyncrl.launcher.common.agent_messages import EndedEvent
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder, next_attempt
+from tools.waiting import wait_until
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from urllib.parse import urlsplit
 
 import pytest
 from disks import small_disk
-from launcher.launched import STEPS, command_line, wait_until
+from launcher.launched import STEPS, command_line
 from tensorboard_files import steps
 
 from asyncrl.checkpoint.folder import CheckpointFolder
+from tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 ALL = ("--sinks.tensorboard", "true", "--sinks.prometheus.enabled", "true", "--sinks.wandb.mode", "offline")

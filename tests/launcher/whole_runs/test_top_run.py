@@ -10,10 +10,10 @@ import sys
 
 import msgspec
 import pytest
-from launcher.launched import wait_until
 from terminals import Terminal
 
 from asyncrl.messages.snapshot import Snapshot
+from tools.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 TOP = (sys.executable, "-m", "asyncrl.cli.top")

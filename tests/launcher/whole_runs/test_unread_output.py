@@ -8,15 +8,15 @@ import subprocess
 import sys
 
 import pytest
-from launcher.launched import STUB, Run, config_tree, wait_until
+from launcher.launched import LAUNCH_HERE, STUB, Run, config_tree
 
 from asyncrl.launcher.run_folder.ended import read_ended
 from asyncrl.launcher.run_folder.folders import RunFolder
 from asyncrl.launcher.run_folder.private import is_live
 from asyncrl.observe.snapshots.recording import last_recorded
+from tools.waiting import wait_until
 
 PIPE_BYTES = 4096
-LAUNCHED = STUB.with_name("launched.py")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def unread(tmp_path, started):
         }
         run = Run(tmp_path, [sys.executable, "-c", ""])
         run.process.wait()
-        argv = [sys.executable, str(LAUNCHED), json.dumps(request)]
+        argv = [sys.executable, str(LAUNCH_HERE), json.dumps(request)]
         run.process = subprocess.Popen(argv, stdout=theirs, stderr=theirs, start_new_session=True)
         started.append(run)
         return run

@@ -8,7 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from launcher.launched import marked, sim_run, wait_until
+from launcher.launched import marked, sim_run
 from ledgers import assert_ledgers_add_up
 from recordings import read_recording
 
@@ -16,6 +16,7 @@ from asyncrl.checkpoint.folder import CheckpointFolder
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.snapshots.recording import last_recorded
 from asyncrl.top.client import find_target, follow
+from tools.waiting import wait_until
 
 
 def stop(run_dir):

@@ -3,7 +3,6 @@
 import functools
 import json
 import threading
-import time
 
 import harness
 
@@ -50,14 +49,6 @@ def snapshot(step=7, wall=100.0, **run):
             )
         ],
     )
-
-
-def wait_for(what, timeout=NET_S):
-    until = time.monotonic() + timeout
-    while not (found := what()):
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
-    return found
 
 
 def address_of(run_dir):

@@ -11,10 +11,11 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse
-from sinks_cases import ends, evaluation, snapshot, train, update, wait_for
+from sinks_cases import ends, evaluation, snapshot, train, update
 
 from asyncrl.observe.sinks import prometheus
 from asyncrl.observe.sinks.prometheus import CONNECTIONS, PrometheusSink
+from tools.waiting import wait_until
 
 EDGES = ("16.0", "32.0", "64.0", "262144.0", "+Inf")
 
@@ -25,7 +26,7 @@ def sink(tmp_path):
     made.open()
     yield made
     made.close()
-    wait_for(lambda: not (tmp_path / "monitor" / "prometheus.json").exists())
+    wait_until(lambda: not (tmp_path / "monitor" / "prometheus.json").exists())
 
 
 def scrape(address, **headers):
@@ -111,7 +112,7 @@ def test_those_who_take_too_long_are_cut_off_and_make_room(sink, monkeypatch):
         for client in silent:
             client.close()
         # The server sees their ends one after the other, so there may be no room for a moment.
-        wait_for(lambda: served(sink.address))
+        wait_until(lambda: served(sink.address))
     finally:
         for client in silent:
             client.close()
@@ -127,7 +128,7 @@ def test_connections_that_there_is_no_descriptor_for_wait_and_cost_no_core(sink,
     with monkeypatch.context() as full:
         full.setattr(socketserver.TCPServer, "get_request", refuses)
         with socket.create_connection(where(sink), timeout=30) as client:
-            wait_for(lambda: len(asked) >= 3)
+            wait_until(lambda: len(asked) >= 3)
             assert asked[2] - asked[0] >= 2 * prometheus.ACCEPT_PAUSE_S
             full.undo()
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

@@ -3,11 +3,12 @@
 import threading
 
 import pytest
-from sinks_cases import snapshot, train, wait_for
+from sinks_cases import snapshot, train
 
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.observe.sinks import sink_thread as thread_module
 from asyncrl.observe.sinks.sink_thread import SinkThread, describe
+from tools.waiting import wait_until
 
 
 class Fake:
@@ -79,9 +80,9 @@ def test_a_sink_that_blocks_delays_no_other_and_lines_without_room_are_counted(t
 def test_a_sink_that_fails_loses_one_record_and_is_opened_again(thread, fake, failure):
     fake.fails = [failure]
     put(thread, 1, 2, 3)
-    wait_for(lambda: fake.taken == [2, 3])
+    wait_until(lambda: fake.taken == [2, 3])
     assert (thread.lost, fake.opened, fake.closed) == (1, 2, 1)
-    wait_for(lambda: thread.trouble == "")
+    wait_until(lambda: thread.trouble == "")
 
 
 def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(thread, fake):
@@ -89,19 +90,19 @@ def test_a_sink_that_takes_snapshots_and_no_lines_is_not_well(thread, fake):
     fake.fails = [OSError("full")] * 2
     for step in range(2):
         put(thread, step)
-        wait_for(lambda step=step: thread.lost == step + 1)
+        wait_until(lambda step=step: thread.lost == step + 1)
         thread.put(snapshot(100 + step))
-        wait_for(lambda step=step: fake.taken[-1:] == [100 + step])
+        wait_until(lambda step=step: fake.taken[-1:] == [100 + step])
         assert thread.trouble == "OSError: full"
     put(thread, 9)
-    wait_for(lambda: thread.trouble == "")
+    wait_until(lambda: thread.trouble == "")
     assert fake.taken == [100, 101, 9]
 
 
 def test_a_sink_that_cannot_be_opened_is_tried_again_and_nothing_is_lost_meanwhile(thread, fake):
     fake.fails = [OSError("service is gone"), "open", "open"]
     put(thread, 1, 2, 3)
-    wait_for(lambda: fake.taken == [2, 3])
+    wait_until(lambda: fake.taken == [2, 3])
     assert (thread.lost, fake.opened) == (1, 4)
 
 
@@ -110,7 +111,7 @@ def test_a_sink_that_fails_more_often_than_a_float_has_powers_of_two_is_tried_ag
     monkeypatch.setattr(thread_module, "LONGEST_PAUSE_S", 1e-6)
     fake.fails = [OSError("service is gone")] + ["open"] * 1100
     put(thread, 1, 2)
-    wait_for(lambda: fake.taken == [2])
+    wait_until(lambda: fake.taken == [2])
     assert fake.opened == 1102
 
 
@@ -118,7 +119,7 @@ def test_a_sink_that_fails_at_the_end_gets_no_time_to_recover(thread, fake, monk
     monkeypatch.setattr(thread_module, "FIRST_PAUSE_S", 60.0)
     fake.fails = [OSError("full")] * 20
     put(thread, *range(8))
-    wait_for(lambda: thread.trouble == "OSError: full")
+    wait_until(lambda: thread.trouble == "OSError: full")
     thread.end()
     assert thread.join(30)
     assert thread.lost == 8

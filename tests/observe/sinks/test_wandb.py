@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 import wandb_files
-from sinks_cases import evaluation, snapshot, train, update, wait_for
+from sinks_cases import evaluation, snapshot, train, update
 
 from asyncrl.config.monitor import WandbConfig
 from asyncrl.observe.sinks.history_sinks import WandbSink
 from asyncrl.observe.sinks.sink_thread import SinkThread
 from tools.live_run import lives, title
+from tools.waiting import wait_until
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 LATER = 10**6
@@ -54,7 +55,7 @@ def writing(run_dir):
     thread = SinkThread(WandbSink(run_dir, OFFLINE, {"learner": {"steps": 40}}))
     thread.start()
     try:
-        wait_for(lambda: thread.address)
+        wait_until(lambda: thread.address)
         yield thread
     finally:
         thread.end()
@@ -77,7 +78,7 @@ def test_a_run_is_written_offline_and_a_resumed_one_is_the_same(run_dir, tmp_pat
         put(thread, snapshot(step=1), train(1), evaluation(1), update(2), train(2), train(2, start=2, reward__mean=0.9))
         core = service()
     assert (thread.lost, thread.dropped, thread.failures, thread.address) == (0, 0, 0, "")
-    wait_for(lambda: not lives(core))
+    wait_until(lambda: not lives(core))
     with writing(run_dir) as thread:
         put(thread, train(3))
     path, second = wandb_files.files(run_dir)
@@ -106,8 +107,8 @@ def test_its_service_is_killed_and_it_goes_on_with_another_though_its_id_cannot_
         killed = service()
         killed.kill()
         steps = count(2)
-        wait_for(lambda: put(thread, train(next(steps))) or thread.failures)
-        wait_for(lambda: thread.address)
+        wait_until(lambda: put(thread, train(next(steps))) or thread.failures)
+        wait_until(lambda: thread.address)
         put(thread, train(LATER))
     assert thread.lost >= 1 and thread.dropped == 0
     # W&B does not wait for the service that it has given up.
