@@ -23,8 +23,9 @@ from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.player import EpisodeFailed, EpisodePlayer
 from asyncrl.rollouter.episode.sessions import Sessions
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, Slots
+from asyncrl.rollouter.serving.generation import PolicyCall
 from asyncrl.rollouter.serving.group_events import GroupAccount
+from asyncrl.rollouter.serving.slots import Slots
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.text.chat.renderer import make_renderer
 from asyncrl.text.stops import Stops
@@ -150,9 +151,10 @@ class World:
         )
         self.account = GroupAccount(self.lease, self.clock.now, self.clock.wall).samples[0]
 
-    async def generate(self, lease, account, *asked, **watch):
+    async def generate(self, lease, account, ids, response, key, watch):
         async with self.slots.take():
-            await PolicyCall(self.host, self.tokenizer, self.config, lease, account, **watch).generate(*asked)
+            call = PolicyCall(self.host, self.tokenizer, self.config, lease, account, watch)
+            await call.generate(ids, response, key)
 
     def choose(self, at, **wishes):
         return self._choose(**wishes)

@@ -44,7 +44,13 @@ from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 from asyncrl.observe.states import StateLedger
 from asyncrl.rollouter.engines import engine_parsers, make_engine
 from asyncrl.rollouter.serving.engine_host import EngineHost
-from asyncrl.rollouter.serving.generation import PolicyCall, Response, SingleTurn, TrajectoryFailed
+from asyncrl.rollouter.serving.generation import (
+    CallWatch,
+    PolicyCall,
+    Response,
+    SingleTurn,
+    TrajectoryFailed,
+)
 from asyncrl.rollouter.serving.group_events import CallAccount, GroupAccount
 from asyncrl.rpc.awaits import Awaits
 from asyncrl.rpc.linux import die_with_parent
@@ -184,10 +190,16 @@ class Generator:
         return await SingleTurn(self, self._stops, self.tokenizer).play(lease, account)
 
     async def generate(
-        self, lease: Lease, account: CallAccount, ids: Sequence[int], response: Response, key: str, **watch: Any
+        self,
+        lease: Lease,
+        account: CallAccount,
+        ids: Sequence[int],
+        response: Response,
+        key: str,
+        watch: CallWatch,
     ) -> None:
         """One call of the policy; the engine queues those beyond its own limit."""
-        call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+        call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, watch)
         await call.generate(ids, response, key)
 
     async def _episode(self, lease: Lease) -> Trajectory:

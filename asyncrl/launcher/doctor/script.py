@@ -16,7 +16,7 @@ from asyncrl.text.chat.parsers import END_THINK, THINK, write_calls
 from asyncrl.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from asyncrl.rollouter.serving.generation import Response
+    from asyncrl.rollouter.serving.generation import CallWatch, Response
     from asyncrl.rollouter.serving.group_events import CallAccount
 
 MOST_CALLED = 4
@@ -72,7 +72,13 @@ class ScriptedPolicy:
         self._script, self._tokenizer = script, tokenizer
 
     async def generate(
-        self, lease: Lease, account: CallAccount, ids: Sequence[int], response: Response, key: str, **watch: Any
+        self,
+        lease: Lease,
+        account: CallAccount,
+        ids: Sequence[int],
+        response: Response,
+        key: str,
+        watch: CallWatch,
     ) -> None:
         """Give the answer at once."""
         request = asked.get()
@@ -84,7 +90,7 @@ class ScriptedPolicy:
         response.submitted(0)
         room = response.remaining
         response.extend(tokens, [0.0] * len(tokens), self._tokenizer.decode)
-        watch["sampled"](response)
+        watch.sampled(response)
         response.end_submission("stop" if len(tokens) <= room else "length")
 
 

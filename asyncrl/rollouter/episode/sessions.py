@@ -28,7 +28,7 @@ from asyncrl.rollouter.episode.conversation import Conversation, Prompt
 from asyncrl.rollouter.episode.figures import EpisodeFigures
 from asyncrl.rollouter.episode.hosts import EpisodeHosts
 from asyncrl.rollouter.episode.stages import Stages
-from asyncrl.rollouter.serving.generation import Phase, Response, TrajectoryFailed, TurnPolicy
+from asyncrl.rollouter.serving.generation import CallWatch, Phase, Response, TrajectoryFailed, TurnPolicy
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
 from asyncrl.rpc.services import Clock
 from asyncrl.text.chat.messages import normalise_messages, normalise_tools
@@ -80,10 +80,6 @@ class Session:
         where = f"{self.lease.uid}/{self.account.sample}/{self.attempt}"
         return f"{where}/{digest.hex()}/{self._asked[digest]}"
 
-    def submitted(self, version: int) -> None:
-        """An engine computes some of it under ``version``."""
-        self.version = max(self.version, version)
-
     def note(self) -> None:
         """Note that its stages, or its failure, have changed."""
         self.changed.set()
@@ -121,6 +117,32 @@ class _Call:
         """Whether its answer may be no longer by a limit of the run's, rather than by the agent's wish."""
         self.key = ""
         self.reply: ChatReply | None = None
+
+
+class _SessionWatch(CallWatch):
+    """Notes in a session how one of its calls goes on, and sends the host the call's ``text``, if there is any."""
+
+    def __init__(
+        self, session: Session, request: Chat, clock: Clock, hosts: EpisodeHosts, text: GrowingText | None
+    ) -> None:
+        self._session, self._call, self._clock, self._hosts, self._text = session, request.call, clock, hosts, text
+        self._told = 0
+        """Characters that were sent."""
+
+    def entered(self, phase: Phase) -> None:
+        self._session.stages.enter(self._call, phase, self._clock.now())
+        self._session.note()
+
+    def submitted(self, version: int) -> None:
+        self._session.version = max(self._session.version, version)
+
+    def sampled(self, response: Response) -> None:
+        if self._text is not None and (more := self._text.more(response.tokens)):
+            session = self._session
+            self._hosts.tell(
+                session.host, ChatDelta(session=session.key, call=self._call, offset=self._told, text=more)
+            )
+            self._told += len(more)
 
 
 class Sessions:
@@ -269,9 +291,7 @@ class Sessions:
                 call.prompt.ids,
                 call.response,
                 call.key,
-                entered=lambda phase: self._entered(session, request.call, phase),
-                sampled=self._teller(session, request, tools, call.response.stops),
-                submitted=session.submitted,
+                _SessionWatch(session, request, self._clock, self._hosts, self._text_of(request, tools, call.response)),
             )
             parsed = await self._in_thread(self._renderer.parse, call.response.tokens, tools, options)
             reply = self._commit(session, call, request, parsed)
@@ -363,26 +383,11 @@ class Sessions:
             stop_sequence=stop if stop in request.stop else "",
         )
 
-    def _entered(self, session: Session, call: str, phase: Phase) -> None:
-        session.stages.enter(call, phase, self._clock.now())
-        session.note()
-
-    def _teller(
-        self, session: Session, request: Chat, tools: Sequence[Any], stops: Stops
-    ) -> Callable[[Response], None]:
-        """Sends text as it is sampled, where all of an answer is text."""
-        if not request.stream or tools or stops != Stops() or self._renderer.report.reasoning_parser != "none":
-            return lambda response: None
-        text, told = GrowingText(self._renderer.text), 0
-
-        def tell(response: Response) -> None:
-            nonlocal told
-            if more := text.more(response.tokens):
-                delta = ChatDelta(session=session.key, call=request.call, offset=told, text=more)
-                self._hosts.tell(session.host, delta)
-                told += len(more)
-
-        return tell
+    def _text_of(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
+        """The text to be sent as it is sampled; None where the agent asks for none, or it has more than the answer."""
+        if not request.stream or tools or response.stops != Stops() or self._renderer.report.reasoning_parser != "none":
+            return None
+        return GrowingText(self._renderer.text)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

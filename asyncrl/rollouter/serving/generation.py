@@ -1,4 +1,4 @@
-"""The policy: a slot of the engine, and from token ids to a finished answer. The number of slots may adapt.
+"""The policy: a slot of the engine (slots.py), and from token ids to a finished answer.
 
     GroupRunner -> SingleTurn | EpisodePlayer -> Sessions -> ServedPolicy -> EngineHost -> Engine
 
@@ -9,13 +9,6 @@ Invariants: tokens, log-probs and version spans always cover the same positions;
 version that sampled it, over aborts, resumes and the death of an engine; there are never more than ``max_tokens``. A
 token is given up only if its version is unknown: see ``Response.cut_submission``.
 
-Slots are places in the engine for calls. Places are those of open episodes; several may share a slot. Under
-``rollout.concurrency = "auto"`` the limit of slots is raised while all slots are used and the engine has room: first by
-a share of itself, and from the first cut on by a constant. It is cut by a share where the engine preempts a request,
-which then computes its context again, or where its KV cache is nearly full. After a cut the same pressure cuts nothing
-more: not before the calls that run are within the limit. The limit stays within its bounds, is raised by no more than
-GROWTH at a time, and only a look that sees pressure cuts it.
-
 Fails with TrajectoryFailed when engines have died of the prompt too often (``after_death``). Any other death counts as
 no attempt, and costs no token that was handed over: the next engine samples after those.
 """
@@ -24,12 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import heapq
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -39,9 +30,10 @@ from asyncrl.core.errors import EngineDied
 from asyncrl.messages.groups import Lease, Trajectory, VersionSpan
 from asyncrl.messages.groups import Sequence as TokenSequence
 from asyncrl.observe.trace import FIRST_SLOT, Trace
-from asyncrl.rollouter.engines.base import EngineLoad, GenerationRequest
+from asyncrl.rollouter.engines.base import GenerationRequest
 from asyncrl.rollouter.serving.engine_host import EngineHost
 from asyncrl.rollouter.serving.group_events import CallAccount, SampleAccount
+from asyncrl.rollouter.serving.slots import Concurrency, Slots
 from asyncrl.rpc.services import ActorServices
 from asyncrl.text.stops import Stops
 from asyncrl.text.tokenizer import Tokenizer
@@ -53,15 +45,7 @@ MARGIN = 8
 """Characters at the beginning of a window that may differ from those of the whole text: a tokenizer may drop a space
 there, join it with punctuation, or see only the last bytes of a character."""
 LOOK_S = 1.0
-"""Pause between two looks."""
-ROOM, FULL = 0.85, 0.95
-"""Shares of the KV cache: below the first there is room for more, from the second on it is as good as full."""
-GROWTH = 0.25
-"""Share by which it grows before its first cut."""
-STEPS = 16
-"""Looks, about, in which the limit regains from one cut to the next what was cut."""
-CUT = 0.8
-"""Share of the limit that a cut leaves."""
+"""Pause between two looks at the load of the engine."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -187,6 +171,22 @@ class TrajectoryFailed(Exception):
     """A trajectory failed for good; the text is the reason."""
 
 
+class CallWatch:
+    """Hears how a call of the policy goes on."""
+
+    def entered(self, phase: Phase) -> None:
+        """The place of the call from now on."""
+
+    def submitted(self, version: int) -> None:
+        """A submission has begun under ``version``."""
+
+    def sampled(self, response: Response) -> None:
+        """Tokens were handed over."""
+
+
+UNWATCHED = CallWatch()
+
+
 class PolicyCall:
     """The engine as one call of the policy sees it."""
 
@@ -197,22 +197,13 @@ class PolicyCall:
         config: Config,
         lease: Lease,
         account: CallAccount,
-        *,
-        entered: Callable[[Phase], None] = lambda phase: None,
-        sampled: Callable[[Response], None] = lambda response: None,
-        submitted: Callable[[int], None] = lambda version: None,
+        watch: CallWatch = UNWATCHED,
     ) -> None:
-        """``entered`` is called with the place of the call, ``sampled`` with each handover of tokens, ``submitted``
-        with the version that a submission begins with.
-        """
         self._host = host
         self._tokenizer = tokenizer
         self._config = config
         self._lease = lease
-        self._account = account
-        self._entered = entered
-        self._sampled = sampled
-        self._submitted = submitted
+        self._account, self._watch = account, watch
 
     async def generate(self, ids: Sequence[int], response: Response, key: str) -> None:
         """Sample a continuation of ``ids`` into ``response``, until it is finished, from where it stands.
@@ -223,14 +214,14 @@ class PolicyCall:
         lease, stops = self._lease, response.stops
         while response.finish_reason is None:
             self._require_innocent()
-            self._entered("queue" if self._host.serves else "paused")
+            self._watch.entered("queue" if self._host.serves else "paused")
             async with self._host.turn(lease) as version:
                 # A sample of the same lease may have had its turn before.
                 self._require_innocent()
-                self._entered("engine")
+                self._watch.entered("engine")
                 response.submitted(version)
                 self._account.submitted(version, len(response.tokens))
-                self._submitted(version)
+                self._watch.submitted(version)
                 request = GenerationRequest(
                     id=f"{key}/{response.submissions}",
                     prompt_ids=[*ids, *response.tokens],
@@ -262,7 +253,7 @@ class PolicyCall:
                         # Handed over before any load: all of it is of the version that the submission began with.
                         if self._host.loads == loads:
                             known = len(response.tokens)
-                        self._sampled(response)
+                        self._watch.sampled(response)
                         # The stream is read to its last delta, which has the versions.
                         if stopped and delta.finish_reason is None:
                             await self._host.abort(request.id)
@@ -287,113 +278,6 @@ def request_seed(run_seed: int, key: str) -> int:
     """Seed of a response: siblings differ. 63 bits."""
     digest = hashlib.blake2b(f"{run_seed}/{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-class Concurrency:
-    """The limit, between ``least`` and ``most``."""
-
-    def __init__(self, least: int, most: int, start: int) -> None:
-        assert 1 <= least <= most
-        self._least, self._most = least, most
-        self.limit = min(most, max(least, start))
-        self.cuts = 0
-        self._settling = False
-        """Whether it was cut, and more calls are still running than are allowed."""
-        self._preemptions = 0
-
-    def look(self, load: EngineLoad, *, running: int) -> int:
-        """The limit from now on. ``running`` calls have a slot.
-
-        ``load.preemptions`` counts up; where it has become less, the engine is another.
-        """
-        preempted = load.preemptions > self._preemptions
-        self._preemptions = load.preemptions
-        self._settling = self._settling and running > self.limit
-        if preempted or load.kv_use >= FULL:
-            self._cut(running)
-        elif load.kv_use < ROOM and not load.queued and running >= self.limit:
-            share = GROWTH if not self.cuts else (1 - CUT) / STEPS
-            self.limit = min(self._most, self.limit + max(1, int(share * self.limit)))
-        return self.limit
-
-    def engine_reloaded(self, load: EngineLoad) -> None:
-        """Take its count of preemptions: recomputing keys and values under new weights is no pressure."""
-        self._preemptions = load.preemptions
-
-    def _cut(self, running: int) -> None:
-        if self._settling:
-            return
-        # Slots that were not used say nothing of what the cache bears.
-        self.limit = max(self._least, int(CUT * min(self.limit, max(1, running))))
-        self.cuts += 1
-        self._settling = running > self.limit
-
-
-class Slots:
-    """Places of things that run at a time, numbered so that the lowest free one is taken; ``resize`` changes ``size``.
-
-    Invariant: a number belongs to one taker until it is given back; waiters come in the order of asking. Where there
-    are fewer slots than are taken, those that have one keep it, and no other comes before enough are given back.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.taken = 0
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._returned: list[int] = []
-        self._unused = 0
-        """Number from which on none has been given out."""
-
-    def resize(self, size: int) -> None:
-        """Have ``size`` of them from now on."""
-        self.size = size
-        self._admit()
-
-    @asynccontextmanager
-    async def take(self) -> AsyncIterator[int]:
-        """Wait for a free slot and hold it; gives its number."""
-        await self._enter()
-        number = self._number()
-        try:
-            yield number
-        finally:
-            heapq.heappush(self._returned, number)
-            self._leave()
-
-    def _number(self) -> int:
-        if self._returned:
-            return heapq.heappop(self._returned)
-        self._unused += 1
-        return self._unused - 1
-
-    async def _enter(self) -> None:
-        if self.taken < self.size and not self._waiters:
-            self.taken += 1
-            return
-        waiter = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                # ``_admit`` may have taken it out already.
-                with suppress(ValueError):
-                    self._waiters.remove(waiter)
-            else:
-                # It was given one in the same moment.
-                self._leave()
-            raise
-
-    def _leave(self) -> None:
-        self.taken -= 1
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiters and self.taken < self.size:
-            waiter = self._waiters.popleft()
-            if not waiter.done():
-                self.taken += 1
-                waiter.set_result(None)
 
 
 class Player(Protocol):
@@ -423,13 +307,13 @@ class ServedPolicy:
         ids: Sequence[int],
         response: Response,
         key: str,
-        **watch: Callable[[Any], None],
+        watch: CallWatch,
     ) -> None:
         """One call of the policy, in a slot of the engine; as ``PolicyCall.generate``."""
         async with self.slots.take() as slot:
             account.took_slot(self._trace.track(f"slot {slot}", FIRST_SLOT + slot))
             try:
-                call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, **watch)
+                call = PolicyCall(self._host, self.tokenizer, self._config, lease, account, watch)
                 await call.generate(ids, response, key)
             finally:
                 account.left_slot()
@@ -458,9 +342,15 @@ class TurnPolicy(Protocol):
     """The policy, as single turns and sessions call it; a ServedPolicy."""
 
     async def generate(
-        self, lease: Lease, account: CallAccount, ids: Sequence[int], response: Response, key: str, **watch: Any
+        self,
+        lease: Lease,
+        account: CallAccount,
+        ids: Sequence[int],
+        response: Response,
+        key: str,
+        watch: CallWatch,
     ) -> None:
-        """Sample a continuation of ``ids`` into ``response``; ``watch`` are the callbacks of PolicyCall."""
+        """Sample a continuation of ``ids`` into ``response``."""
 
 
 class SingleTurn:
@@ -473,7 +363,9 @@ class SingleTurn:
         """One response. Raises TrajectoryFailed."""
         call, sample = account.call(), account.sample
         response = Response(max_tokens=lease.max_tokens, stops=self._stops)
-        await self._policy.generate(lease, call, lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1")
+        await self._policy.generate(
+            lease, call, lease.prompt_ids.tolist(), response, f"{lease.uid}/{sample}/1", UNWATCHED
+        )
         assert response.finish_reason is not None
         return Trajectory(
             sample=sample,

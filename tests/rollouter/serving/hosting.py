@@ -75,6 +75,8 @@ class Hosted:
     async def response(self, uid, tokens=8, sample=0, prompt=(5,), **changes):
         lease, call = self.call(uid, tokens, sample, prompt, **changes)
         account = SampleAccount(uid, sample, asyncio.get_running_loop().time)
-        policy = SimpleNamespace(generate=lambda lease, account, *asked: call.generate(*asked))
+        policy = SimpleNamespace(
+            generate=lambda lease, account, ids, response, key, watch: call.generate(ids, response, key)
+        )
         stops = Stops(strings=tuple(self.config.rollout.stop))
         return await SingleTurn(policy, stops, Letters()).play(lease, account)
