@@ -25,7 +25,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -217,6 +217,21 @@ class _Epoch:
             self._stopped.set_result(reason)
         self._receives.set()
 
+    @contextlib.contextmanager
+    def ended_by_errors(self, version: int) -> Iterator[None]:
+        """Inside, an error ends the epoch; one of the exchange becomes BroadcastFailed."""
+        try:
+            yield
+        except (BroadcastFailed, WeightsCorrupt) as error:
+            self.end(error.reason if isinstance(error, BroadcastFailed) else str(error))
+            raise
+        except (_Stopped, OSError, RuntimeError) as error:
+            self.end(str(error))
+            raise BroadcastFailed(version, str(error)) from error
+        except BaseException as error:
+            self.end(f"{'it' if self.rank else 'the learner'} failed: {error!r}")
+            raise
+
     def end(self, reason: str) -> None:
         """Leave the group; the first reason counts. May be repeated."""
         if self.over:
@@ -276,26 +291,18 @@ class Sender:
         """
         epoch = self._enter(group, version)
         try:
-            epoch.form()
-            for index, (bucket, descriptor) in enumerate(buckets):
-                epoch.check()
-                memory = mapped(descriptor, bucket.size).to(self._device)
-                checksum = _sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
-                header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
-                what = f"bucket {index} of version {version} to be broadcast"
-                epoch.broadcast(torch.from_numpy(header).to(self._device), what)
-                epoch.broadcast(memory, what)
-            self.all_sent = True
-            epoch.wait_for_members(version)
-        except BroadcastFailed as error:
-            epoch.end(error.reason)
-            raise
-        except (_Stopped, OSError, RuntimeError) as error:
-            epoch.end(str(error))
-            raise BroadcastFailed(version, str(error)) from error
-        except BaseException as error:
-            epoch.end(f"the learner failed: {error!r}")
-            raise
+            with epoch.ended_by_errors(version):
+                epoch.form()
+                for index, (bucket, descriptor) in enumerate(buckets):
+                    epoch.check()
+                    memory = mapped(descriptor, bucket.size).to(self._device)
+                    checksum = _sum_of_words(memory) if group.backend == "nccl" else bucket.checksum
+                    header = np.array([version, index, bucket.size, checksum], np.uint64).view(np.int64)
+                    what = f"bucket {index} of version {version} to be broadcast"
+                    epoch.broadcast(torch.from_numpy(header).to(self._device), what)
+                    epoch.broadcast(memory, what)
+                self.all_sent = True
+                epoch.wait_for_members(version)
         finally:
             self.all_sent = False
 
@@ -340,7 +347,7 @@ class Receiver:
         buckets, the worker leaves the group.
         """
         epoch = self._enter(part, worker)
-        try:
+        with epoch.ended_by_errors(part.version):
             epoch.begin_receiving(part.version)
             epoch.form()
             last = len(part.buckets) - 1
@@ -350,15 +357,6 @@ class Receiver:
                     # The epoch may be over while the caller uses it.
                     epoch.end_receiving()
                 yield bucket
-        except WeightsCorrupt as error:
-            epoch.end(str(error))
-            raise
-        except (_Stopped, OSError, RuntimeError) as error:
-            epoch.end(str(error))
-            raise BroadcastFailed(part.version, str(error)) from error
-        except BaseException as error:
-            epoch.end(f"it failed: {error!r}")
-            raise
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch

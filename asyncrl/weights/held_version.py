@@ -53,7 +53,7 @@ class HeldVersion:
         self._views: dict[int, memoryview] = {}
         self._lock = threading.RLock()
         # An object that its owner never received, because the waiting task was cancelled, closes itself.
-        self._finalizer = weakref.finalize(self, _close_all, self.descriptors)
+        self._finalizer = weakref.finalize(self, close_all, self.descriptors)
 
     @property
     def version(self) -> int:
@@ -115,12 +115,13 @@ def hold(manifest: Manifest) -> HeldVersion:
         for index, bucket in enumerate(manifest.buckets):
             descriptors.append(open_segment(bucket, version=manifest.version, index=index))
     except BaseException:
-        _close_all(descriptors)
+        close_all(descriptors)
         raise
     return HeldVersion(manifest, descriptors)
 
 
-def _close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: list[int]) -> None:
+    """Close descriptors, each once."""
     while descriptors:
         os.close(descriptors.pop())
 

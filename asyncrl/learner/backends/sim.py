@@ -6,7 +6,6 @@ have nothing to do.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,7 +24,7 @@ from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.fsdp.schedule import learning_rate
 from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.messages.weights import Bucket, Manifest, Probe
-from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, layout
 
 
@@ -92,8 +91,7 @@ class SimTrainer:
                     on_sealed(buckets[-1], segment.fd)
                 left -= count
         except OSError:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            close_all(descriptors)
             raise
         gather_s = time.monotonic() - began
         return HeldVersion(Manifest(version=version, buckets=buckets, probe=probe, gather_s=gather_s), descriptors)

@@ -62,9 +62,8 @@ class BucketQueue:
         """Buckets, each with a descriptor of its segment."""
         self._gathered = False
         self._changed = threading.Condition()
-        self._problem = ""
-        """Reason that the version cannot be sent whole."""
-        self._closed = False
+        self.problem = ""
+        """Reason that the version cannot be sent whole, or not any more."""
         self._loop = asyncio.get_running_loop()
         self._begun = asyncio.Event()
 
@@ -75,12 +74,12 @@ class BucketQueue:
                 await self._begun.wait()
         except TimeoutError:
             self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket 0")
-        return not self._problem
+        return not self.problem
 
     def put(self, bucket: Bucket, descriptor: int) -> None:
         """Take the next sealed bucket. Returns at once; an error with it fails the broadcast alone."""
         with self._changed:
-            if self._closed or self._problem:
+            if self.problem:
                 return
             index = len(self._sealed)
             # The slice is empty for a bucket more than were announced.
@@ -106,8 +105,8 @@ class BucketQueue:
     def fail(self, reason: str) -> None:
         """Note, from any thread, that no further bucket comes."""
         with self._changed:
-            if not self._problem:
-                self._problem = reason
+            if not self.problem:
+                self.problem = reason
                 self._changed.notify_all()
                 self._loop.call_soon_threadsafe(self._begun.set)
 
@@ -118,10 +117,10 @@ class BucketQueue:
         """
         for index in range(len(self.layouts)):
             with self._changed:
-                if not self._changed.wait_for(lambda: self._problem or self._may_go(index), self._timeout_s):  # noqa: B023
+                if not self._changed.wait_for(lambda: self.problem or self._may_go(index), self._timeout_s):  # noqa: B023
                     self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket {index}")
-                if self._problem:
-                    raise BroadcastFailed(self.version, self._problem)
+                if self.problem:
+                    raise BroadcastFailed(self.version, self.problem)
             yield self._sealed[index]
 
     def _may_go(self, index: int) -> bool:
@@ -130,28 +129,34 @@ class BucketQueue:
     def close(self) -> None:
         """Close the descriptors; nothing is sent any more."""
         with self._changed:
-            self._closed = True
+            self.problem = self.problem or "it is over"
             while self._sealed:
                 os.close(self._sealed.pop()[1])
 
 
+def make_sender(backend: CollectiveBackend, config: Config, host: str) -> Sender:
+    """The sender, bound to ``host``. Raises its errors."""
+    # This import loads torch, which a simulated learner does not need.
+    from asyncrl.weights.broadcast import Sender
+
+    return Sender(backend, host, config.weights.broadcast_timeout_s, config.network.ports)
+
+
 class Broadcaster:
-    """The broadcasts. ``call`` calls the parameter server; ``make_sender`` is called on the sender's thread."""
+    """The broadcasts, none without a ``backend``. ``call`` calls the parameter server; members find rank 0 at
+    ``host``."""
 
     def __init__(
         self,
-        backend: CollectiveBackend,
-        make_sender: Callable[[], Sender],
+        backend: CollectiveBackend | None,
+        config: Config,
+        host: str,
         *,
-        timeout_s: float,
         call: Callable[[Request], asyncio.Future[Any]],
         log: Logger,
     ) -> None:
-        self._backend = backend
-        self._make_sender = make_sender
-        self._timeout_s = timeout_s
-        self._call = call
-        self._log = log
+        self._backend, self._config, self._host = backend, config, host
+        self._call, self._log = call, log
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._sender: Sender | None = None
         self._layouts: list[BucketLayout] = []
@@ -160,7 +165,8 @@ class Broadcaster:
 
     async def start(self) -> None:
         """Bind the store at which members meet. Raises the sender's errors."""
-        self._sender = await self._on_thread(self._make_sender)
+        if (backend := self._backend) is not None:
+            self._sender = await self._on_thread(lambda: make_sender(backend, self._config, self._host))
 
     def gathered(self, manifest: Manifest) -> None:
         """Note that a version was gathered; the next one has the same layout."""
@@ -168,19 +174,30 @@ class Broadcaster:
         if self._queue is not None and self._queue.version == manifest.version:
             self._queue.gathered()
 
-    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue | None:
+    def begin(self, version: int, probe: Probe | None, tasks: asyncio.TaskGroup) -> BucketQueue:
         """Announce a version once its first bucket is put into the result, and send its buckets.
 
-        None if it is not broadcast: it is the first, or an earlier one is still being sent.
+        The result is closed if it is not broadcast: it is the first, or an earlier one is still being sent.
         """
-        if self._sender is None or not self._layouts:
-            return None
+        queue = BucketQueue(version, self._layouts, self._config.weights.broadcast_timeout_s)
+        sender = self._sender
         if self._queue is not None:
             self._log.info("not broadcast: another version is", version=version, other=self._queue.version)
-            return None
-        self._queue = BucketQueue(version, self._layouts, self._timeout_s)
-        tasks.create_task(self._broadcast(self._queue, self._sender, probe), name=f"broadcast of version {version}")
-        return self._queue
+        if self._backend is None or sender is None or not self._layouts or self._queue is not None:
+            queue.close()
+            return queue
+        announcement = AnnounceBroadcast(
+            version=version,
+            backend=self._backend,
+            host=sender.host,
+            port=sender.port,
+            token=sender.token,
+            buckets=self._layouts,
+            probe=probe,
+        )
+        self._queue = queue
+        tasks.create_task(self._broadcast(queue, sender, announcement), name=f"broadcast of version {version}")
+        return queue
 
     async def close(self, within_s: float) -> None:
         """End. The tasks that ``begin`` made have ended.
@@ -201,16 +218,7 @@ class Broadcaster:
         if self._queue is not None:
             self._queue.close()
 
-    async def _broadcast(self, queue: BucketQueue, sender: Sender, probe: Probe | None) -> None:
-        announcement = AnnounceBroadcast(
-            version=queue.version,
-            backend=self._backend,
-            host=sender.host,
-            port=sender.port,
-            token=sender.token,
-            buckets=queue.layouts,
-            probe=probe,
-        )
+    async def _broadcast(self, queue: BucketQueue, sender: Sender, announcement: AnnounceBroadcast) -> None:
         announced = await self._state(announcement) if await queue.begun() else None
         if announced is not None and (group := announced.group) is not None:
             watch = WatchBroadcast(version=queue.version, epoch=group.epoch)

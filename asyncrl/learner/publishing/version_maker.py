@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, DeadlineExceeded, RemoteError
@@ -36,9 +36,6 @@ from asyncrl.observe.logging import Logger
 from asyncrl.observe.trace import Track
 from asyncrl.rpc.calls.retry import is_refusal, wait_out
 from asyncrl.weights.held_version import HeldVersion
-
-if TYPE_CHECKING:
-    from asyncrl.weights.broadcast import Sender
 
 T = TypeVar("T")
 
@@ -83,18 +80,9 @@ class VersionMaker:
         """The newest version that was assembled."""
         self.metrics: dict[str, float] = {}
         """``weights/gather_s`` and ``weights/publish_bytes`` of that version; empty before the first."""
-        collective = collective_backend(config, on_gpu=backend.on_gpu)
-        timeout_s = config.weights.broadcast_timeout_s
-        self._broadcaster: Broadcaster | None = None
-        if collective is not None:
-
-            def make_sender() -> Sender:
-                # This import loads torch, which a simulated learner does not need.
-                from asyncrl.weights.broadcast import Sender
-
-                return Sender(collective, host, timeout_s, config.network.ports)
-
-            self._broadcaster = Broadcaster(collective, make_sender, timeout_s=timeout_s, call=call, log=log)
+        self._broadcaster = Broadcaster(
+            collective_backend(config, on_gpu=backend.on_gpu), config, host, call=call, log=log
+        )
 
     @property
     def spoiled(self) -> bool:
@@ -114,8 +102,7 @@ class VersionMaker:
 
     async def start(self) -> None:
         """Begin to publish versions."""
-        if self._broadcaster is not None:
-            await self._broadcaster.start()
+        await self._broadcaster.start()
         self._tasks.create_task(self._publisher.run())
 
     async def make(self, probed: Sequence[ProbeSequence]) -> int:
@@ -130,15 +117,12 @@ class VersionMaker:
             probe = await self._on_thread(lambda: self._backend.probe(probed))
             # The new copy overwrites the one before, so an assembly slower than a step is waited for here.
             await self.settled()
-            queue = None
-            if self._broadcaster is not None:
-                queue = self._broadcaster.begin(version, probe, self._tasks)
+            queue = self._broadcaster.begin(version, probe, self._tasks)
             self._track.enter(f"copy v{version}", version=version)
-            on_sealed = None if queue is None else queue.put
             try:
-                assembly = await self._on_thread(lambda: self._backend.publish(version, probe, on_sealed))
+                assembly = await self._on_thread(lambda: self._backend.publish(version, probe, queue.put))
             except Exception as error:
-                _fail(queue, error)
+                queue.fail(_not_assembled(error))
                 raise
         finally:
             self._track.leave()
@@ -148,12 +132,12 @@ class VersionMaker:
         )
         return version
 
-    async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue | None) -> None:
+    async def _assemble(self, version: int, assembly: Future[HeldVersion], queue: BucketQueue) -> None:
         self._assemblies.enter(f"gather v{version}", version=version)
         try:
             held = await asyncio.wrap_future(assembly)
         except Exception as error:
-            _fail(queue, error)
+            queue.fail(_not_assembled(error))
             if not isinstance(error, OSError) or isinstance(error, AsyncRLError):
                 raise
             self._failed = True
@@ -164,25 +148,22 @@ class VersionMaker:
             self._assemblies.leave()
         self.whole = version
         self.metrics = {"weights/gather_s": held.manifest.gather_s, "weights/publish_bytes": held.bytes}
-        if self._broadcaster is not None:
-            self._broadcaster.gathered(held.manifest)
+        self._broadcaster.gathered(held.manifest)
         self._publisher.offer(held)
         self._on_whole()
 
     async def close(self) -> None:
         """Close the held versions. The tasks have ended."""
-        if self._broadcaster is not None:
-            # The actor gives all that it closes ``drain_s``.
-            await self._broadcaster.close(self._config.supervision.drain_s / 4)
+        # The actor gives all that it closes ``drain_s``.
+        await self._broadcaster.close(self._config.supervision.drain_s / 4)
         self._publisher.close()
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _fail(queue: BucketQueue | None, error: Exception) -> None:
-    if queue is not None:
-        queue.fail(f"the learner could not assemble it: {str(error) or type(error).__name__}")
+def _not_assembled(error: Exception) -> str:
+    return f"the learner could not assemble it: {str(error) or type(error).__name__}"
 
 
 class Publisher:
@@ -201,8 +182,6 @@ class Publisher:
         """Whether the newest version is corrupt in memory: gather and publish the weights again."""
         self._log = log
         self._closing = ThreadPoolExecutor(1, thread_name_prefix="release")
-        self._held: list[HeldVersion] = []
-        """Open versions, oldest first."""
         self._newest: HeldVersion | None = None
         self._sending: HeldVersion | None = None
         self._acknowledged: HeldVersion | None = None
@@ -215,10 +194,9 @@ class Publisher:
 
     def offer(self, version: HeldVersion) -> None:
         """Publish a version next, instead of one that was not sent yet."""
-        self._held.append(version)
-        self._newest = version
+        before, self._newest = self._newest, version
         self.spoiled = False
-        self._close_unneeded()
+        self._let_go(before)
         self._offered.set()
 
     async def run(self) -> None:
@@ -234,19 +212,20 @@ class Publisher:
 
     def close(self) -> None:
         """Close everything. ``run`` has ended."""
+        held = self._newest, self._sending, self._acknowledged
         self._newest = self._sending = self._acknowledged = None
-        self._close_unneeded()
+        self._let_go(*held)
         self._closing.shutdown()
 
     async def _publish(self, version: HeldVersion) -> None:
         # Never given up for a newer one: if the learner is faster than the answers, no version would get through.
-        self._sending = version
+        self._sending, before = version, self._acknowledged
         try:
             if await self._answer(self._call(Publish(manifest=version.manifest))) is not None:
                 self._acknowledged = version
         finally:
             self._sending = None
-            self._close_unneeded()
+            self._let_go(version, before)
 
     async def _keep(self, version: HeldVersion) -> None:
         """Wait until the parameter server has lost it or there is a newer one; or for the length of a parked call."""
@@ -266,7 +245,8 @@ class Publisher:
                 await offered
             elif reply is not None and not reply.held:
                 self._log.info("published again: the parameter server is another one", version=self.acknowledged)
-                self._acknowledged = None
+                lost, self._acknowledged = self._acknowledged, None
+                self._let_go(lost)
         finally:
             offered.cancel()
             if not call.done():
@@ -282,9 +262,8 @@ class Publisher:
             await wait_out(self._log, "parameter server", error)
             return None
 
-    def _close_unneeded(self) -> None:
-        needed = (self._newest, self._sending, self._acknowledged)
-        for version in self._held:
-            if not any(version is one for one in needed):
+    def _let_go(self, *versions: HeldVersion | None) -> None:
+        """Close those of the versions that are needed no more."""
+        for version in {*versions} - {self._newest, self._sending, self._acknowledged}:
+            if version is not None:
                 self._closing.submit(version.close)
-        self._held = [version for version in self._held if any(version is one for one in needed)]

@@ -31,7 +31,7 @@ import errno
 import os
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,7 +57,7 @@ from asyncrl.messages.weights import Chunk, FetchChunk, Manifest, Offer, Source
 from asyncrl.observe.logging import get_logger
 from asyncrl.rpc.calls.retry import is_refusal, pause
 from asyncrl.rpc.parking import ParkingLot
-from asyncrl.weights.held_version import HeldVersion, hold, layout_of
+from asyncrl.weights.held_version import HeldVersion, close_all, hold, layout_of
 from asyncrl.weights.segments import Segment, path_of, seal_verified
 
 T = TypeVar("T")
@@ -220,7 +220,7 @@ class _Stream:
     def _discard(self) -> None:
         while self._filling:
             self._filling.popitem()[1].discard()
-        _close(self._found.values())
+        close_all(list(self._found.values()))
 
     async def _work(self) -> None:
         """Request chunks until none is left, as one of several tasks."""
@@ -406,13 +406,8 @@ class Relay:
 
     def _drop(self, version: int) -> None:
         # The kernel takes a tenth of a second for each gigabyte that it gets back.
-        self._closing.submit(_close, self._versions.pop(version).descriptors.values())
+        self._closing.submit(close_all, list(self._versions.pop(version).descriptors.values()))
         self._changed.wake()
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _read(own: list[int], chunk: FetchChunk) -> bytes:

@@ -18,8 +18,7 @@ from learner.publishing.publications import BUCKETS, make_publication, no_segmen
 from run_settings import sim_config
 from virtual import run_virtual
 
-from asyncrl.learner.publishing import version_maker
-from asyncrl.learner.publishing.broadcaster import Broadcaster
+from asyncrl.learner.publishing import broadcaster
 from asyncrl.learner.publishing.version_maker import VersionMaker
 from asyncrl.learner.publishing.version_numbers import VersionNumbers
 from asyncrl.messages import Done
@@ -154,9 +153,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     async def main(scenario: Callable[[VersionMaker, Script], Awaitable[None]]) -> Script:
         async with Net(memory=True) as net:
             script, trace = Script(tmp_path), Trace(time.monotonic, time.time, window_s=0.0)
-            monkeypatch.setattr(
-                version_maker, "Broadcaster", lambda kind, _, **rest: Broadcaster(kind, lambda: script, **rest)
-            )
+            monkeypatch.setattr(broadcaster, "make_sender", lambda *_: script)
             net.serve(script, NAME)
             thread, lives = ThreadPoolExecutor(1), asyncio.Event()
 

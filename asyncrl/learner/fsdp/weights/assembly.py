@@ -16,7 +16,6 @@ exchange: the ranks are out of step then. The result on rank 0 is in its future 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -32,7 +31,7 @@ from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.copies import ShardCopies, Unit, Weight, adapter_units, flat, joined, model_units
 from asyncrl.messages.weights import Bucket, Manifest, Probe
-from asyncrl.weights.held_version import HeldVersion, OnSealed
+from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, fill_buckets, layout
 
 STOP_WAIT_S = 30.0
@@ -125,8 +124,7 @@ def publish(
                 if on_sealed is not None:
                     on_sealed(bucket, descriptor)
     if problem is not None:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        close_all(descriptors)
         raise problem
     gather_s = time.monotonic() - began
     return HeldVersion(Manifest(version=version, buckets=buckets, probe=probe, gather_s=gather_s), descriptors)
