@@ -155,7 +155,7 @@ class KeepPublished(Request, frozen=True, kw_only=True):
 
 
 class BroadcastState(Message, frozen=True, kw_only=True):
-    """Of the learner's broadcast. ``decided`` False: ask again."""
+    """State of the learner's broadcast. ``decided`` False: ask again."""
 
     decided: bool = False
     group: BroadcastGroup | None = None

@@ -134,7 +134,7 @@ class Conductor:
         return question
 
     def answer(self, question: Question, now: float) -> Message | None:
-        """The answer, which is to ask again where the question is closed; None while there is none."""
+        """The answer, which is to ask again where the question is closed; None while there is no answer."""
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
             return request.reply()

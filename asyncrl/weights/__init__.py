@@ -1,1 +1,1 @@
-"""A set of weights on its way from the learner to the engines: layout, segments, chunks, deltas, broadcasts."""
+"""A set of weights on its way from the learner to the engines: layout, segments, broadcasts."""

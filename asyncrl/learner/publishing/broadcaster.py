@@ -5,7 +5,7 @@ member of the group is paused, a thread sends the sealed buckets and then the re
 one before is sent. The training thread hands its buckets over and waits for nothing.
 
 Invariants: one version at a time is announced or sent, and one that comes meanwhile goes by shm or stream. A descriptor
-is this module's own and stays open until the send is over. The parameter server is told of a send that fails, and a
+is this module's own and stays open until the send is over. A send that fails is reported to the parameter server. A
 send stops when the parameter server says that the broadcast is broken. A broadcast that fails is logged; the version
 then goes by shm or stream.
 """

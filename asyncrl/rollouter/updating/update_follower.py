@@ -177,19 +177,15 @@ class UpdateFollower:
             if self._failed_loads >= self._config.weights.max_attempts:
                 self._host.lost(f"{self._failed_loads} loads failed (weights.max_attempts), the last one: {error}")
             await asyncio.sleep(AWAY_S)
-        except WireError as error:
-            await self._try_later(offer, error)
-        except TimeoutError:
-            # The load's own timeout, which is an OSError too; a DeadlineExceeded is a WireError and was handled above.
-            self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
         except OSError as error:
-            await self._try_later(offer, error)
+            # A DeadlineExceeded is both, and the load's own timeout is no WireError.
+            if isinstance(error, TimeoutError) and not isinstance(error, WireError):
+                self._host.lost(f"not loaded within {self._config.weights.deadline_s:g} s (weights.deadline_s)")
+            else:
+                await self._report_failure(offer, str(error) or type(error).__name__)
+                await asyncio.sleep(AWAY_S)
         finally:
             self._track.leave()
-
-    async def _try_later(self, offer: Offer, error: Exception) -> None:
-        await self._report_failure(offer, str(error) or type(error).__name__)
-        await asyncio.sleep(AWAY_S)
 
     # --- by shm or stream ---
 
