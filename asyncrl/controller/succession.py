@@ -1,8 +1,8 @@
-"""The address file of a controller: an earlier one's tells it how the run stood, and its own tells a successor.
+"""The address file of a controller: it holds the state of the run that a successor needs.
 
-No other process could tell a successor of lost hosts. If the file of the earlier controller is damaged, the largest
-incarnation of each actor that is heard of counts, and the address is the one that the node agent remembers. A file that
-cannot be written is told to the user, and the next change is written again.
+No other process knows which hosts are lost. If the file of the earlier controller is damaged, the largest incarnation
+of each actor that is heard of counts, and the node agent remembers the address. If the file cannot be written, the user
+gets a notice, and it is written again at the next change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_addres
 
 
 class Succession:
-    """What a controller knows of an earlier one, and leaves to a later one."""
+    """A controller's knowledge of an earlier one, and what it leaves to a later one."""
 
     def __init__(self, controller: RunActor, hosts: KnownHosts, observation: Observation) -> None:
         self._controller, self._registry = controller, controller.registry

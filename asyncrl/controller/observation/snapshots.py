@@ -53,7 +53,7 @@ SILENT_BEATS = 4
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
 """Conditions in which the present state of an actor is unknown."""
 NO_HEARTBEAT = Heartbeat(beat=0, state="")
-"""Of an actor that has not sent one."""
+"""The heartbeat of an actor that has not sent one."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The controller as its parts know it: the registry and the state of the run, and whom to tell of a change of them."""
+"""The controller as its parts know it: the registry, the state of the run, and methods for changes of these."""
 
 from __future__ import annotations
 
