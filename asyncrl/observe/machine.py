@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from asyncrl.messages.snapshot import Gpu
@@ -109,11 +109,10 @@ class _Memory(ctypes.Structure):
 class GpuWatch:
     """The GPUs in CUDA_VISIBLE_DEVICES, asked by a daemon thread; none where they cannot be asked."""
 
-    def __init__(self, interval_s: float, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._visible = [
-            word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()
-        ]
+        words = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        self._visible = [word.strip() for word in words if word.strip()]
         self._stop = threading.Event()
         self.newest: list[Gpu] = []
         """GPUs as they were an interval ago at most, while the driver answers."""

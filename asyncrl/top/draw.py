@@ -76,12 +76,11 @@ def rich_text(line: Line) -> Text:
 
 def fit(line: Line, width: int, *, right: bool = False) -> Text:
     """Rich text of exactly ``width`` cells: padded on the right, or on the left if ``right``, or cut with a mark."""
+    if width < 1:
+        return Text()
     found = rich_text(line)
-    missing = width - found.cell_len
-    if missing < 0:
-        found.truncate(max(1, width), overflow="ellipsis", pad=True)
-        return found if width else Text()
-    (found.pad_left if right else found.pad_right)(missing)
+    found.overflow = "ellipsis"
+    found.align("right" if right else "left", width)
     return found
 
 

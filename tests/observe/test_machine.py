@@ -152,7 +152,10 @@ class Nvml:
 )
 def test_only_usable_gpus_are_shown(monkeypatch, visible, seen):
     monkeypatch.setattr(machine, "_open_nvml", Nvml)
-    watch = GpuWatch(0.01, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    watch = GpuWatch(0.01)
     until = time.monotonic() + 10
     while len(watch.newest) < len(seen):
         assert time.monotonic() < until
@@ -164,7 +167,8 @@ def test_only_usable_gpus_are_shown(monkeypatch, visible, seen):
 def test_a_host_without_a_driver_has_no_gpu(monkeypatch):
     monkeypatch.setattr(machine, "NVML", "libno-such-thing.so.1")
     before = threading.enumerate()
-    watch = GpuWatch(0.01, {"CUDA_VISIBLE_DEVICES": "0"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    watch = GpuWatch(0.01)
     for thread in set(threading.enumerate()) - set(before):
         # It asks again only if there is a driver.
         thread.join(20)
