@@ -29,7 +29,8 @@ from asyncrl.reward.judge_answers import AnswerCache, BadAnswer, VoteFailed, key
 from asyncrl.reward.judge_options import RelativeOptions, RubricOptions, read_options
 from asyncrl.reward.judge_questions import JUDGE_COMPONENT, SPREAD_COMPONENT, Judge, Question, RelativeJudge, Rubric
 from asyncrl.reward.judge_views import shorten
-from asyncrl.reward.reward_pool import UNOBSERVED, RewardCounts, RewardObserver, RewardPool, shaped
+from asyncrl.reward.overlong import shaped
+from asyncrl.reward.reward_pool import UNOBSERVED, RewardCounts, RewardObserver, RewardPool
 from asyncrl.workers.confinement import UNISOLATED, Confinement
 from asyncrl.workers.user_code import NotCallable
 

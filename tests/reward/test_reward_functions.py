@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncrl.config.training import RewardConfig
 from asyncrl.messages.reward import Completion, Score, Scores
 from asyncrl.reward.functions import constant, exact, math_verify, reasoning_gym, regex
-from asyncrl.reward.reward_pool import overlong_penalty, shaped
+from asyncrl.reward.overlong import overlong_penalty, shaped
 from asyncrl.reward.reward_worker import RewardSetup, resolve
 from asyncrl.workers.user_code import NotCallable
 
