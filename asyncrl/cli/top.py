@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -174,16 +174,14 @@ def _watch(given: argparse.Namespace) -> int:
     import asyncio
 
     from asyncrl.launcher.run_folder.private import is_live
-    from asyncrl.top.client import NotStarted, Viewer, WatchedRun, find_target, follow, follow_folder
+    from asyncrl.top.client import NotStarted, Viewer, find_target, follow, follow_folder
     from asyncrl.top.replay import SnapshotSource, recent_history
     from asyncrl.top.view import History
 
     run, keys = live_run_place(given.run), Path(given.keys) if given.keys else None
     run_dir = Path(run) if Path(run).is_dir() else None
 
-    def found() -> WatchedRun:
-        return replace(find_target(run, keys), lives=is_live)
-
+    found = partial(find_target, run, keys, is_live)
     with contextlib.suppress(NotStarted):
         target = found()
         if run_dir is None:

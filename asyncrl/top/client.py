@@ -9,7 +9,6 @@ Refused if the controller does not accept the keys.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import re
 import socket
 import time
@@ -45,6 +44,9 @@ AGAIN_S = 1.0
 LARGEST_BYTES = 1 << 28
 
 
+Lives = Callable[[Path], bool]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRun:
     """A run that can be watched."""
@@ -53,7 +55,7 @@ class WatchedRun:
     credentials: Credentials = field(repr=False)
     run_dir: Path | None = None
     """The run folder, if the run was found by it."""
-    lives: Callable[[Path], bool] = lambda _run_dir: True
+    lives: Lives = lambda _run_dir: True
     """Whether a run is alive in a folder, by the folder's lock. Blocks; raises OSError."""
     start: object = None
     """Differs for each start of a run in the folder."""
@@ -103,10 +105,10 @@ def start_of(run_dir: Path) -> object:
     return found.st_ino, found.st_mtime_ns
 
 
-def find_target(run: str, keys: Path | None = None) -> WatchedRun:
+def find_target(run: str, keys: Path | None = None, lives: Lives = lambda _run_dir: True) -> WatchedRun:
     """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError, and NotStarted."""
     if (run_dir := Path(run)).is_dir():
-        return _from_folder(run_dir, keys)
+        return _from_folder(run_dir, keys, lives)
     try:
         split_address(run)
     except ValueError:
@@ -118,7 +120,7 @@ def find_target(run: str, keys: Path | None = None) -> WatchedRun:
     return WatchedRun(address=f"tcp://{run.removeprefix('tcp://')}", credentials=_credentials(keys))
 
 
-def _from_folder(run_dir: Path, keys: Path | None) -> WatchedRun:
+def _from_folder(run_dir: Path, keys: Path | None, lives: Lives) -> WatchedRun:
     private = run_dir / PRIVATE
     if not private.exists():
         raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
@@ -131,7 +133,8 @@ def _from_folder(run_dir: Path, keys: Path | None) -> WatchedRun:
     except ValueError as error:
         why = f"{private / ADDRESS_FILE} does not hold the controller's address: {error}"
         raise UsageError(f"{run_dir}: cannot attach to the run, {why}") from None
-    return WatchedRun(address=address, credentials=_credentials(keys or private), run_dir=run_dir, start=start)
+    credentials = _credentials(keys or private)
+    return WatchedRun(address=address, credentials=credentials, run_dir=run_dir, lives=lives, start=start)
 
 
 def _credentials(folder: Path) -> Credentials:
@@ -202,18 +205,15 @@ def _refused(target: WatchedRun, error: Refused) -> AsyncRLError:
     )
 
 
-async def follow_folder(
-    run_dir: Path, keys: Path | None, lives: Callable[[Path], bool]
-) -> AsyncIterator[Snapshot | Away | Waiting]:
+async def follow_folder(run_dir: Path, keys: Path | None, lives: Lives) -> AsyncIterator[Snapshot | Away | Waiting]:
     """Snapshots of the run in a folder: waits for its start, and follows each attempt that resumes it."""
     while True:
         try:
-            target = await asyncio.to_thread(find_target, str(run_dir), keys)
+            target = await asyncio.to_thread(find_target, str(run_dir), keys, lives)
         except NotStarted:
             yield Waiting("the run has not started; waiting for its controller")
             await asyncio.sleep(AGAIN_S)
             continue
-        target = dataclasses.replace(target, lives=lives)
         async for seen in follow(target):
             yield seen
             if isinstance(seen, Away) and await asyncio.to_thread(target.has_restarted):

@@ -1,7 +1,6 @@
 """Viewers on real sockets, with and without CURVE: what they may, that none disturbs another, re-attachment."""
 
 import asyncio
-import dataclasses
 import fcntl
 import json
 import math
@@ -225,7 +224,7 @@ async def test_a_watch_ends_with_its_run(tmp_path, monkeypatch, what):
         async with controller(tmp_path, config_with(False)):
             with (private / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                news = follow(dataclasses.replace(find_target(str(tmp_path)), lives=is_live))
+                news = follow(find_target(str(tmp_path), lives=is_live))
                 assert isinstance(await anext(news), Snapshot)
         if what == "its folder is gone":
             private.rename(tmp_path / "gone")

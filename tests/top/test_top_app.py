@@ -241,7 +241,7 @@ async def test_it_draws_at_a_pace_and_the_time_of_drawing_is_part_of_it(drawn_at
 
 async def test_a_viewer_of_a_folder_waits_for_the_start_and_follows_a_resumed_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "AGAIN_S", 0.02)
-    monkeypatch.setattr(sources, "find_target", lambda run, keys: find())
+    monkeypatch.setattr(sources, "find_target", lambda run, keys, lives: find())
     address = tmp_path / "private" / "controller.json"
     attempts = iter(([Run().at(98.0), Run(phase="done").at(100.0)], [Run(steps=777).at(20.0), FROZEN]))
 
