@@ -28,18 +28,15 @@ def _positive(text: str) -> int:
     return value
 
 
-def _count(default: int | None, help: str) -> dict[str, Any]:
-    return {"type": _positive, "default": default, "help": help if default is None else f"{help} ({default})"}
+def _count(default: int, help: str) -> dict[str, Any]:
+    return {"type": _positive, "default": default, "help": f"{help} ({default})"}
 
 
 def _pairs(default: int) -> dict[str, Any]:
     return _count(default, "pairs of each comparison")
 
 
-ROLLOUTERS = {
-    "--replicas": _count(256, "simulated rollouters"),
-    "--per-process": _count(None, "of them in a process (by the processors)"),
-}
+ROLLOUTERS = {"--replicas": _count(256, "simulated rollouters")}
 BENCHES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "calls": (
         "calls, reward tasks and payloads against raw pyzmq and Ray",

@@ -32,13 +32,12 @@ SLICES = 5
 """Parts of the measured time; the figures are their medians."""
 
 
-def measure(report: Report, *, replicas: int, per_process: int | None, seconds: int) -> None:
+def measure(report: Report, *, replicas: int, seconds: int) -> None:
     """Run it and report."""
-    per_process = per_process or by_processors(replicas)
-    report.settings |= {"rollouters": replicas, "rollouters_per_process": per_process, "seconds": seconds}
+    report.settings |= {"rollouters": replicas, "rollouters_per_process": by_processors(replicas), "seconds": seconds}
     with (
         tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder,
-        running(config(Path(folder), replicas, idle=True), replicas, per_process) as (processes, target),
+        running(config(Path(folder), replicas, idle=True), replicas) as (processes, target),
     ):
         costs = asyncio.run(_follow(report, target, processes, seconds))
     report_idle(report, costs, replicas)

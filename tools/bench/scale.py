@@ -72,20 +72,19 @@ OF_THE_DEAD = ("wire/strangers", "wire/refused", "heartbeats/ignored")
 """Faults that are also counted when an actor that is known to be dead is heard of again, and turned away."""
 
 
-def measure(report: Report, *, replicas: int, per_process: int | None, steps: int, freeze_s: float) -> None:
+def measure(report: Report, *, replicas: int, steps: int, freeze_s: float) -> None:
     """Run it and report."""
-    per_process = per_process or by_processors(replicas)
     report.settings |= {
         "rollouters": replicas,
         "trajectories_in_flight": replicas * concurrency(replicas),
-        "rollouters_per_process": per_process,
+        "rollouters_per_process": by_processors(replicas),
         "steps": steps,
         "freeze_s": freeze_s,
     }
     report.say(", ".join(f"{name} {value}" for name, value in report.settings.items()))
     with (
         tempfile.TemporaryDirectory(prefix="asyncrl-bench-", ignore_cleanup_errors=True) as folder,
-        running(config(Path(folder), replicas), replicas, per_process) as (processes, target),
+        running(config(Path(folder), replicas), replicas) as (processes, target),
     ):
         asyncio.run(_follow(report, target, processes, steps, freeze_s))
 

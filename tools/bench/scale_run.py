@@ -18,6 +18,7 @@ from asyncrl.core.errors import ActorFailed
 from asyncrl.launcher.run_folder.folders import RunFolder, create_run_folder, private_folder
 from asyncrl.messages.snapshot import Snapshot
 from asyncrl.top.client import Away, WatchedRun, find_target
+from tools.waiting import wait_until
 
 SAMPLES = 8
 PROCESSES_PER_CPU = 4
@@ -189,8 +190,9 @@ def is_whole(snapshot: Snapshot) -> bool:
 
 
 @contextlib.contextmanager
-def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple[Processes, WatchedRun]]:
-    """A run whose processes are all started, with ``per_process`` rollouters in each."""
+def running(chosen: Config, rollouters: int) -> Iterator[tuple[Processes, WatchedRun]]:
+    """A run whose processes are all started."""
+    per_process = by_processors(rollouters)
     folder = create_run_folder(chosen)
     with private_folder(folder, chosen):
         processes = Processes(folder)
@@ -213,10 +215,9 @@ def running(chosen: Config, rollouters: int, per_process: int) -> Iterator[tuple
 
 
 def _wait_for_controller(folder: RunFolder, processes: Processes) -> WatchedRun:
-    until = time.monotonic() + READY_S
-    while not (folder.private / "controller.json").exists():
+    def found() -> bool:
         processes.check()
-        if time.monotonic() > until:
-            raise ActorFailed("controller/0", f"not up after {READY_S:g} s")
-        time.sleep(0.05)
+        return (folder.private / "controller.json").exists()
+
+    wait_until(found, "the address of controller/0", READY_S)
     return find_target(str(folder.path))
