@@ -11,6 +11,7 @@ import psutil
 import uvloop
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver
+from asyncrl.episodes.http.calls import Patience
 from asyncrl.episodes.http.endpoint import PolicyEndpoint
 from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply, ToolCall
 from asyncrl.observe.logging import get_logger
@@ -97,8 +98,11 @@ class Serving:
         self.core = core
         self.notices: dict[str, tuple[str, int]] = {}
         """Text and count of each."""
-        options = {"max_request_bytes": 1 << 20, "keep_alive_s": 0.2, **options}
-        self.endpoint = PolicyEndpoint(core, notify=self._notify, log=get_logger("episodes/0"), **options)
+        most = options.pop("max_request_bytes", 1 << 20)
+        patience = Patience(**{"keep_alive_s": 0.2, **options})
+        self.endpoint = PolicyEndpoint(
+            core, max_request_bytes=most, notify=self._notify, log=get_logger("episodes/0"), patience=patience
+        )
         self.url = ""
 
     def _notify(self, key: str, text: str, *, count: int = 1) -> None:

@@ -35,6 +35,23 @@ WATCH_SHARE = 0.25
 """Share of the shorter of grace and keeping that is the pause between two looks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """The times of an endpoint, in seconds."""
+
+    keep_alive_s: float = 1.0
+    """Longest pause between two signs of life to a client that waits."""
+    client_timeout_s: float = 60.0
+    """Longest wait for a client that neither sends nor reads."""
+    grace_s: float = 10.0
+    """Time in which a retry may join a call that nobody listens to any more."""
+    kept_s: float = 60.0
+    """Time for which the outcome of a call is kept."""
+
+
+USUAL = Patience()
+
+
 @dataclass(eq=False, kw_only=True)
 class Call:
     """One request to the policy, whose n choices are as many calls of the core."""
@@ -144,21 +161,10 @@ class TooManyCalls(Exception):
 
 
 class PolicyCalls:
-    """The open and kept calls of all sessions; ``grace_s`` and ``kept_s`` are seconds without a listener."""
+    """The open and kept calls of all sessions."""
 
-    def __init__(
-        self,
-        core: Core,
-        *,
-        grace_s: float,
-        kept_s: float,
-        counts: Counter[str],
-        log: Logger,
-    ) -> None:
-        self._core = core
-        self._grace_s, self._kept_s = grace_s, kept_s
-        self._counts = counts
-        self._log = log
+    def __init__(self, core: Core, patience: Patience, counts: Counter[str], log: Logger) -> None:
+        self._core, self._patience, self._counts, self._log = core, patience, counts, log
         self._books: dict[str, CallBook] = {}
         self._tasks: dict[Call, asyncio.Task[None]] = {}
         self._closed = False
@@ -200,16 +206,17 @@ class PolicyCalls:
 
     async def watch(self) -> None:
         """Give up and forget calls, while the endpoint lives; the actor owns this task."""
-        pause = WATCH_SHARE * min(self._grace_s, self._kept_s)
+        grace_s, kept_s = self._patience.grace_s, self._patience.kept_s
+        pause = WATCH_SHARE * min(grace_s, kept_s)
         while True:
             await asyncio.sleep(pause)
             now = asyncio.get_running_loop().time()
             for key, book in list(self._books.items()):
-                for call in book.given_up(now, grace_s=self._grace_s):
+                for call in book.given_up(now, grace_s=grace_s):
                     # It has another grace for its end.
                     call.left = now
                     self._tasks[call].cancel()
-                book.forget(now, kept_s=self._kept_s)
+                book.forget(now, kept_s=kept_s)
                 # A session lasts until its calls have ended.
                 if not self._core.knows(key) and not book.open():
                     del self._books[key]

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from asyncrl.core.errors import ChatRefused, EpisodeOver, WireError
 from asyncrl.episodes.http.anthropic_messages import AnthropicMessages
-from asyncrl.episodes.http.calls import Core, PolicyCalls, TooManyCalls
+from asyncrl.episodes.http.calls import USUAL, Core, Patience, PolicyCalls, TooManyCalls
 from asyncrl.episodes.http.chat_completions import ChatCompletions
 from asyncrl.episodes.http.dialect import Body, ChatRequest, Dialect, Failure
 from asyncrl.episodes.http.http_answer import CutConnection, HttpAnswer, send
@@ -72,20 +72,16 @@ class PolicyEndpoint:
         max_request_bytes: int,
         notify: Notify,
         log: Logger,
-        keep_alive_s: float = 1.0,
-        grace_s: float = 10.0,
-        kept_s: float = 60.0,
-        client_timeout_s: float = 60.0,
+        patience: Patience = USUAL,
     ) -> None:
         self._core = core
         self._max_request_bytes = max_request_bytes
         self._notify = notify
         self._log = log
-        self._keep_alive_s = keep_alive_s
-        self._client_timeout_s = client_timeout_s
+        self._patience = patience
         self.counts: Counter[str] = Counter()
         self._first: dict[str, str] = {}
-        self.calls = PolicyCalls(core, grace_s=grace_s, kept_s=kept_s, counts=self.counts, log=log)
+        self.calls = PolicyCalls(core, patience, self.counts, log)
         self._runner: web.ServerRunner | None = None
 
     async def start(self) -> str:
@@ -96,8 +92,8 @@ class PolicyEndpoint:
             access_log=None,
             # The lines of aiohttp's logger quote requests.
             logger=_silent_logger(),
-            keepalive_timeout=self._client_timeout_s,
-            lingering_time=min(10.0, self._client_timeout_s),
+            keepalive_timeout=self._patience.client_timeout_s,
+            lingering_time=min(10.0, self._patience.client_timeout_s),
         )
         self._runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
@@ -203,8 +199,7 @@ class PolicyEndpoint:
             call,
             model=self._core.model,
             explain=self._failure_of,
-            keep_alive_s=self._keep_alive_s,
-            timeout_s=self._client_timeout_s,
+            patience=self._patience,
         )
         with self.calls.listening(call) as news:
             response = await (answer.stream(news) if asked.stream else answer.whole(news))
@@ -233,7 +228,7 @@ class PolicyEndpoint:
                     await request.writer.write(CONTINUE)
                     # aiohttp considers a response begun once something was written, and would not send another.
                     request.writer.output_size = 0
-                async with asyncio.timeout(self._client_timeout_s):
+                async with asyncio.timeout(self._patience.client_timeout_s):
                     async for chunk in request.content.iter_any():
                         raw += chunk
                         if len(raw) > most:
@@ -247,7 +242,7 @@ class PolicyEndpoint:
         raise RejectedRequest(Failure(status=413, message=message, code="request_too_large"))
 
     async def _send(self, request: web.BaseRequest, body: Body, status: int = 200) -> web.StreamResponse:
-        return await send(request, body, status, timeout_s=self._client_timeout_s)
+        return await send(request, body, status, timeout_s=self._patience.client_timeout_s)
 
     def _note(self, asked: ChatRequest) -> None:
         for name in asked.ignored:

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
-from asyncrl.episodes.http.calls import Call
+from asyncrl.episodes.http.calls import Call, Patience
 from asyncrl.episodes.http.dialect import Body, ChatRequest, Dialect, Failure, ReplyStream, Stamp
 
 BLANK = b" "
@@ -64,13 +64,12 @@ class HttpAnswer:
         *,
         model: str,
         explain: Callable[[Exception], Failure],
-        keep_alive_s: float,
-        timeout_s: float,
+        patience: Patience,
     ) -> None:
         self._request, self._dialect, self._asked, self._call = request, dialect, asked, call
         self._model = model
         self._explain = explain
-        self._keep_alive_s, self._timeout_s = keep_alive_s, timeout_s
+        self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent = [0] * asked.n
         """Characters of the content of each choice."""
