@@ -44,7 +44,7 @@ class Restorer:
             staleness_max=config.staleness.max,
             adapt=config.staleness.adapt,
         )
-        """The limit outlives its books: it does not begin anew with another learner."""
+        """The limit outlives its books: another learner does not reset it."""
 
     def check_unchanged(self, request: Restored) -> None:
         """Check that prompts and seed are unchanged, or may change. Raises RunChanged."""

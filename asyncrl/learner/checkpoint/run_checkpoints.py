@@ -79,6 +79,6 @@ class RunCheckpoints:
         self._counters["checkpoint/skipped"] = self._writer.skipped
 
     async def _write_lines(self, state: CheckpointState) -> None:
-        """Write the records of all that the checkpoint counts, before it is committed: a resume writes none again."""
+        """Write the records of everything in the checkpoint before it is committed: a resume writes none again."""
         await self._records.write_untrained()
         await self._lines.written(state.step)

@@ -120,7 +120,7 @@ class _Call:
 
 
 class _SessionWatch(CallWatch):
-    """Notes in a session how one of its calls goes on, and sends the host the call's ``text``, if there is any."""
+    """Notes in a session the progress of one of its calls, and sends the host the call's ``text``, if there is any."""
 
     def __init__(
         self, session: Session, request: Chat, clock: Clock, hosts: EpisodeHosts, text: GrowingText | None

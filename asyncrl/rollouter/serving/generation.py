@@ -172,7 +172,7 @@ class TrajectoryFailed(Exception):
 
 
 class CallWatch:
-    """Hears how a call of the policy goes on."""
+    """Hears of the progress of a call of the policy."""
 
     def entered(self, phase: Phase) -> None:
         """The place of the call from now on."""
