@@ -233,7 +233,19 @@ class CheckpointWriter:
         needed: int,
     ) -> None:
         try:
-            path = await self._commit(partial, saving, state, buffered, filtered, write_lines)
+            # Both run to their end: no file may be removed while another part still writes.
+            ended = await asyncio.gather(
+                asyncio.to_thread(write_contents, partial, state, buffered, filtered),
+                asyncio.wrap_future(saving),
+                return_exceptions=True,
+            )
+            for problem in ended:
+                if problem is not None:
+                    raise problem
+            await write_lines(state)
+            path = await asyncio.to_thread(
+                self._folder.commit, partial, version=state.version, step=state.step, files=_FILES
+            )
             self.newest = Kept(version=state.version, step=state.step, path=path)
             self._reports.written(self.newest, staged_s=staged_s, seconds=self._clock.now() - began)
             await self._retain()
@@ -242,29 +254,6 @@ class CheckpointWriter:
             await self._fail(state, error, needed)
         finally:
             self._idle.set()
-
-    async def _commit(
-        self,
-        partial: Path,
-        saving: Future[None],
-        state: CheckpointState,
-        buffered: list[Group],
-        filtered: list[Group],
-        write_lines: Callable[[CheckpointState], Awaitable[None]],
-    ) -> Path:
-        # Both run to their end: no file may be removed while another part still writes.
-        ended = await asyncio.gather(
-            asyncio.to_thread(write_contents, partial, state, buffered, filtered),
-            asyncio.wrap_future(saving),
-            return_exceptions=True,
-        )
-        for problem in ended:
-            if problem is not None:
-                raise problem
-        await write_lines(state)
-        return await asyncio.to_thread(
-            self._folder.commit, partial, version=state.version, step=state.step, files=_FILES
-        )
 
     async def _retain(self) -> None:
         try:
