@@ -53,12 +53,13 @@ TABLE: dict[Applies, str] = {
         chat.check_timeout_s chat.render_threads
         reward.pools reward.workers reward.timeout_s reward.max_memory_bytes reward.max_output_bytes
         learner.ranks learner.replicas learner.device learner.dtype learner.threads learner.steps
-        learner.lr learner.warmup_steps learner.decay learner.min_lr_ratio learner.betas learner.weight_decay
-        learner.max_grad_norm learner.updates_per_batch learner.loss learner.loss_options learner.correction.*
-        learner.tis_cap learner.kl.* learner.entropy_bonus learner.teacher learner.teacher_server.* learner.advantage
-        learner.advantage_options learner.aggregation learner.max_filtered_ratio learner.max_quarantined_fraction
-        learner.on_nonfinite learner.tokens_per_microbatch learner.packing learner.activation_checkpointing
-        learner.offload learner.compile learner.collective_timeout_s learner.sim.*
+        learner.optimizer learner.lr learner.warmup_steps learner.decay learner.min_lr_ratio learner.betas
+        learner.weight_decay learner.max_grad_norm learner.updates_per_batch learner.loss learner.loss_options
+        learner.correction.* learner.tis_cap learner.kl.* learner.entropy_bonus learner.teacher
+        learner.teacher_server.* learner.advantage learner.advantage_options learner.aggregation
+        learner.max_filtered_ratio learner.max_quarantined_fraction learner.on_nonfinite learner.tokens_per_microbatch
+        learner.packing learner.activation_checkpointing learner.offload learner.compile learner.collective_timeout_s
+        learner.sim.*
         lora.publish sft.* staleness.* weights.* drift.* eval.* checkpoint.* preempt.* watchdog.* network.* security.*
         supervision.* monitor.* log.* sinks.* trace.*
     """,

@@ -181,8 +181,10 @@ class LearnerConfig(Section):
     """Prompt groups of an optimizer step."""
     steps_per_version: Positive = 1
     """Optimizer steps per published version."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer. muon moves the matrices of the layers by Muon, and everything else by AdamW; both take lr."""
     lr: Annotated[float, Field(ge=0)] = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up; the last one has the peak rate."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -192,7 +194,7 @@ class LearnerConfig(Section):
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     """Betas of AdamW."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay; norms and biases have none."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Clip of the global gradient norm."""
     updates_per_batch: Positive = 1

@@ -30,6 +30,7 @@ from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.algorithm.user_functions import make_objective
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
 from asyncrl.learner.fsdp.model.policy import Policy
+from asyncrl.learner.fsdp.optimizers import make_optimizer
 from asyncrl.learner.fsdp.ranks.ranks import (
     Gather,
     LoadCheckpoint,
@@ -61,7 +62,6 @@ from asyncrl.learner.fsdp.updates import (
     Scorers,
     StepResult,
     Updates,
-    make_optimizer,
 )
 from asyncrl.learner.fsdp.utilisation import mfu
 from asyncrl.learner.fsdp.weights import dcp

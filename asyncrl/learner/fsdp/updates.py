@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.config import Config
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm.losses import TokenBatch, supervised
 from asyncrl.learner.algorithm.objective import Objective, TokenSums, token_sums
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
+from asyncrl.learner.fsdp.optimizers import Optimizer
 from asyncrl.learner.fsdp.ranks.ranks import Ranks, TermShape, UpdateShape
 
 SUPERVISED_LOSS = "supervised loss"
@@ -86,7 +86,7 @@ class Updates:
         self,
         policy: Policy,
         scorers: Scorers,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         ranks: Ranks,
         objective: Objective,
         config: LearnerConfig,
@@ -297,20 +297,6 @@ class Updates:
             flags[indices[indices >= 0]] = 1.0
         everyone = self._ranks.all_gather(flags.tolist(), "the search for what is not finite")
         return [int(i) for i in np.flatnonzero(everyone.any(axis=0))]
-
-
-def make_optimizer(policy: Policy, config: Config) -> torch.optim.AdamW:
-    """AdamW over the float32 master shards of trained parameters; norms and biases (one dimension) do not decay."""
-    parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.learner.weight_decay},
-            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=config.learner.lr,
-        betas=config.learner.betas,
-        fused=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Literal
 Checkpointing = Literal["off", "selective", "full"]
 
 FLOAT32 = 4
-ADAM_STATES = 2
+ADAMW_STATES, MUON_STATES = 2, 1
 GATHERED_LAYERS = 2
 """Layers that are gathered at once: the one that computes and the one that is fetched for the next."""
 LOGITS_KEPT = 3
@@ -69,6 +69,8 @@ class TrainingShape:
     """Whether shards and optimizer states are in host memory."""
     replicas: int = 1
     """Copies of the model."""
+    muon: bool = False
+    """Whether Muon moves the layers; their few vectors are counted as matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ class Estimate:
 def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
     """Bytes that a rank needs."""
     trained = FLOAT32 * shape.trained // load.shards
+    by_muon = min(trained, FLOAT32 * shape.layers * shape.layer_parameters // load.shards) if load.muon else 0
     frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
     # A whole copy in the type of the shards is computed with as it is.
     apart = load.shards > 1 or load.compute_bytes != FLOAT32
@@ -114,7 +117,7 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
     return Estimate(
         weights=trained + frozen,
         gradients=trained,
-        states=ADAM_STATES * trained,
+        states=ADAMW_STATES * (trained - by_muon) + MUON_STATES * by_muon,
         # And the gradient of the trained part of it until it is reduced.
         gathered=load.compute_bytes * gathered * (shape.parameters + shape.trained) // shape.parameters,
         activations=load.tokens * _activation_bytes(shape, load),

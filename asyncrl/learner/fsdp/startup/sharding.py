@@ -314,6 +314,7 @@ def log_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch
             compute_bytes=dtype.itemsize,
             checkpointing=checkpointing(config, ranks.device),
             offloaded=config.offload,
+            muon=config.optimizer == "muon",
         )
         needed, advice = estimate(shape, load), advise(shape, load, available)
     except Exception as error:

@@ -48,14 +48,13 @@ from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.core.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.model.lora import A
 from asyncrl.learner.fsdp.model.policy import local
+from asyncrl.learner.fsdp.optimizers import STATES, Optimizer, state_of
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0
 """Longest wait of a rank for the slowest one to write; the timeout of the group that is given to ``write``."""
 WEIGHTS = "weights"
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""Names of AdamW's state of a parameter."""
 AROUND_TENSOR_BYTES = 2560
 """Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
 T = TypeVar("T")
@@ -93,9 +92,7 @@ class _Generators(msgspec.Struct, frozen=True):
 class StagedState:
     """A copy of this rank's state in host memory, and DCP's plan of how it is written."""
 
-    def __init__(
-        self, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, *, steps: int, warm_steps: int
-    ) -> None:
+    def __init__(self, policy: nn.Module, optimizer: Optimizer, ranks: Ranks, *, steps: int, warm_steps: int) -> None:
         """Copy the state; no other rank is asked."""
         live = _tensors(policy, optimizer)
         self.steps, self.warm_steps = steps, warm_steps
@@ -230,7 +227,7 @@ def _finish(folder: Path, staged: StagedState, reports: list[_WrittenShards], wr
     sync(folder)
 
 
-def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> TrainerContents:
+def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) -> TrainerContents:
     """All ranks together: put back the written state, by however many ranks it was. Returns its contents.
 
     The generators of a rank that was there are put back too. Raises CheckpointError on all ranks, DamagedCheckpoint
@@ -262,7 +259,7 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
     _guard(folder, read)
 
 
-def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> None:
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     there = metadata.state_dict_metadata
@@ -285,13 +282,11 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
         if optimizer is None:
             continue
         optimizer.state.pop(parameter, None)
-        # DCP reads into tensors that are there, and AdamW makes its own in the first step only.
-        if f"{MOMENTS[0]}/{name}" in there:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        # DCP reads into tensors that are there, and optimizers make their own in the first step only. A checkpoint of
+        # another optimizer has none for this one, which then begins anew.
+        state = state_of(optimizer, parameter)
+        if all(f"{key}/{name}" in there for key in state):
+            optimizer.state[parameter] = state
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Each rank plans for itself, as if there were no other: it needs nothing but its own shards.
     planner.set_up_planner(dict(_tensors(policy, optimizer)), metadata, is_coordinator=True)
@@ -302,14 +297,14 @@ def _read(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer | No
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _tensors(policy: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+def _tensors(policy: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Tensors that are saved, by name: views of the live tensors; without an optimizer the weights alone."""
     found: dict[str, Tensor] = {}
     for name, parameter in _trained(policy).items():
         found[f"{WEIGHTS}/{name}"] = parameter.detach()
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-        assert not state or sorted(state) == sorted(MOMENTS)
-        found |= {f"{key}/{name}": state[key] for key in MOMENTS if key in state}
+        assert state.keys() <= set(STATES)
+        found |= {f"{key}/{name}": state[key] for key in STATES if key in state}
     return found
 
 

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from asyncrl.core.errors import AsyncRLError, CheckpointError, DeadlineExceeded
+from asyncrl.learner.fsdp.optimizers import Optimizer
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write
@@ -49,7 +49,7 @@ class Saver:
         self,
         folder: Path,
         policy: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         *,
         steps: int,
         warm_steps: int,

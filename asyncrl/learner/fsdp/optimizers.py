@@ -1,0 +1,153 @@
+"""The learner's optimizer: AdamW, or Muon for the matrices of the layers with AdamW for everything else.
+
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) steps along the nearest orthogonal matrix of a
+matrix's momentum. Its steps have the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both take one
+learning rate.
+
+Invariant: every trained parameter belongs to one of the two, and its state has names of ``STATES`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from asyncrl.config import Config
+from asyncrl.learner.fsdp.model.policy import Policy, local
+
+STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Names of a parameter's state: three of AdamW's, one of Muon's."""
+MOMENTUM = 0.95
+ITERATIONS = 5
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Coefficients of an iteration of Newton and Schulz, from Keller Jordan's post."""
+RMS = 0.2
+"""Root mean square of AdamW's steps, over the learning rate."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over matrices, each whole or cut into shards (DTensor).
+
+    torch.optim.Muon computes with the shards themselves: it gathers them for each of 15 products, and fails where a
+    matrix has fewer rows than ranks. Here each rank gathers the matrix once, in bfloat16, and takes its own rows of the
+    step. Shards in host memory are computed on the device of the ranks.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Take a step with every matrix that has a gradient. With shards, all ranks together."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    self._move(matrix, local(matrix.grad), group["lr"], group["weight_decay"])
+
+    def _move(self, matrix: Tensor, gradient: Tensor, rate: float, weight_decay: float) -> None:
+        state = self.state[matrix]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        momentum, weights = local(state["momentum_buffer"]), local(matrix)
+        momentum.lerp_(gradient, 1 - MOMENTUM)
+        # Nesterov's momentum.
+        ahead = gradient.lerp(momentum, MOMENTUM).bfloat16()
+        step = _rows_of(orthogonal(_whole(ahead, matrix)), matrix).to(weights)
+        weights.mul_(1 - rate * weight_decay)
+        weights.add_(step, alpha=-rate * RMS * math.sqrt(max(matrix.shape)))
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """About U V^T of a matrix U S V^T, [A, B] in its own type: the singular values become 0.7 to 1.2."""
+    a, b, c = COEFFICIENTS
+    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    # No singular value is larger than the norm.
+    found = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if matrix.shape[0] > matrix.shape[1] else found
+
+
+def _whole(part: Tensor, matrix: Tensor) -> Tensor:
+    """The matrix of which every rank has a ``part``, as ``matrix`` is cut up."""
+    if not isinstance(matrix, DTensor):
+        return part
+    mesh = matrix.device_mesh
+    cut = DTensor.from_local(
+        part.to(mesh.device_type),
+        mesh,
+        matrix.placements,
+        run_check=False,
+        shape=matrix.shape,
+        stride=matrix.stride(),
+    )
+    whole: Tensor = cut.full_tensor()
+    return whole
+
+
+def _rows_of(whole: Tensor, matrix: Tensor) -> Tensor:
+    """This rank's part of a matrix that all ranks have, as ``matrix`` is cut up."""
+    if not isinstance(matrix, DTensor):
+        return whole
+    return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None).to_local()
+
+
+class MuonWithAdamW:
+    """Muon and AdamW as one optimizer: all groups of parameters, and one table of states."""
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
+        self._both = muon, adamw
+        self.matrices = {parameter for group in muon.param_groups for parameter in group["params"]}
+        """The parameters that Muon moves."""
+        self.param_groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
+        self.state = muon.state = adamw.state
+
+    def step(self) -> None:
+        """Take a step with both."""
+        for optimizer in self._both:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of all parameters."""
+        for optimizer in self._both:
+            optimizer.zero_grad()
+
+
+Optimizer = torch.optim.AdamW | MuonWithAdamW
+
+
+def make_optimizer(policy: Policy, config: Config) -> Optimizer:
+    """The optimizer of ``learner.optimizer`` over the float32 shards of trained parameters.
+
+    Norms and biases (one dimension) do not decay.
+    """
+    learner = config.learner
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    inside = {parameter for layer in policy.decoder_layers() for parameter in layer.parameters()}
+    by_muon = [p for p in trained if learner.optimizer == "muon" and p in inside and p.ndim == 2]
+    others = [p for p in trained if p not in set(by_muon)]
+    groups = [
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": learner.weight_decay},
+        {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=learner.lr, betas=learner.betas, fused=True)
+    if not by_muon:
+        return adamw
+    return MuonWithAdamW(Muon(by_muon, lr=learner.lr, weight_decay=learner.weight_decay), adamw)
+
+
+def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """The state of a parameter as it is before the first step, by name: tensors for a checkpoint to be read into."""
+    if isinstance(optimizer, MuonWithAdamW) and parameter in optimizer.matrices:
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {
+        "step": torch.zeros((), device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
