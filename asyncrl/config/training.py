@@ -244,7 +244,7 @@ class LearnerConfig(Section):
     """Several sequences per row: if the start-up check allows it, or refuse to start without, or never."""
     activation_checkpointing: Literal["auto", "off", "selective", "full"] = "auto"
     """Recompute activations in the backward pass: all of a layer (full), all but its matrix products (selective), or
-    none. auto is full on CUDA, off on CPU."""
+    none. auto is off on CPU; on CUDA it keeps as much as fits well by the estimate of memory."""
     offload: bool = False
     """Keep shards of weights, gradients and optimizer states in host memory, and step there."""
     compile: bool = False

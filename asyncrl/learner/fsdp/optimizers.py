@@ -67,7 +67,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     # No singular value is larger than the norm.
-    found = wide / wide.norm().clamp(min=1e-7)
+    found: Tensor = wide / wide.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)

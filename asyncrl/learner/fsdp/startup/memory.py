@@ -24,6 +24,8 @@ LOGITS_KEPT = 3
 """Arrays of a chunk's logits that are there at once: the logits, their softmax, its gradient."""
 USABLE = 0.9
 """Share of a device's memory that is counted on."""
+CAUTIOUS = 0.75
+"""Share that activations are kept in without being asked for: a wrong estimate would end the run."""
 TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
 """Key of a row's tokens, and the count below which a GPU is idle most of the time."""
 
@@ -140,6 +142,15 @@ def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
         # Matrix products and the results of attention stay.
         kept += b * (2 * shape.queries + 2 * shape.keys + 2 * shape.hidden + 2 * shape.intermediate)
     return shape.layers * kept + layer
+
+
+def choose_checkpointing(shape: ModelShape, load: TrainingShape, available: int) -> Checkpointing:
+    """The kind that computes least again among those that fit well into ``available`` bytes; else full."""
+    kinds: tuple[Checkpointing, ...] = ("off", "selective")
+    for kind in kinds:
+        if estimate(shape, replace(load, checkpointing=kind)).device <= int(CAUTIOUS * available):
+            return kind
+    return "full"
 
 
 def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None:

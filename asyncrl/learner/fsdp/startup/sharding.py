@@ -21,6 +21,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -39,7 +40,15 @@ from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreac
 from asyncrl.learner.fsdp.model.policy import Policy, chunk_size, local, parts
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
-from asyncrl.learner.fsdp.startup.memory import Checkpointing, ModelShape, TrainingShape, advise, estimate, in_gigabytes
+from asyncrl.learner.fsdp.startup.memory import (
+    Checkpointing,
+    ModelShape,
+    TrainingShape,
+    advise,
+    choose_checkpointing,
+    estimate,
+    in_gigabytes,
+)
 from asyncrl.learner.fsdp.startup.sharded_check import confirm_scoring
 from asyncrl.learner.fsdp.startup.startup_check import (
     AgreeingWays,
@@ -104,10 +113,9 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
         if not parameter.requires_grad:
             # No small steps are added to a frozen weight.
             parameter.data = parameter.data.to(dtype)
-    if ranks.rank == 0 and ranks.device.type == "cuda":
-        log_memory(policy, ranks, config.learner, dtype)
+    kind = plan_memory(policy, ranks, config.learner, dtype)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
-    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
+    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, kind)
     return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
 
 
@@ -126,7 +134,8 @@ def build_frozen(
         policy = loaded.empty()
         policy.requires_grad_(False)
         offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
-        _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload)
+        # It has no backward pass, so it keeps no activations.
+        _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, "off")
         scoring = _confirm(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
@@ -225,11 +234,12 @@ def _place(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     offload: OffloadPolicy,
+    kind: Checkpointing,
 ) -> None:
     """All ranks together: cut ``policy`` up, which is on meta, for training, and give it its shards of ``values``."""
     for layer in policy.decoder_layers():
         # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
-        layer.forward = wrap_forward(layer.forward, config, ranks.device)
+        layer.forward = wrap_forward(layer.forward, kind, ranks.device, compiled=config.compile)
     shard(policy, mesh, dtype, offload)
     fill(policy, values, ranks, offload)
 
@@ -263,18 +273,19 @@ def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
 
 
-def wrap_forward(forward: Callable[..., Any], config: LearnerConfig, device: torch.device) -> Callable[..., Any]:
-    """The forward of a layer, compiled and with activations that are computed again, as the configuration says."""
+def wrap_forward(
+    forward: Callable[..., Any], kind: Checkpointing, device: torch.device, *, compiled: bool
+) -> Callable[..., Any]:
+    """The forward of a layer, with activations that are computed again, and compiled if asked for."""
 
     def again(forward: Callable[..., Any], kind: Checkpointing) -> Callable[..., Any]:
         return functools.partial(checkpoint, forward, use_reentrant=False, **checkpoint_contexts(kind))
 
-    kind = checkpointing(config, device)
-    if config.compile and kind == "selective" and device.type == attention.DEVICE:
+    if compiled and kind == "selective" and device.type == attention.DEVICE:
         # A compiled layer has other operators than those to keep, so the compiler must choose; it can where attention
         # does not break the graph.
         return torch.compile(again(forward, kind), dynamic=True)
-    if config.compile:
+    if compiled:
         forward = torch.compile(forward, dynamic=True)
     return forward if kind == "off" else again(forward, kind)
 
@@ -298,12 +309,18 @@ def shape_of(policy: Policy) -> ModelShape:
     )
 
 
-def log_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> None:
-    """Log the memory that a rank on a GPU will need, and the keys to change if its device has too little.
+def plan_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> Checkpointing:
+    """All ranks together: the kind of activation checkpointing.
 
-    The memory of a model without attention, or with layers of different sizes, is not estimated, which is logged.
+    On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a device has too little. The
+    memory of a model without attention, or with layers of different sizes, is not estimated, which is logged; auto is
+    full then.
     """
-    available = torch.cuda.get_device_properties(ranks.device).total_memory
+    asked: Checkpointing | None = None if config.activation_checkpointing == "auto" else config.activation_checkpointing
+    if ranks.device.type != "cuda":
+        return asked or "off"
+    ours = torch.cuda.get_device_properties(ranks.device).total_memory
+    available = int(ranks.all_gather([float(ours)], "the memory of each rank's device").min())
     try:
         shape = shape_of(policy)
         load = TrainingShape(
@@ -312,25 +329,21 @@ def log_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch
             tokens=config.tokens_per_microbatch,
             chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
             compute_bytes=dtype.itemsize,
-            checkpointing=checkpointing(config, ranks.device),
+            checkpointing=asked or "full",
             offloaded=config.offload,
             muon=config.optimizer == "muon",
         )
+        load = replace(load, checkpointing=asked or choose_checkpointing(shape, load, available))
         needed, advice = estimate(shape, load), advise(shape, load, available)
     except Exception as error:
         # A configuration is code of its model, and refuses in its own way.
         _LOG.info("memory of the learner: not estimated: %s: %s", type(error).__name__, error)
-        return
-    _LOG.info("memory of the learner: %s", needed)
-    if advice:
-        _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
-
-
-def checkpointing(config: LearnerConfig, device: torch.device) -> Checkpointing:
-    """Kind of activation checkpointing: the activations that are computed again."""
-    if config.activation_checkpointing != "auto":
-        return config.activation_checkpointing
-    return "full" if device.type == "cuda" else "off"
+        return asked or "full"
+    if ranks.rank == 0:
+        _LOG.info("memory of the learner: %s, with activation checkpointing %s", needed, load.checkpointing)
+        if advice:
+            _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
+    return load.checkpointing
 
 
 def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _compiled(policy: Policy, monkeypatch: pytest.MonkeyPatch, backend: Any = No
     monkeypatch.setattr(torch, "compile", lambda forward, **how: make(forward, backend=backend or plain, **how))
     settings = LearnerConfig(compile=True, **config)
     for layer in policy.decoder_layers():
-        layer.forward = wrap_forward(layer.forward, settings, CPU)
+        layer.forward = wrap_forward(layer.forward, settings.activation_checkpointing, CPU, compiled=settings.compile)
     return graphs
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,9 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.learner.fsdp.model.policy import Policy, make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
-from asyncrl.learner.fsdp.startup.memory import USABLE, ModelShape, TrainingShape, advise, estimate
-from asyncrl.learner.fsdp.startup.sharding import log_memory, shape_of
+from asyncrl.learner.fsdp.startup.memory import (
+    CAUTIOUS,
+    USABLE,
+    ModelShape,
+    TrainingShape,
+    advise,
+    choose_checkpointing,
+    estimate,
+)
+from asyncrl.learner.fsdp.startup.sharding import plan_memory, shape_of
 
+BF16 = torch.bfloat16
 QWEN_7B = ModelShape(
     parameters=7_615_616_512,
     trained=7_615_616_512,
@@ -86,6 +96,17 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
     assert sum(kept.values()) == pytest.approx(expected, rel=0.15), (sum(kept.values()), expected)
 
 
+def gpu_ranks(*memories):
+    """Rank 0 of a run on GPUs of these sizes."""
+    return SimpleNamespace(
+        rank=0,
+        shards=1,
+        replicas=len(memories),
+        device=torch.device("cuda"),
+        all_gather=lambda values, what: np.array(memories)[:, None],
+    )
+
+
 @pytest.mark.parametrize(
     ("sizes", "problem"),
     [
@@ -99,11 +120,11 @@ def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem
     policy = Policy(make_family("Mistral", tied=False))
     told = SimpleNamespace(hidden_size=32, vocab_size=64, **sizes)
     policy.model.config.get_text_config = lambda: told
-    device = SimpleNamespace(total_memory=80 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    ranks = SimpleNamespace(shards=1, replicas=1, device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    ranks = gpu_ranks(80e9)
     with caplog.at_level(logging.INFO, "asyncrl"):
-        log_memory(policy, ranks, LearnerConfig(), torch.bfloat16)
+        kind = plan_memory(policy, ranks, LearnerConfig(), torch.bfloat16)
+    assert kind == ("full" if problem else "off")
     assert [
         record.getMessage().startswith(f"memory of the learner: not estimated: {problem}") for record in caplog.records
     ] == [bool(problem)]
@@ -139,3 +160,65 @@ def test_the_cheapest_change_is_told_first():
     small = advise(QWEN_7B, TrainingShape(1, 8192, 441, 2, "full", False), 80 * 10**9)
     assert small == "learner.tokens_per_microbatch = 1024 and learner.offload = true"
     assert "more ranks" in advise(QWEN_7B, TrainingShape(1, 1024, 441, 2, "full", True), 4 * 10**9)
+
+
+QWEN_HALF_B = ModelShape(
+    parameters=494_032_768,
+    trained=494_032_768,
+    layer_parameters=14_912_384,
+    layers=24,
+    hidden=896,
+    queries=896,
+    keys=128,
+    intermediate=4864,
+    vocabulary=151_936,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "tokens", "gigabytes", "kind"),
+    [
+        (QWEN_HALF_B, 1, 8192, 80, "off"),
+        (QWEN_HALF_B, 1, 32_768, 80, "off"),
+        (QWEN_HALF_B, 1, 65_536, 80, "selective"),
+        (QWEN_HALF_B, 1, 131_072, 80, "full"),
+        (QWEN_HALF_B, 1, 8192, 24, "selective"),
+        (QWEN_HALF_B, 1, 8192, 16, "full"),
+        (QWEN_7B, 8, 8192, 80, "selective"),
+        (QWEN_7B, 1, 8192, 80, "full"),
+    ],
+)
+def test_as_many_activations_are_kept_as_fit_well(shape, shards, tokens, gigabytes, kind):
+    load = TrainingShape(shards, tokens, 441, 2, "off", False)
+    available = gigabytes * 10**9
+    assert choose_checkpointing(shape, load, available) == kind
+    if kind != "full":
+        assert estimate(shape, replace(load, checkpointing=kind)).device <= CAUTIOUS * available
+
+
+@given(st.integers(1, 64), st.sampled_from([1024, 8192, 32768]), st.floats(1e9, 300e9), st.floats(0, 100e9))
+def test_more_memory_never_makes_more_to_compute_again(shards, tokens, available, more):
+    load = TrainingShape(shards, tokens, 441, 2, "off", False)
+    order = ["full", "selective", "off"]
+    less, much = (order.index(choose_checkpointing(QWEN_7B, load, int(room))) for room in (available, available + more))
+    assert less <= much
+
+
+def test_the_smallest_gpu_decides_for_all_ranks(monkeypatch, caplog):
+    policy = Policy(make_family("Mistral", tied=False))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
+    config = LearnerConfig(tokens_per_microbatch=1 << 20)
+    needed = {
+        kind: plan_memory(policy, gpu_ranks(80e9), config.model_copy(update={"activation_checkpointing": kind}), BF16)
+        for kind in ("off", "selective", "full")
+    }
+    assert needed == {kind: kind for kind in needed}
+    assert plan_memory(policy, gpu_ranks(80e9), config, BF16) == "off"
+    with caplog.at_level(logging.INFO, "asyncrl"):
+        assert plan_memory(policy, gpu_ranks(80e9, 1e7), config, BF16) == "full"
+    assert "activation checkpointing full" in caplog.text
+
+
+def test_muon_keeps_one_state_of_the_layers():
+    adamw, muon = (estimate(QWEN_7B, replace(LOAD, muon=muon)).states for muon in (False, True))
+    assert adamw - muon == pytest.approx(4 * 28 * QWEN_7B.layer_parameters / 8, rel=1e-6)
