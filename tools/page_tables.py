@@ -21,7 +21,7 @@ from asyncrl.config import resuming
 from asyncrl.config.training import LearnerConfig
 from asyncrl.learner.algorithm import advantages, losses
 from asyncrl.learner.algorithm.losses import TokenBatch
-from asyncrl.learner.fsdp.model.policy import chunk_size
+from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.startup.memory import ModelShape, TrainingShape, estimate
 from asyncrl.messages import ACTORS, Message
 from asyncrl.reward.functions import BUILT_IN

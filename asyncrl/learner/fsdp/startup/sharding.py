@@ -36,8 +36,9 @@ from asyncrl.config.algorithm import LoraConfig
 from asyncrl.config.training import LearnerConfig, ModelConfig
 from asyncrl.core.errors import ConfigError
 from asyncrl.learner.fsdp.model import attention
+from asyncrl.learner.fsdp.model.head import chunk_size
 from asyncrl.learner.fsdp.model.lora import add_adapters, first_adapters, unreached
-from asyncrl.learner.fsdp.model.policy import Policy, chunk_size, local, parts
+from asyncrl.learner.fsdp.model.policy import Policy, local, parts
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.startup.loading import Loaded, load
 from asyncrl.learner.fsdp.startup.memory import (

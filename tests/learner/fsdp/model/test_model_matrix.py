@@ -15,7 +15,7 @@ from model_matrix import HALF, VOCABULARY, WINDOW, make_family, plain_model, sav
 from safetensors.torch import load_file
 from segment_reading import weights_of
 
-from asyncrl.learner.fsdp.model import policy as policies
+from asyncrl.learner.fsdp.model import head
 from asyncrl.learner.fsdp.model.policy import Likeliest, make_row
 
 TOLERANCE = 1e-4
@@ -67,7 +67,7 @@ def _plain(folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
 )
 def test_the_learner_computes_what_the_model_says(family: str, tied: bool, tmp_path: Path, run, monkeypatch) -> None:
     # Chunks of 7 positions.
-    monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
     folder = save_family(tmp_path / "model", make_family(family, tied=tied))
     found, _ = run(make_config(folder), _learned)
     assert found["way"] == (True, "asyncrl_packed", True)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from asyncrl.learner.fsdp.model import policy as policies
-from asyncrl.learner.fsdp.model.policy import score_hidden, score_logits
+from asyncrl.learner.fsdp.model import head
+from asyncrl.learner.fsdp.model.head import score_hidden, score_logits
 
 VOCABULARY, WIDTH, COUNT = 64, 16, 50
 
@@ -35,7 +36,7 @@ def _case(*, bias: bool, frozen: bool) -> tuple[torch.Tensor, ...]:
 def test_chunks_have_the_values_and_gradients_of_the_whole(
     positions, entropy_gradient, bias, softcap, frozen, monkeypatch
 ) -> None:
-    monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * VOCABULARY * positions)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * positions)
     found = []
     for chunked in (True, False):
         hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=bias, frozen=frozen)
@@ -66,7 +67,7 @@ def test_more_chunks_do_not_make_the_gradient_of_the_head_worse(monkeypatch) -> 
     targets, advantages = torch.randint(0, 512, (count,)), torch.randn(count).sign() + 0.05
 
     def gradient(dtype: torch.dtype, positions: int) -> torch.Tensor:
-        monkeypatch.setattr(policies, "CHUNK_BYTES", 4 * 512 * positions)
+        monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 512 * positions)
         leaf = weight.to(dtype, copy=True).requires_grad_()
         (score_hidden(hidden.to(dtype), leaf, None, targets, 1.0)[0] * advantages / count).sum().backward()
         return leaf.grad.double()
@@ -85,3 +86,56 @@ def test_the_entropy_and_its_gradient_are_finite_where_probabilities_are_0() -> 
     expected = [[0.0, 0.0, 0.0], [-p * (math.log(p) + entropy), -q * (math.log(q) + entropy), 0.0]]
     torch.testing.assert_close(entropies.detach(), torch.tensor([0.0, entropy]))
     torch.testing.assert_close(logits.grad, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_values_and_gradients_are_those_of_float64(temperature, softcap, monkeypatch) -> None:
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * VOCABULARY * 7)
+    hidden, weight, shift, targets, by_logprob, by_entropy = _case(bias=True, frozen=False)
+    exact = [p.detach().double().requires_grad_() for p in (hidden, weight, shift)]
+    logits = F.linear(*exact)
+    logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
+    logs = logits.log_softmax(-1)
+    expected = logs.gather(-1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
+    found = score_hidden(hidden, weight, shift, targets, temperature, softcap=softcap, entropy_gradient=True)
+    for scores in (found, expected):
+        (scores[0] * by_logprob + scores[1] * by_entropy).sum().backward()
+    for ours, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
+    for ours, truth in zip((hidden, weight, shift), exact, strict=True):
+        assert float((ours.grad - truth.grad).norm() / truth.grad.norm()) < 1e-5
+
+
+def test_the_slopes_of_a_head_are_finite_where_probabilities_are_0() -> None:
+    hidden = torch.tensor([[0.0, 1.0], [200.0, 1.0]]).requires_grad_()
+    weight = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [1.0, -1e38]]).requires_grad_()
+    scores = score_hidden(hidden, weight, None, torch.tensor([0, 0]), 1.0, entropy_gradient=True)
+    (scores[0].sum() + scores[1].sum()).backward()
+    assert all(bool(torch.isfinite(each).all()) for each in (*scores, hidden.grad, weight.grad))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_head_runs_as_it_is_written_where_the_compiler_fails(fails, monkeypatch, caplog) -> None:
+    def compile_it(function, dynamic):
+        def run(*arguments):
+            made.append(function)
+            if fails:
+                raise RuntimeError("Failed to find C compiler")
+            return function(*arguments)
+
+        return run
+
+    made = []
+    monkeypatch.setattr(torch, "compile", compile_it)
+    functions = functools.cache(head._on.__wrapped__)
+    monkeypatch.setattr(head, "_on", lambda _, function: functions("cuda", function))
+    values = []
+    for _ in range(2):
+        hidden, weight, shift, targets, *_ = _case(bias=True, frozen=False)
+        score_hidden(hidden, weight, shift, targets, 0.7)[0].sum().backward()
+        values.append((hidden.grad, weight.grad, shift.grad))
+    assert all(torch.equal(*pair) for pair in zip(*values, strict=True))
+    # Once for each function, and not again where it has failed.
+    assert [function.__name__ for function in made] == ["_scores", "_slopes"] * (1 if fails else 2)
+    assert caplog.text.count("Failed to find C compiler") == 2 * fails
