@@ -64,7 +64,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("adam_beta1 adam_beta2 adam_betas beta1 beta2", "learner.betas", "it holds both"),
     ("max_grad_norm gradient_clipping grad_clip clip_grad clip_grad_norm max_norm", "learner.max_grad_norm", ""),
     ("adam_epsilon adam_eps", "", "the epsilon of AdamW is torch's default"),
-    ("optim optimizer", "", "the optimizer is AdamW"),
+    ("optim optimizer optimizer_type", "learner.optimizer", ""),
     (
         "batch_size train_batch_size global_batch_size rollout_batch_size prompts_per_step num_prompts_per_step",
         "learner.groups_per_step",
