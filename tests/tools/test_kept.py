@@ -38,6 +38,7 @@ if __name__ == "__main__":
     sys.exit(kept.run(main))
 """
 STARTS_NOTHING = {
+    "tools/code_figures.py": "git ls-files alone, which ends by itself",
     "tools/configuration_page.py": "prints a page",
     "tools/page_tables.py": "writes pages",
     "tools/quickstart/__main__.py": "becomes asyncrl-launch",
