@@ -27,8 +27,8 @@ from asyncrl.config import Config
 from asyncrl.learner.algorithm.batch import build_step
 from asyncrl.learner.algorithm.user_functions import find_advantage
 from asyncrl.learner.fsdp.model.lora import add_adapters
+from asyncrl.learner.fsdp.model.optimizers import make_optimizer
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.optimizers import make_optimizer
 from asyncrl.learner.fsdp.trainer import Trainer
 from asyncrl.messages.groups import Group
 from tools.bench import learner_batch

@@ -29,8 +29,8 @@ from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.algorithm.scoring import ScoringPlan
 from asyncrl.learner.algorithm.user_functions import make_objective
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters, target_names
+from asyncrl.learner.fsdp.model.optimizers import make_optimizer
 from asyncrl.learner.fsdp.model.policy import Policy
-from asyncrl.learner.fsdp.optimizers import make_optimizer
 from asyncrl.learner.fsdp.ranks.ranks import (
     Gather,
     LoadCheckpoint,

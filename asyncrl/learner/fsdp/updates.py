@@ -29,8 +29,8 @@ from asyncrl.learner.algorithm.losses import TokenBatch, supervised
 from asyncrl.learner.algorithm.objective import Objective, TokenSums, token_sums
 from asyncrl.learner.algorithm.packing import MicroBatch
 from asyncrl.learner.fsdp.model.lora import WithoutAdapters
+from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.model.policy import PackedRow, Policy, local, make_row
-from asyncrl.learner.fsdp.optimizers import Optimizer
 from asyncrl.learner.fsdp.ranks.ranks import Ranks, TermShape, UpdateShape
 
 SUPERVISED_LOSS = "supervised loss"

@@ -47,8 +47,8 @@ from asyncrl.core.disk import full_errno
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.core.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.model.lora import A
+from asyncrl.learner.fsdp.model.optimizers import STATES, Optimizer, state_of
 from asyncrl.learner.fsdp.model.policy import local
-from asyncrl.learner.fsdp.optimizers import STATES, Optimizer, state_of
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 
 METADATA = ".metadata"

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from asyncrl.core.errors import AsyncRLError, CheckpointError, DeadlineExceeded
-from asyncrl.learner.fsdp.optimizers import Optimizer
+from asyncrl.learner.fsdp.model.optimizers import Optimizer
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write

@@ -7,7 +7,7 @@ from segment_reading import weights_of
 
 from asyncrl.config.algorithm import LoraConfig
 from asyncrl.learner.fsdp.model.lora import add_adapters
-from asyncrl.learner.fsdp.optimizers import MuonWithAdamW, make_optimizer, orthogonal, state_of
+from asyncrl.learner.fsdp.model.optimizers import MuonWithAdamW, make_optimizer, orthogonal, state_of
 from asyncrl.learner.fsdp.startup.loading import load_policy
 
 LR = 1e-2
