@@ -1,1 +1,1 @@
-"""The policy as a model of torch: attention over packed rows, log-probs, adapters."""
+"""The policy as a model of torch: attention over packed rows, log-probs, adapters, optimizers."""
