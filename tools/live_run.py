@@ -25,6 +25,9 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 END_S = 120.0
+"""Longest time from a signal to the end of the launcher."""
+REAPED_S = 10.0
+"""Longest time that other processes outlive a launcher that has waited for them."""
 
 
 class RunEnded(Exception):
@@ -163,11 +166,11 @@ class LiveRun:
         return self.launcher.wait(timeout)
 
     def stop(self, number: int = signal.SIGINT) -> None:
-        """End it as preempted, by a signal. Return when no process is left. Raises RunEnded or TimeoutError."""
+        """End it as preempted, by a signal. The launcher ends after all others. Raises RunEnded or TimeoutError."""
         self.launcher.send_signal(number)
-        if (code := self.launcher.wait(END_S)) != PREEMPTED_EXIT_CODE:
+        if (code := self._wait_for_exit(f"signal {number}")) != PREEMPTED_EXIT_CODE:
             raise RunEnded(f"exit code {code} after signal {number}: {self.output[-2000:]}")
-        self._until_gone()
+        self._until_gone(REAPED_S)
 
     def left(self) -> list[str]:
         """Return the titles of live processes that it started."""
@@ -176,12 +179,17 @@ class LiveRun:
     def close(self) -> None:
         """End every process that is left."""
         if self.launcher.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError, RunEnded):
+            with contextlib.suppress(TimeoutError, RunEnded):
                 self.stop()
         if self.launcher.poll() is None:
             # Its guard ends the rest.
             os.killpg(self.launcher.pid, signal.SIGKILL)
             self.launcher.wait()
+            with contextlib.suppress(TimeoutError):
+                self._until_gone(END_S)
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def kill_everything(self) -> None:
         """Kill all processes at one moment (SIGKILL). Return when no process is left."""
@@ -197,11 +205,19 @@ class LiveRun:
             if found and {process.pid for process in found} <= known:
                 break
             known |= {process.pid for process in found}
-        self.launcher.wait(END_S)
-        self._until_gone()
+        self._wait_for_exit("SIGKILL")
+        # Guards end what was started in between.
+        self._until_gone(END_S)
 
-    def _until_gone(self) -> None:
-        wait_until(lambda: not self.left(), lambda: f"the end of {self.left()}", END_S)
+    def _wait_for_exit(self, cause: str) -> int:
+        try:
+            return self.launcher.wait(END_S)
+        except subprocess.TimeoutExpired:
+            told = f"waited {END_S:g} s for the end of the launcher after {cause}: {self.output[-2000:]}"
+            raise TimeoutError(told) from None
+
+    def _until_gone(self, within_s: float) -> None:
+        wait_until(lambda: not self.left(), lambda: f"the end of {self.left()}", within_s)
 
 
 class UpdatePhases:

@@ -12,7 +12,9 @@ LOOK_S = 0.02
 
 
 def wait_until(
-    condition: Callable[[], T | None], what: str | Callable[[], str] = "that it is so", within_s: float = WAIT_S
+    condition: Callable[[], T | None],
+    what: str | Callable[[], str] = "a condition of the test",
+    within_s: float = WAIT_S,
 ) -> T:
     """Return the first true value of ``condition``. TimeoutError names ``what``."""
     until = time.monotonic() + within_s

@@ -6,7 +6,8 @@ figures are processor time (user and system), which other load on the machine ch
 - of a rollouter: the time of the processes of all rollouters, divided by their number;
 - of the control plane: the time of each of its actors, divided by the number of rollouters.
 
-Fails with ActorFailed when an actor ends, or the rollouters are not all ready within READY_S.
+Fails with ActorFailed when an actor ends, or the rollouters are not all ready within READY_S; with TimeoutError when
+the controller is not.
 """
 
 from __future__ import annotations

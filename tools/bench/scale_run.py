@@ -215,6 +215,8 @@ def running(chosen: Config, rollouters: int) -> Iterator[tuple[Processes, Watche
 
 
 def _wait_for_controller(folder: RunFolder, processes: Processes) -> WatchedRun:
+    """The run, once its controller has an address. Raises ActorFailed, or TimeoutError after READY_S."""
+
     def found() -> bool:
         processes.check()
         return (folder.private / "controller.json").exists()

@@ -260,7 +260,13 @@ def _parser() -> argparse.ArgumentParser:
         "--episodes", choices=("function", "command"), help="simulated agents play, so (a prompt has one response)"
     )
     parser.add_argument("--faults", type=int, default=40, metavar="N", help="faults in one run (40)")
-    parser.add_argument("--everything", type=int, default=0, metavar="K", help="ends of the whole run (0)")
+    parser.add_argument(
+        "--everything",
+        type=int,
+        default=0,
+        metavar="K",
+        help="ends of the whole run, by SIGKILL and SIGTERM in turn (0)",
+    )
     parser.add_argument("--kind", choices=KINDS, action="append", help="of the faults; all by default")
     parser.add_argument("--in-updates", action="store_true", help="strike only in phases of weight updates")
     parser.add_argument("--seed", type=int, default=None, help="of the faults and of the run; random by default")

@@ -139,7 +139,7 @@ def draw(
     for number in range(everything):
         # Spread them over the round.
         at = randomness.randint(len(dealt) * number // everything, len(dealt) * (number + 1) // everything)
-        dealt.insert(at, (ENDS[(seed + number) % len(ENDS)], ""))
+        dealt.insert(at, (ENDS[number % len(ENDS)], ""))
     found = []
     step = 0
     for number, (kind, victim) in enumerate(dealt):

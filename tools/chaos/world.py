@@ -5,7 +5,7 @@ run, so leftovers are certain. The tool can cut the network and fill the disk of
 everything when the tool ends. If the machine also allows a cluster of namespaces, the run has several hosts.
 
 Without namespaces the round leaves those faults out and compares the machine before and after the run. Raises OSError,
-CalledProcessError or, for a cluster, AssertionError.
+CalledProcessError or, for a cluster, AssertionError or TimeoutError.
 """
 
 from __future__ import annotations
