@@ -6,6 +6,7 @@ test or a module that tries is skipped, with the reason.
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import multiprocessing.process
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 
 import pytest
@@ -70,8 +72,7 @@ class Quick(Skips):
         """Whether a test runs now."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """A test that is cut short leaves sockets and tasks, of which pytest would accuse a later test."""
-        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+        """Let threads of a test skip it."""
         signal.signal(SKIP, self._skip)
 
     def pytest_collection(self) -> None:
@@ -90,6 +91,21 @@ class Quick(Skips):
             return (yield)
         finally:
             self._runs = False
+            self._collect()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self):
+        try:
+            return (yield)
+        finally:
+            self._collect()
+
+    def _collect(self) -> None:
+        """A test that is cut short leaves sockets and tasks, of which pytest would accuse a later test."""
+        if self._refused:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                gc.collect()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
@@ -111,7 +127,7 @@ class Quick(Skips):
             for task in asyncio.all_tasks():
                 task.cancel()
         if threading.current_thread() is not threading.main_thread():
-            signal.raise_signal(SKIP)
+            signal.pthread_kill(threading.main_thread().ident, SKIP)
         pytest.skip(STARTS, allow_module_level=True)
 
     def _skip(self, *_: object) -> None:
