@@ -120,7 +120,10 @@ async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 
 class _Shared:
-    """A fetch that opens and verifies the memory of a process on this host."""
+    """A fetch that opens and verifies the memory of a process on this host.
+
+    A cancellation takes effect after the bucket that is being verified.
+    """
 
     source = PARAMETER_SERVER
 

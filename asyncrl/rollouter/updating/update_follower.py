@@ -214,10 +214,11 @@ class UpdateFollower:
             stage_s = self._clock.now() - began
             self._track.enter(f"wait for pause v{offer.version}", version=offer.version)
             request = RequestLoad(version=offer.version, paths=paths)
-            await self._may_load(request)
+            granted = await self._may_load(request)
             # The parameter server takes a pause back after weights.deadline_s; asking again restarts that time.
-            while not await self._host.quiesced(weights.deadline_s / 3):
-                await self._may_load(request)
+            while granted and not await self._host.quiesced(weights.deadline_s / 3):
+                granted = await self._may_load(request)
+            assert granted, "a pause is granted sooner or later; only a broadcast is called off"
             size = fetched.bytes
             times = UpdateTimes(
                 version=offer.version, transport=offer.transport, stage_s=stage_s, bytes=size, encoded_bytes=size

@@ -100,6 +100,8 @@ class Server:
     def __init__(self, offers: list[Offer], begins: bool = True, away: int = 0) -> None:
         self.offers, self.begins, self.away = list(offers), begins, away
         self.asked: list[NextUpdate] = []
+        self.loads: list[tuple[int, int | None]] = []
+        """Version and epoch of each request to load; the first of each is answered with "ask again"."""
         self.reports: list[ReportUpdate] = []
         self.paths: list[list[str]] = []
         """Paths of the version held for others at each pause."""
@@ -123,6 +125,9 @@ class Server:
             self.done.set()
             await asyncio.Event().wait()
         if isinstance(request, RequestLoad):
+            self.loads.append((request.version, request.epoch))
+            if self.loads.count(self.loads[-1]) == 1:
+                return LoadGranted()
             if request.epoch is not None:
                 return LoadGranted(decided=True, granted=self.begins)
             self.paths.append(request.paths)
