@@ -1,5 +1,6 @@
 """Configurations of simulated runs, the same for all tests."""
 
+import copy
 from typing import Any
 
 from asyncrl.config import Config
@@ -50,7 +51,7 @@ LAUNCHED = {
 
 def laid_over(tree: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
     """A tree with further keys; tables are merged at every depth."""
-    found = dict(tree)
+    found = copy.deepcopy(tree)
     for key, value in further.items():
         inner = found.get(key)
         found[key] = laid_over(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value

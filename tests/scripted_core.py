@@ -94,14 +94,17 @@ class ScriptedCore:
 class Serving:
     """An endpoint that serves, its address, and its messages to the user."""
 
-    def __init__(self, core: ScriptedCore, options: dict[str, Any]) -> None:
+    def __init__(self, core: ScriptedCore, options: dict[str, Any], max_request_bytes: int) -> None:
         self.core = core
         self.notices: dict[str, tuple[str, int]] = {}
         """Text and count of each."""
-        most = options.pop("max_request_bytes", 1 << 20)
         patience = Patience(**{"keep_alive_s": 0.2, **options})
         self.endpoint = PolicyEndpoint(
-            core, max_request_bytes=most, notify=self._notify, log=get_logger("episodes/0"), patience=patience
+            core,
+            max_request_bytes=max_request_bytes,
+            notify=self._notify,
+            log=get_logger("episodes/0"),
+            patience=patience,
         )
         self.url = ""
 
@@ -124,9 +127,9 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(core: ScriptedCore, **options: Any) -> AsyncIterator[Serving]:
+async def serving(core: ScriptedCore, *, max_request_bytes: int = 1 << 20, **options: Any) -> AsyncIterator[Serving]:
     """The endpoint, as its actor keeps it."""
-    served = Serving(core, options)
+    served = Serving(core, options, max_request_bytes)
     served.url = await served.endpoint.start()
     watch = asyncio.create_task(served.endpoint.calls.watch())
     try:
