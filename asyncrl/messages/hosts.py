@@ -47,6 +47,8 @@ class MemberHost(Message, frozen=True, kw_only=True):
     address: str = ""
     ask: str = ""
     """Join.ask of the request that brought it; empty for a host of the start."""
+    number: int = 0
+    """Number of the first members that it is among; 0 for a host of the start."""
 
     @property
     def names(self) -> tuple[str, ...]:

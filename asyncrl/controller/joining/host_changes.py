@@ -46,7 +46,12 @@ class HostChanges:
         self._run_changed, self._now, self._log = changed, actor.clock.now, actor.log
         self._path = actor.context.run_dir / "private" / MEMBERS_FILE
         self.members = self._membership.members
-        """Members that every actor may know: those on disk, as a successor would know them."""
+        """Members that every actor may know: those that this controller has taken in itself."""
+        self._kept = 0
+        """Number of the members on disk, as a successor would know them."""
+        self._taken_in: dict[str, tuple[int, int]] = {}
+        """Incarnation of each actor, and the number of the members that it knows. An actor may say so before it
+        registers again with a successor of the controller."""
         self._waiting_since: dict[str, float] = {}
         """Time since when this controller waits for a rollouter of a joined host, by agent."""
         self._given_up: dict[str, ActorEnded] = {}
@@ -59,9 +64,11 @@ class HostChanges:
     def recall(self) -> None:
         """Restore what an earlier controller has kept, before any actor is admitted. Raises OSError."""
         try:
-            self._membership.members = self.members = msgspec.json.decode(self._path.read_bytes(), type=Members)
+            self._membership.recall(msgspec.json.decode(self._path.read_bytes(), type=Members))
         except FileNotFoundError:
             return
+        self.members = self._membership.members
+        self._kept = self.members.number
         for name in self._membership.belonging():
             self._run.joined(name)
         departed = [name for host in self.members.hosts if not host.takes_part for name in host.actors]
@@ -95,29 +102,30 @@ class HostChanges:
             except OSError as error:
                 self._log.error("cannot write the members, so they are not sent", error=str(error))
                 await asyncio.sleep(WRITE_AGAIN_S)
-        self.members = members
+        self._kept = members.number
         self._watchers.wake()
         # Calls that wait for the write are answered first: a host that has left is not spoken to any more.
         await asyncio.sleep(0)
         self._actor.take_in(members)
+        self.members = members
         # In one step, so that a lost host that leaves is not reported as back.
         for host in left_while_lost:
             self._run.lost_host_left(host)
         self._run.tell_members(members.number, leaving)
+        self._watchers.wake()
         self._run_changed()
 
     # --- events of the run ---
 
     def taken_in(self, name: str, incarnation: int, number: int) -> None:
         """An actor knows the members of this number."""
-        entry = self._registry.entries.get(name)
-        if entry is not None and entry.record.incarnation == incarnation and entry.members < number:
-            entry.members = number
+        if number >= 0 and self._taken_in.get(name) != (incarnation, number):
+            self._taken_in[name] = (incarnation, number)
             self._watchers.wake()
 
     def is_gone(self, name: str) -> bool:
         """Whether an actor or agent has left for good."""
-        return any(dead.name == name for dead in self._membership.members.gone)
+        return name in self._membership.gone
 
     def ready(self, names: set[str]) -> None:
         """``names`` are all ready actors."""
@@ -199,7 +207,8 @@ class HostChanges:
         if self._membership.members is not before:
             self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
-        return Joined(hosts=hosts, peers=peers, waiting_for=self._not_up_to_date())
+        number = max(host.number for host in hosts)
+        return Joined(hosts=hosts, peers=peers, waiting_for=self._not_up_to_date(number))
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
@@ -212,7 +221,8 @@ class HostChanges:
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
             self._part_with(host)
         await self._until_kept(caller.park_s)
-        return host
+        # A host whose agent never registered, or is lost, has left by now.
+        return self._membership.find(host.agent) or host
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
@@ -250,7 +260,7 @@ class HostChanges:
 
     async def _until_kept(self, park_s: float) -> None:
         number = self._membership.members.number
-        if not await self._watchers.until(lambda: self.members.number >= number or None, park_s):
+        if not await self._watchers.until(lambda: self._kept >= number or None, park_s):
             raise NotKept(str(self._path))
 
     def _check_run(self, what: str) -> None:
@@ -258,16 +268,17 @@ class HostChanges:
             state = "being preempted" if self._run.phase == "preempting" else "ending"
             raise InvalidRequest(f"no host can {what} any more: the run is {state}")
 
-    def _not_up_to_date(self) -> list[str]:
-        """Actors that may be called and have not taken in the members."""
-        if self._membership.members is not self.members:
+    def _not_up_to_date(self, number: int) -> list[str]:
+        """Actors that may be called and have not taken in the members of this number, or of a later one."""
+        if self.members.number < number:
             return [f"{MEMBERS_FILE} of the controller"]
         # An actor that has not spoken takes the members in before it can be called. An agent needs none.
-        return [
-            name
+        spoken = [
+            (name, entry.record.incarnation)
             for name, entry in self._registry.entries.items()
-            if role_of(name) in ROLES and entry.heard_of and entry.spoken and entry.members < self.members.number
+            if role_of(name) in ROLES and entry.heard_of and entry.spoken
         ]
+        return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
     def _known(self) -> list[KnownHost]:
         found = dict(self._hosts.known)

@@ -36,6 +36,12 @@ class Membership:
     def __init__(self, *, curve: bool) -> None:
         self._curve = curve
         self.members = Members(number=0)
+        self.gone = frozenset[str]()
+        """Names of the actors and agents that have left for good."""
+
+    def recall(self, members: Members) -> None:
+        """Take over what an earlier controller has kept."""
+        self.members, self.gone = members, frozenset(dead.name for dead in members.gone)
 
     def find(self, agent: str) -> MemberHost | None:
         """The host of this agent, if it has joined or leaves or has left."""
@@ -59,7 +65,7 @@ class Membership:
         names = [*taken, *(name for host in self.members.hosts for name in host.names)]
         # An episode host has the number of its rollouter, and episode hosts without a rollouter exist too.
         agent, rollouter = _next_index(names, AGENT), _next_index(names, ROLLOUTER, EPISODES)
-        found, keys = [], dict(self.members.keys)
+        found, keys, number = [], dict(self.members.keys), self.members.number + 1
         for new in request.hosts:
             roles = (ROLLOUTER, EPISODES) if new.episodes else (ROLLOUTER,)
             host = MemberHost(
@@ -69,6 +75,7 @@ class Membership:
                 stage="joining",
                 address=new.address,
                 ask=request.ask,
+                number=number,
             )
             if self._curve:
                 keys |= zip(host.names, new.keys, strict=True)
@@ -177,7 +184,7 @@ class Membership:
     def _change(self, hosts: Iterable[MemberHost], **changes: Any) -> None:
         """The members with these hosts, new ones or changed ones."""
         table = {host.agent: host for host in (*self.members.hosts, *hosts)}
-        self.members = replace(self.members, number=self.members.number + 1, hosts=list(table.values()), **changes)
+        self.recall(replace(self.members, number=self.members.number + 1, hosts=list(table.values()), **changes))
 
     def _problems(self, hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
         """Why these hosts cannot join."""

@@ -225,7 +225,7 @@ class ReadyEvent(Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class WarningEvent(Struct, frozen=True, kw_only=True, tag="warning"):
-    """A line for the user: an actor is stuck, or what it does."""
+    """A warning for the user: an actor is stuck, or the first lines of its stacks."""
 
     text: str
 

@@ -9,7 +9,7 @@ The time without the peer is that from the first HELLO without an answer, or the
 WELCOME. A connection that is lost again before anything but the WELCOME came over it does not count as reached, as with
 a path that lets only small packets through.
 
-What comes and goes over the connection is the subclass's (peer.py). Fails with OSError if no connection can be opened.
+The subclass (peer.py) sends and receives the messages. Fails with OSError if no connection can be opened.
 """
 
 from __future__ import annotations
@@ -255,8 +255,11 @@ class PeerConnection(ABC):
 
         Callable from any thread.
         """
-        record, missed, now = self._record, self._missed, self._loop.time()
+        record, now = self._record, self._loop.time()
         if self._closed or record is None or record.incarnation < self._adopted:
             return 0.0
+        # ``_miss`` writes the time first and ``ready`` last. Read in the other order, the time of an absence that
+        # ended long ago could be taken for the present one.
         is_reached = self.ready and (not self._flaps or now - self._welcomed >= PROVEN_S)
+        missed = self._missed
         return 0.0 if missed is None or is_reached else now - missed

@@ -98,8 +98,6 @@ class Entry:
     """Time of the last heartbeat whose left-out resources had not changed (s)."""
     event: int = 0
     """Number of the newest of its events that was heard."""
-    members: int = -1
-    """Number of the Members that it has taken in."""
 
     def merge(self, beat: Heartbeat, now: float) -> int:
         """Take in a heartbeat. Returns the number of its values that are left out."""

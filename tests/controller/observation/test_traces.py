@@ -61,7 +61,7 @@ class Scene:
     def __init__(self, run_dir, actors=("controller/0", "learner/0", "rollouter/0"), tasks=None):
         self.time, trace = make_trace()
         trace.track("state", 0).enter("ready")
-        self.asked, self.told, self.living = [], [], set(actors)
+        self.asked, self.sent, self.told, self.living = [], [], [], set(actors)
         self.now = None
         self.actor = SimpleNamespace(
             name="controller/0",
@@ -73,7 +73,8 @@ class Scene:
             clock=SimpleNamespace(now=lambda: time.monotonic() if self.now is None else self.now),
             notify=lambda key, text: self.told.append((key, text)),
             registry=SimpleNamespace(ready=lambda: self.living),
-            machine=SimpleNamespace(want_trace=self.asked.append),
+            machine=SimpleNamespace(want_trace=lambda number: self.asked.append(number) or True),
+            tell=lambda: self.sent.append(self.asked[-1]),
         )
         self.traces = Traces(self.actor)
 
@@ -92,6 +93,7 @@ class Scene:
             await asyncio.sleep(0)
         if self.asked and self.asked[-1]:
             await self.hand_in("learner/0", self.asked[-1], "train")
+        assert self.sent == self.asked, "each wish is sent at once"
         return await writing
 
 
