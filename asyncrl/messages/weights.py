@@ -191,8 +191,16 @@ class WatchBroadcast(Request, frozen=True, kw_only=True):
     idle = True
     version: Count
     epoch: Count
-    error: str = ""
-    """Reason that the learner cannot send on, which breaks the group."""
+
+
+class FailBroadcast(Request, frozen=True, kw_only=True):
+    """Learner to parameter server: it cannot send on because of ``error``, which breaks the group."""
+
+    reply = BroadcastState
+    senders = LEARNER
+    version: Count
+    epoch: Count
+    error: str
 
 
 class Update(Message, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastState,
     Chunk,
+    FailBroadcast,
     FetchChunk,
     KeepPublished,
     LoadGranted,
@@ -121,7 +122,13 @@ class ParameterServer(Actor):
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        """Park the call until the broadcast is over. With an error it is over for all who have not committed."""
+        """Park the call until the broadcast is over."""
+        state: BroadcastState = await self._answer(request, caller)
+        return state
+
+    @handler
+    async def fail_broadcast(self, request: FailBroadcast, caller: Caller) -> BroadcastState:
+        """End the broadcast for all who have not committed."""
         state: BroadcastState = await self._answer(request, caller)
         return state
 

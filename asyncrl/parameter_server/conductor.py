@@ -30,6 +30,7 @@ from asyncrl.core.errors import VersionReused
 from asyncrl.messages import Message, Request
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
+    FailBroadcast,
     LoadGranted,
     NextUpdate,
     Offer,
@@ -106,7 +107,7 @@ class Conductor:
     # --- questions ---
 
     def ask(self, name: str, incarnation: int, request: Request, now: float, *, same_host: bool = False) -> Question:
-        """Open a caller's question: NextUpdate, RequestLoad, AnnounceBroadcast or WatchBroadcast.
+        """Open a caller's question: NextUpdate, RequestLoad or one of a broadcast.
 
         ``same_host``: whether the caller can open the segments that are held here.
         """
@@ -115,9 +116,9 @@ class Conductor:
             self.replicas.open(question)
             self.broadcast.announce((name, incarnation), request, self.newest, now)
             return question
-        if isinstance(request, WatchBroadcast):
+        if isinstance(request, WatchBroadcast | FailBroadcast):
             self.replicas.open(question)
-            if request.error:
+            if isinstance(request, FailBroadcast):
                 self.broadcast.failed(request.version, request.epoch, request.error, now)
                 self._settle(now)
             return question
@@ -140,7 +141,7 @@ class Conductor:
             return request.reply()
         if isinstance(request, AnnounceBroadcast):
             return self.broadcast.decided(request.version)
-        if isinstance(request, WatchBroadcast):
+        if isinstance(request, WatchBroadcast | FailBroadcast):
             return self.broadcast.state(request.version, request.epoch)
         replica = self.replicas.by_name[name]
         if isinstance(request, RequestLoad):

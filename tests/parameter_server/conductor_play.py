@@ -5,6 +5,7 @@ from asyncrl.messages.learner import UpdateTimes
 from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BucketLayout,
+    FailBroadcast,
     LoadGranted,
     NextUpdate,
     ReportUpdate,
@@ -109,7 +110,9 @@ class Play:
         return self._ask(*learner, announcement(version, **changes))
 
     def watch(self, version, epoch, error="", learner=LEARNER):
-        return self._ask(*learner, WatchBroadcast(version=version, epoch=epoch, error=error))
+        if error:
+            return self._ask(*learner, FailBroadcast(version=version, epoch=epoch, error=error))
+        return self._ask(*learner, WatchBroadcast(version=version, epoch=epoch))
 
     def left(self, name, incarnation=1):
         self.conductor.left(name, incarnation, self.now)

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from asyncrl.config import Config
 from asyncrl.core.errors import AsyncRLError, BroadcastFailed, DeadlineExceeded, RemoteError
 from asyncrl.messages import Request
@@ -31,6 +29,7 @@ from asyncrl.messages.weights import (
     Bucket,
     BucketLayout,
     CollectiveBackend,
+    FailBroadcast,
     Manifest,
     Probe,
     WatchBroadcast,
@@ -116,15 +115,17 @@ class BucketQueue:
         The last one is held back until all is gathered, because no engine may serve a version that is never published.
         """
         for index in range(len(self.layouts)):
-            with self._changed:
-                if not self._changed.wait_for(lambda: self.problem or self._may_go(index), self._timeout_s):  # noqa: B023
-                    self.fail(f"the learner waited {self._timeout_s:g} s for its own bucket {index}")
-                if self.problem:
-                    raise BroadcastFailed(self.version, self.problem)
+            self._wait(lambda: index < len(self._sealed), f"waited {{}} for its own bucket {index}")  # noqa: B023
+            if index == len(self.layouts) - 1:
+                self._wait(lambda: self._gathered, "did not end gathering within {}")
             yield self._sealed[index]
 
-    def _may_go(self, index: int) -> bool:
-        return index < len(self._sealed) and (self._gathered or index < len(self.layouts) - 1)
+    def _wait(self, condition: Callable[[], bool], problem: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.problem or condition(), self._timeout_s):
+                self.fail("the learner " + problem.format(f"{self._timeout_s:g} s"))
+            if self.problem:
+                raise BroadcastFailed(self.version, self.problem)
 
     def close(self) -> None:
         """Close the descriptors; nothing is sent any more."""
@@ -227,7 +228,7 @@ class Broadcaster:
                 error = await self._send(queue, sender, group)
                 watching.cancel()
             if error:
-                await self._state(msgspec.structs.replace(watch, error=error))
+                await self._state(FailBroadcast(version=queue.version, epoch=group.epoch, error=error))
         # Its descriptors may be the last of a version, and the kernel takes its time to get the memory back.
         await self._on_thread(queue.close)
         self._queue = None
@@ -250,7 +251,7 @@ class Broadcaster:
             queue.fail(state.error)
             sender.abort(state.error)
 
-    async def _state(self, request: AnnounceBroadcast | WatchBroadcast) -> BroadcastState | None:
+    async def _state(self, request: AnnounceBroadcast | WatchBroadcast | FailBroadcast) -> BroadcastState | None:
         """The answer once it is decided, however late; None when the parameter server refuses."""
         while True:
             try:

@@ -25,6 +25,7 @@ from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastGroup,
     BroadcastState,
+    FailBroadcast,
     WatchBroadcast,
 )
 from asyncrl.observe.logging import get_logger
@@ -61,10 +62,12 @@ class Stub:
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        if request.error:
-            self.failed.append((request.version, request.epoch, request.error))
-            return BroadcastState(decided=True, error=request.error)
         return await self.changed.until(lambda: self.state, caller.park_s) or BroadcastState()
+
+    @handler
+    def fail_broadcast(self, request: FailBroadcast, caller: Caller) -> BroadcastState:
+        self.failed.append((request.version, request.epoch, request.error))
+        return BroadcastState(decided=True, error=request.error)
 
 
 class FakeSender:
@@ -277,6 +280,21 @@ def test_a_bucket_that_is_not_as_announced_breaks_it_off(second: Put, error: str
         assert re.fullmatch(f"broadcast of version 1: {error}", reason)
 
     play(scenario, timeout_s=0.5)
+
+
+def test_the_last_bucket_waits_for_the_end_of_gathering_whose_lateness_is_named() -> None:
+    async def scenario(scene: Scene) -> None:
+        sending = scene.begin(1)
+        with make_publication(1) as publication:
+            for bucket, descriptor in zip(publication.manifest.buckets, publication.descriptors, strict=True):
+                sending.put(bucket, descriptor)
+            await scene.idle()
+        ((_, _, received),) = scene.sender.sent
+        ((_, _, reason),) = scene.stub.failed
+        assert received == content(1)[:2]
+        assert reason == "broadcast of version 1: the learner did not end gathering within 0.3 s"
+
+    play(scenario, timeout_s=0.3)
 
 
 @pytest.mark.parametrize("told", [True, False])

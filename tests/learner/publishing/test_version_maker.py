@@ -26,6 +26,7 @@ from asyncrl.messages.weights import (
     AnnounceBroadcast,
     BroadcastGroup,
     BroadcastState,
+    FailBroadcast,
     KeepPublished,
     Probe,
     Publish,
@@ -136,11 +137,13 @@ class Script:
 
     @handler
     async def watch_broadcast(self, request: WatchBroadcast, caller: Caller) -> BroadcastState:
-        if request.error:
-            self.note("failed", request.version)
-            return BroadcastState(decided=True)
         await asyncio.sleep(caller.park_s)
         return BroadcastState()
+
+    @handler
+    def fail_broadcast(self, request: FailBroadcast, caller: Caller) -> BroadcastState:
+        self.note("failed", request.version)
+        return BroadcastState(decided=True)
 
 
 Play = Callable[[Callable[[VersionMaker, Script], Awaitable[None]]], Script]
