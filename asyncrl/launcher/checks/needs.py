@@ -1,7 +1,8 @@
 """Estimates of the disk room, memory and open files that a run needs. Pure.
 
 A checkpoint holds master weights and both moments of AdamW in float32: 12 bytes for each number that is trained, of
-the model or of its adapters. Published weights are in shared memory, two versions of them during an update.
+the model or of its adapters. Muon keeps one state of most of them: at least 8 bytes. Published weights are in shared
+memory, two versions of them during an update.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asyncrl.core.roles import role_of
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-CHECKPOINT_BYTES = 12
+CHECKPOINT_BYTES, LEAST_CHECKPOINT_BYTES = 12, {"adamw": 12, "muon": 8}
 """Bytes for each number that is trained."""
 WEIGHT_BYTES, GRADIENT_BYTES = 4, 4
 """Bytes on a learner that trains on CPU: of each number, and of each that is trained."""
@@ -87,7 +88,8 @@ def checkpoints_need(config: Config, size: ModelSize | None) -> Need:
     each = size.trained * CHECKPOINT_BYTES
     if not checkpoint.every_versions:
         return Need(least=0, wanted=each, made_of=(f"{in_bytes(each)} for a checkpoint if the run is preempted",))
-    return Need(least=each, wanted=each * kept, made_of=(f"{in_bytes(each)} for each of {kept} checkpoints",))
+    least = size.trained * LEAST_CHECKPOINT_BYTES[config.learner.optimizer]
+    return Need(least=least, wanted=each * kept, made_of=(f"{in_bytes(each)} for each of {kept} checkpoints",))
 
 
 def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *, on_gpu: bool) -> Need:
@@ -99,7 +101,8 @@ def memory_need(config: Config, actors: Sequence[str], size: ModelSize | None, *
         need += VERSIONS_AT_ONCE * published
     if size is not None and ranks and not on_gpu:
         # All numbers have weights; those that are trained have moments and gradients too.
-        training = WEIGHT_BYTES * size.parameters + (CHECKPOINT_BYTES - WEIGHT_BYTES + GRADIENT_BYTES) * size.trained
+        states = LEAST_CHECKPOINT_BYTES[config.learner.optimizer] - WEIGHT_BYTES
+        training = WEIGHT_BYTES * size.parameters + (states + GRADIENT_BYTES) * size.trained
         need += training * ranks * config.learner.replicas // config.learner.ranks
     traits = config.rollout.traits
     if size is not None and not traits.makes_up and not (traits.gpus and config.rollout.gpus_per_replica != 0):

@@ -262,7 +262,7 @@ class Trainer:
         ).result()
 
     def checkpoint_bytes(self) -> int:
-        return dcp.expected_bytes(self.policy)
+        return dcp.expected_bytes(self.policy, self._optimizer)
 
     def export_bytes(self) -> int:
         return sum(parameter.numel() * self._dtype.itemsize for parameter in self._parameters)

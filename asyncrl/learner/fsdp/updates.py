@@ -225,7 +225,8 @@ class Updates:
                     gradient.mul_(self._config.max_grad_norm / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
-            self._optimizer.step()
+            with self._ranks.waiting(f"the optimizer step of {name}"):
+                self._optimizer.step()
         finally:
             # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()

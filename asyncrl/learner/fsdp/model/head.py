@@ -196,6 +196,8 @@ def _on(device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if compiled is not None:
             try:
                 return compiled(*arguments)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
             except Exception as error:
                 # Triton wants a C compiler, for example.
                 _LOG.warning("the head is not compiled: %s: %s", type(error).__name__, error)

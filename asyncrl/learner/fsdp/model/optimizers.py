@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from asyncrl.config import Config
 from asyncrl.learner.fsdp.model.policy import Policy, local
 
-STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Names of a parameter's state: three of AdamW's, one of Muon's."""
+ADAMW_STATE, MUON_STATE = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+STATES = (*ADAMW_STATE, *MUON_STATE)
+"""Names of a parameter's state."""
 MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -66,8 +67,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     """About U V^T of a matrix U S V^T, [A, B] in its own type: the singular values become 0.7 to 1.2."""
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    # No singular value is larger than the norm.
-    found: Tensor = wide / wide.norm().clamp(min=1e-7)
+    # No singular value is larger than the norm. A matrix of zeros stays one.
+    found: Tensor = wide / wide.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
     for _ in range(ITERATIONS):
         gram = found @ found.T
         found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
@@ -142,12 +143,15 @@ def make_optimizer(policy: Policy, config: Config) -> Optimizer:
     return MuonWithAdamW(Muon(by_muon, lr=learner.lr, weight_decay=learner.weight_decay), adamw)
 
 
+def state_names(optimizer: Optimizer, parameter: Tensor) -> tuple[str, ...]:
+    """Names of the parameter's state, once a step has been taken."""
+    by_muon = isinstance(optimizer, MuonWithAdamW) and parameter in optimizer.matrices
+    return MUON_STATE if by_muon else ADAMW_STATE
+
+
 def state_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The state of a parameter as it is before the first step, by name: tensors for a checkpoint to be read into."""
-    if isinstance(optimizer, MuonWithAdamW) and parameter in optimizer.matrices:
-        return {"momentum_buffer": torch.zeros_like(parameter)}
     return {
-        "step": torch.zeros((), device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
+        name: torch.zeros((), device=parameter.device) if name == "step" else torch.zeros_like(parameter)
+        for name in state_names(optimizer, parameter)
     }

@@ -2,11 +2,12 @@
 
 It counts the shards of weights, gradients and optimizer states (the last two only of trained parameters), the layers
 that FSDP gathers, the activations of one micro-batch, and the head's logits. Allocators lose more to fragments, and
-libraries have workspaces. Nothing is refused because of the estimate.
+libraries have workspaces. Nothing is refused because of the estimate; it chooses what is computed again where
+``learner.activation_checkpointing`` is auto.
 
 The bytes of a token's activations in a decoder layer follow transformers' Llama. With width h, queries q, keys k, an
-MLP of i and b bytes a number they are: two norms in float32, 2 (4 h + 2 b h); attention, b (3 q + 2 k); the gated MLP,
-4 b i.
+MLP of i and b bytes a number they are: norms in float32, two of 4 h + 2 b h each; attention, b (3 q + 2 k); the gated
+MLP, 4 b i. Norms of queries and keys, as Qwen3 has, add (4 + b) (q + k).
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class ModelShape:
     """Key heads times their dimension."""
     intermediate: int
     vocabulary: int
+    norms: int = 2
+    """Norms of hidden states in a layer."""
+    norms_keys: bool = False
+    """Whether queries and keys have norms of their own."""
 
     @property
     def other_parameters(self) -> int:
@@ -72,7 +77,8 @@ class TrainingShape:
     replicas: int = 1
     """Copies of the model."""
     muon: bool = False
-    """Whether Muon moves the layers; their few vectors are counted as matrices."""
+    """Whether Muon moves the layers; their few vectors are counted as matrices. Stacked experts, which AdamW moves, are
+    too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +137,10 @@ def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
 def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
     """Bytes of a token's activations in all layers."""
     b = load.compute_bytes
-    norms = 2 * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
+    norms = shape.norms * (FLOAT32 * shape.hidden * (b != FLOAT32) + 2 * b * shape.hidden)
     attention = b * (3 * shape.queries + 2 * shape.keys)
+    if shape.norms_keys:
+        attention += (FLOAT32 * (b != FLOAT32) + b) * (shape.queries + shape.keys)
     layer = norms + attention + 4 * b * shape.intermediate
     if load.checkpointing == "off":
         return shape.layers * layer

@@ -114,7 +114,7 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
         if not parameter.requires_grad:
             # No small steps are added to a frozen weight.
             parameter.data = parameter.data.to(dtype)
-    kind = plan_memory(policy, ranks, config.learner, dtype)
+    kind = plan_memory(policy, choice.scoring, config, ranks, dtype)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
     _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, kind)
     return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
@@ -297,6 +297,8 @@ def shape_of(policy: Policy) -> ModelShape:
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = policy.decoder_layers()
+    norms = [name for name, module in layers[0].named_modules() if type(module).__name__.endswith("Norm")]
+    of_keys = sum("attn" in name for name in norms if not name.endswith("layernorm"))
     return ModelShape(
         parameters=sum(parameter.numel() for parameter in policy.parameters()),
         trained=sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad),
@@ -307,17 +309,22 @@ def shape_of(policy: Policy) -> ModelShape:
         keys=(getattr(config, "num_key_value_heads", None) or heads) * width,
         intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         vocabulary=config.vocab_size,
+        norms=len(norms) - of_keys,
+        norms_keys=of_keys > 0,
     )
 
 
-def plan_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torch.dtype) -> Checkpointing:
+def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, dtype: torch.dtype) -> Checkpointing:
     """All ranks together: the kind of activation checkpointing.
 
     On a GPU rank 0 also logs the memory that a rank will need, and the keys to change if a device has too little. The
-    memory of a model without attention, or with layers of different sizes, is not estimated, which is logged; auto is
-    full then.
+    memory of a model without attention, or with layers of different sizes, is not estimated, which is logged. Then auto
+    is full, as for experts, whole logits and attention that is not ours, whose activations the estimate does not know.
     """
-    asked: Checkpointing | None = None if config.activation_checkpointing == "auto" else config.activation_checkpointing
+    learner = config.learner
+    asked: Checkpointing | None = None
+    if learner.activation_checkpointing != "auto":
+        asked = learner.activation_checkpointing
     if ranks.device.type != "cuda":
         return asked or "off"
     ours = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -327,14 +334,16 @@ def plan_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
         load = TrainingShape(
             shards=ranks.shards,
             replicas=ranks.replicas,
-            tokens=config.tokens_per_microbatch,
-            chunk=min(config.tokens_per_microbatch, chunk_size(shape.vocabulary)),
+            # A longer sequence has a row of its own.
+            tokens=max(learner.tokens_per_microbatch, config.longest_sequence, config.sft.max_tokens or 0),
+            chunk=min(learner.tokens_per_microbatch, chunk_size(shape.vocabulary)),
             compute_bytes=dtype.itemsize,
             checkpointing=asked or "full",
-            offloaded=config.offload,
-            muon=config.optimizer == "muon",
+            offloaded=learner.offload,
+            muon=learner.optimizer == "muon",
         )
-        load = replace(load, checkpointing=asked or choose_checkpointing(shape, load, available))
+        if asked is None and is_estimated(policy, scoring):
+            load = replace(load, checkpointing=choose_checkpointing(shape, load, available))
         needed, advice = estimate(shape, load), advise(shape, load, available)
     except Exception as error:
         # A configuration is code of its model, and refuses in its own way.
@@ -345,6 +354,15 @@ def plan_memory(policy: Policy, ranks: Ranks, config: LearnerConfig, dtype: torc
         if advice:
             _LOG.warning("the learner may not fit into the %s of its device: set %s", in_gigabytes(available), advice)
     return load.checkpointing
+
+
+def is_estimated(policy: Policy, scoring: Scoring) -> bool:
+    """Whether the estimate knows all activations: a dense model, attention of ours without caps, logits in chunks."""
+    text = policy.model.config.get_text_config()
+    has_experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    # Soft caps of attention need the products of all queries and keys.
+    has_caps = getattr(text, "attn_logit_softcapping", None) is not None
+    return scoring.chunked and scoring.attention in ("varlen", "packed") and not has_experts and not has_caps
 
 
 def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:

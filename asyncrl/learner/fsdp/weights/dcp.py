@@ -19,6 +19,7 @@ load the weights are of no use, but after DamagedCheckpoint, which comes before 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Callable
@@ -47,10 +48,11 @@ from asyncrl.core.disk import full_errno
 from asyncrl.core.errors import CheckpointError, DamagedCheckpoint
 from asyncrl.core.files import Digest, digest_file, sync, write_file
 from asyncrl.learner.fsdp.model.lora import A
-from asyncrl.learner.fsdp.model.optimizers import STATES, Optimizer, state_of
+from asyncrl.learner.fsdp.model.optimizers import ADAMW_STATE, MUON_STATE, STATES, Optimizer, state_names, state_of
 from asyncrl.learner.fsdp.model.policy import local
 from asyncrl.learner.fsdp.ranks.ranks import Ranks
 
+_LOG = logging.getLogger(__name__)
 METADATA = ".metadata"
 EXCHANGE_WAIT_S = 1800.0
 """Longest wait of a rank for the slowest one to write; the timeout of the group that is given to ``write``."""
@@ -117,11 +119,15 @@ class StagedState:
         }
 
 
-def expected_bytes(policy: nn.Module) -> int:
+def expected_bytes(policy: nn.Module, optimizer: Optimizer) -> int:
     """Bytes that all ranks together write of the trained weights and their optimizer, about."""
-    tensors = [parameter.numel() * parameter.element_size() for parameter in _trained(policy).values()]
-    # Weights and two moments; the steps are of no size.
-    return 3 * sum(tensors) + 4 * AROUND_TENSOR_BYTES * len(tensors)
+    total = 0
+    for parameter in _trained(policy).values():
+        names = state_names(optimizer, parameter)
+        # The weights, and each state but the step, which is of no size.
+        total += (1 + len(names) - ("step" in names)) * parameter.numel() * parameter.element_size()
+        total += (1 + len(names)) * AROUND_TENSOR_BYTES
+    return total
 
 
 class _CopiesPlanner(DefaultSavePlanner):
@@ -241,7 +247,10 @@ def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) ->
         return contents
 
     contents = _together(folder, check, ranks, "the check of a checkpoint")
-    _together(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
+    anew = _together(folder, lambda: _read(folder, policy, optimizer), ranks, "reading a checkpoint")
+    if anew and ranks.rank == 0:
+        told = "%s: written under another learner.optimizer: the states of %d parameters begin anew, the first %s"
+        _LOG.warning(told, folder, len(anew), anew[0])
     own = folder / f"rank_{ranks.rank:05d}.msgpack"
     _together(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
     return contents
@@ -259,7 +268,9 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
     _guard(folder, read)
 
 
-def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> None:
+def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[str]:
+    """Read this rank's part. Returns the parameters whose state is of another optimizer, and so begins anew."""
+    anew = []
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     there = metadata.state_dict_metadata
@@ -282,11 +293,14 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> None:
         if optimizer is None:
             continue
         optimizer.state.pop(parameter, None)
-        # DCP reads into tensors that are there, and optimizers make their own in the first step only. A checkpoint of
-        # another optimizer has none for this one, which then begins anew.
-        state = state_of(optimizer, parameter)
-        if all(f"{key}/{name}" in there for key in state):
-            optimizer.state[parameter] = state
+        held = tuple(key for key in STATES if f"{key}/{name}" in there)
+        if held not in ((), ADAMW_STATE, MUON_STATE):
+            raise CheckpointError(str(folder), f"has {', '.join(held)} alone of the optimizer's state of {name}")
+        # DCP reads into tensors that are there, and optimizers make their own in the first step only.
+        if held == state_names(optimizer, parameter):
+            optimizer.state[parameter] = state_of(optimizer, parameter)
+        elif held:
+            anew.append(name)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     # Each rank plans for itself, as if there were no other: it needs nothing but its own shards.
     planner.set_up_planner(dict(_tensors(policy, optimizer)), metadata, is_coordinator=True)
@@ -295,6 +309,7 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> None:
     plan = planner.create_global_plan([plan])[0]
     with torch.no_grad():
         reader.read_data(planner.finish_plan(plan), planner).wait()
+    return anew
 
 
 def _tensors(policy: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:

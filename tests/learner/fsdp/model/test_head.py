@@ -139,3 +139,12 @@ def test_a_head_runs_as_it_is_written_where_the_compiler_fails(fails, monkeypatc
     # Once for each function, and not again where it has failed.
     assert [function.__name__ for function in made] == ["_scores", "_slopes"] * (1 if fails else 2)
     assert caplog.text.count("Failed to find C compiler") == 2 * fails
+
+
+def test_a_head_without_memory_is_not_taken_for_one_that_cannot_be_compiled(monkeypatch) -> None:
+    def lacks_memory(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: lacks_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        head._on.__wrapped__("cuda", head._scores)()

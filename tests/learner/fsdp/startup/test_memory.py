@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learner.learner_cases import VOCABULARY, save_small_model
-from model_matrix import make_family
+from learner.learner_cases import make_config, save_small_model
+from model_matrix import EXPERTS, FAMILIES, MIXED_LAYERS, make_family, save_family
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.config.training import LearnerConfig, ModelConfig
+from asyncrl.config.training import ModelConfig
 from asyncrl.learner.fsdp.model.policy import Policy, make_row
 from asyncrl.learner.fsdp.startup.loading import load_policy
 from asyncrl.learner.fsdp.startup.memory import (
@@ -28,6 +28,7 @@ from asyncrl.learner.fsdp.startup.memory import (
     estimate,
 )
 from asyncrl.learner.fsdp.startup.sharding import plan_memory, shape_of
+from asyncrl.learner.fsdp.startup.startup_check import Scoring
 
 BF16 = torch.bfloat16
 QWEN_7B = ModelShape(
@@ -52,9 +53,20 @@ def test_a_7b_model_on_8_ranks_needs_what_is_known_of_it():
     assert "activations" in str(found)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("off", torch.bfloat16), ("full", torch.float32)])
-def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
-    folder = save_small_model(tmp_path / "model", intermediate_size=192, num_hidden_layers=4)
+WIDE = {"intermediate_size": 192, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype"),
+    [("Qwen2", "full", torch.float32), *((family, "off", torch.bfloat16) for family in FAMILIES if family != "Gemma2")],
+)
+def test_activations_are_what_autograd_keeps(tmp_path, family, kind, dtype):
+    folder = tmp_path / "model"
+    if family == "Qwen2":
+        save_small_model(folder, **WIDE)
+    else:
+        layers = {"layer_types": 2 * MIXED_LAYERS} if family.startswith("Gemma") else {}
+        save_family(folder, make_family(family, tied=False, **WIDE, **layers))
     weights: set[int] = set()
     kept: dict[int, int] = {}
     held = []
@@ -78,7 +90,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
         forward = partial(checkpoint, layer.forward, use_reentrant=False) if kind == "full" else layer.forward
         layer.forward = partial(keeping, forward)
     tokens = 256
-    ids = torch.randint(0, VOCABULARY, (tokens,)).numpy()
+    ids = torch.randint(0, 40, (tokens,)).numpy()
     row = make_row(ids, [tokens], ids[:1] * 0, ids[:1], torch.device("cpu"))
     weights |= {p.untyped_storage().data_ptr() for p in policy.parameters()}
     policy.model.base_model(
@@ -93,7 +105,12 @@ def test_activations_are_what_autograd_keeps(tmp_path, kind, dtype):
         # Nothing is computed again yet.
         whole = TrainingShape(1, tokens, 1, dtype.itemsize, "off", False)
         expected -= estimate(shape, whole).activations // shape.layers
-    assert sum(kept.values()) == pytest.approx(expected, rel=0.15), (sum(kept.values()), expected)
+    # Windows and Gemma's activation function take a little more, which CAUTIOUS leaves room for.
+    within = 0.2 if family in ("Gemma3", "Mistral") else 0.15
+    assert sum(kept.values()) == pytest.approx(expected, rel=within), (sum(kept.values()), expected)
+
+
+OURS = Scoring(packed=True, attention="packed", chunked=True)
 
 
 def gpu_ranks(*memories):
@@ -123,7 +140,7 @@ def test_a_model_of_other_sizes_than_a_dense_one_is_not_estimated(sizes, problem
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
     ranks = gpu_ranks(80e9)
     with caplog.at_level(logging.INFO, "asyncrl"):
-        kind = plan_memory(policy, ranks, LearnerConfig(), torch.bfloat16)
+        kind = plan_memory(policy, OURS, make_config(), ranks, BF16)
     assert kind == ("full" if problem else "off")
     assert [
         record.getMessage().startswith(f"memory of the learner: not estimated: {problem}") for record in caplog.records
@@ -204,19 +221,43 @@ def test_more_memory_never_makes_more_to_compute_again(shards, tokens, available
     assert less <= much
 
 
-def test_the_smallest_gpu_decides_for_all_ranks(monkeypatch, caplog):
-    policy = Policy(make_family("Mistral", tied=False))
+@pytest.fixture
+def gpus_of_80_gb(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 10**9))
-    config = LearnerConfig(tokens_per_microbatch=1 << 20)
-    needed = {
-        kind: plan_memory(policy, gpu_ranks(80e9), config.model_copy(update={"activation_checkpointing": kind}), BF16)
-        for kind in ("off", "selective", "full")
-    }
-    assert needed == {kind: kind for kind in needed}
-    assert plan_memory(policy, gpu_ranks(80e9), config, BF16) == "off"
+
+
+def test_the_smallest_gpu_decides_for_all_ranks(gpus_of_80_gb, caplog):
+    policy = Policy(make_family("Mistral", tied=False))
+    for kind in ("off", "selective", "full"):
+        asked = make_config(budget=1 << 20, activation_checkpointing=kind)
+        assert plan_memory(policy, OURS, asked, gpu_ranks(80e9), BF16) == kind
+    config = make_config(budget=1 << 20)
+    assert plan_memory(policy, OURS, config, gpu_ranks(80e9), BF16) == "off"
     with caplog.at_level(logging.INFO, "asyncrl"):
-        assert plan_memory(policy, gpu_ranks(80e9, 1e7), config, BF16) == "full"
+        assert plan_memory(policy, OURS, config, gpu_ranks(80e9, 1e7), BF16) == "full"
     assert "activation checkpointing full" in caplog.text
+
+
+def test_a_sequence_longer_than_a_row_has_a_row_of_its_own(gpus_of_80_gb):
+    policy, short = Policy(make_family("Mistral", tied=False)), make_config(budget=1024)
+    long = short.model_copy(update={"rollout": short.rollout.model_copy(update={"max_tokens": 1 << 25})})
+    taught = short.model_copy(update={"sft": short.sft.model_copy(update={"max_tokens": 1 << 25})})
+    kinds = [plan_memory(policy, OURS, config, gpu_ranks(80e9), BF16) for config in (short, long, taught)]
+    assert kinds == ["off", "full", "full"]
+
+
+@pytest.mark.parametrize(
+    ("family", "scoring"),
+    [
+        *((family, OURS) for family in (*EXPERTS, "Gemma2")),
+        ("Qwen2", Scoring(packed=True, attention="plain", chunked=True)),
+        ("Qwen2", Scoring(packed=False, attention="loaded", chunked=True)),
+        ("Qwen2", Scoring(packed=True, attention="packed", chunked=False)),
+    ],
+)
+def test_what_the_estimate_does_not_know_is_computed_again(family, scoring, gpus_of_80_gb):
+    policy = Policy(make_family(family, tied=False))
+    assert plan_memory(policy, scoring, make_config(), gpu_ranks(80e9), BF16) == "full"
 
 
 def test_muon_keeps_one_state_of_the_layers():

@@ -37,17 +37,21 @@ def _train(backend: Any, config: Any, target: Path, other: Path | None = None) -
 
 
 @pytest.mark.parametrize(
-    "meshes",
+    ("meshes", "optimizer"),
     [
-        (WHOLE, ALONE),
-        pytest.param((CUT, ALONE), marks=pytest.mark.slow),
-        pytest.param((ALONE, CUT), marks=pytest.mark.slow),
+        ((WHOLE, ALONE), "adamw"),
+        ((WHOLE, ALONE), "muon"),
+        pytest.param((CUT, ALONE), "adamw", marks=pytest.mark.slow),
+        pytest.param((ALONE, CUT), "adamw", marks=pytest.mark.slow),
+        pytest.param((CUT, ALONE), "muon", marks=pytest.mark.slow),
     ],
 )
 def test_replicas_train_publish_and_save_as_one_rank_does_and_read_what_others_wrote(
-    meshes, folder, run_well, tmp_path
+    meshes, optimizer, folder, run_well, tmp_path
 ) -> None:
-    first, second = (make_config(folder, ranks=n, replicas=copies, max_grad_norm=1e9) for n, copies in meshes)
+    first, second = (
+        make_config(folder, ranks=n, replicas=copies, optimizer=optimizer, max_grad_norm=1e9) for n, copies in meshes
+    )
     wrote = run_well(first, _train, tmp_path / "first")
     read = run_well(second, _train, tmp_path / "second", tmp_path / "first")
     numbers, expected = read_checkpoint(tmp_path / "first"), read_checkpoint(tmp_path / "second")
@@ -55,8 +59,9 @@ def test_replicas_train_publish_and_save_as_one_rank_does_and_read_what_others_w
     for name in ("loss/policy", "policy/grad_norm"):
         assert wrote["metrics"][name] == pytest.approx(read["metrics"][name], rel=1e-5), name
     assert numbers.keys() == expected.keys()
-    moments = [name for name in expected if name.startswith("exp_avg/")]
-    assert moments
+    moments = [name for name in expected if name.startswith(("exp_avg/", "momentum_buffer/"))]
+    assert any(name.startswith("momentum_buffer/") for name in moments) == (optimizer == "muon")
+    assert len(moments) == len(wrote["weights"])
     for name in moments:
         assert np.linalg.norm(numbers[name] - expected[name]) <= 1e-5 * np.linalg.norm(expected[name]), name
     for name, weight in wrote["weights"].items():
