@@ -57,6 +57,10 @@ class LogLine(Struct, kw_only=True):
     error: Any = ""
     text: Any = ""
 
+    def __post_init__(self) -> None:
+        if not all(event and isinstance(event[0], int | float) for events in self.samples for event in events):
+            raise ValueError("an event of a sample has no time")
+
     @property
     def wall(self) -> float:
         """Unix time (s)."""

@@ -164,6 +164,8 @@ def test_torn_and_foreign_lines_are_left_out(logs, tmp_path):
     logs.write("rollouter/0", '{"actor": "rollouter/0", "event": "generated", "uid": "0-7", "sam\n')
     logs.write("rollouter/0", 'Traceback: "0-7"\n\xff\n')
     logs.line(0.3, "rollouter/0", "generated", uid=UID, lease=9, since=T, end="delivered", samples=[[[0.1, "sang", 3]]])
+    for event in ([], ["generation", 0.3]):
+        logs.line(0.3, "rollouter/0", "generated", uid=UID, lease=9, since=T, end="delivered", samples=[[event]])
     logs.line(0.3, "dataloader/0", "leased", to="rollouter/0", uids=[UID], leases=[])
     logs.line(0.3, "learner/0", "taken", uid=UID, by="rollouter/7", into="hand")
     logs.line(0.3, "learner/0", "trained", uids="0-7", step=3)
