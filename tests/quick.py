@@ -84,6 +84,10 @@ class Quick(Skips):
         os.fork = self._refuse  # type: ignore[assignment]
         os.posix_spawn = self._refuse  # type: ignore[assignment]
 
+    def pytest_collection_finish(self) -> None:
+        """Make collections of garbage quick: modules and tests stay to the end."""
+        gc.freeze()
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self):
         self._runs = True
@@ -91,21 +95,17 @@ class Quick(Skips):
             return (yield)
         finally:
             self._runs = False
-            self._collect()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self):
+        """A test that is cut short leaves sockets and tasks, of which pytest would accuse a later test."""
         try:
             return (yield)
         finally:
-            self._collect()
-
-    def _collect(self) -> None:
-        """A test that is cut short leaves sockets and tasks, of which pytest would accuse a later test."""
-        if self._refused:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                gc.collect()
+            if self._refused:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    gc.collect()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
