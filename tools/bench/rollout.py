@@ -24,6 +24,7 @@ from asyncrl.messages.trajectories import sampled_tokens, versions_of
 from asyncrl.observe.logging import configure_logging
 from asyncrl.rollouter.actor import Rollouter
 from asyncrl.rollouter.engines.base import GenerationRequest
+from asyncrl.rollouter.engines.vllm.engine import sampling
 from asyncrl.rollouter.serving.generation import request_seed
 from asyncrl.rpc.actor import ActorContext
 from asyncrl.rpc.wire.keys import Credentials
@@ -193,7 +194,7 @@ class Bare:
             versions: Any = None
             async for output in self._llm.generate(
                 vllm.tokens_input(request.prompt_ids, cache_salt=request.cache_salt),
-                vllm.sampling(request, self._stops, STREAM_INTERVAL),
+                sampling(vllm, request, self._stops, STREAM_INTERVAL),
                 request.id,
             ):
                 done = output.outputs[0]
