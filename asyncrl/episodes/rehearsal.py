@@ -63,12 +63,12 @@ async def play(
 
 
 def lognormal(chance: random.Random, median: float, sigma: float) -> float:
-    """A number of the lognormal distribution; 0 where the median is."""
+    """Draw a number from a lognormal distribution; a median of 0 gives 0."""
     return median * math.exp(sigma * chance.gauss(0.0, 1.0))
 
 
 def text(chance: random.Random, characters: float) -> str:
-    """Made-up words, at least one character."""
+    """Draw made-up words of so many characters, at least one."""
     size = max(1, round(characters))
     words = " ".join(chance.choices(_WORDS, k=size // 4 + 1))
     return words[:size]
@@ -76,9 +76,10 @@ def text(chance: random.Random, characters: float) -> str:
 
 @asynccontextmanager
 async def _asking(client: Client, *, http: bool) -> AsyncIterator[Callable[[list[Message]], Awaitable[Message]]]:
-    """A function that asks the policy for a message: through the client, or with ``http`` through the endpoint.
+    """Yield a function that sends messages to the policy and returns its answer: by the client, or with ``http`` by the
+    endpoint.
 
-    Raises EpisodeOver, and RuntimeError if the endpoint refuses.
+    The function raises EpisodeOver, and RuntimeError if the endpoint refuses.
     """
 
     async def directly(messages: list[Message]) -> Message:

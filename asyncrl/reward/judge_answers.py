@@ -48,7 +48,8 @@ class BadAnswer(ValueError):
 
 
 class VoteFailed(Exception):
-    """The judge gave no usable answer. ``kind`` is short; ``passing``: another attempt may succeed."""
+    """The judge gave no usable answer. ``kind`` is the cause in a few words; ``passing``: another attempt may
+    succeed."""
 
     def __init__(self, kind: str, reason: str, *, passing: bool = True) -> None:
         self.kind, self.passing = kind, passing
@@ -84,9 +85,9 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
 def match(
     entries: Iterable[dict[str, Any]], key: str, wanted: Iterable[str], read: Callable[[dict[str, Any]], T]
 ) -> dict[str, T]:
-    """Values that ``read`` makes of the entries, by their ``key``: one for each of ``wanted``. Raises BadAnswer.
+    """Read each entry with ``read``; returns the values by the entries' ``key``, one for each of ``wanted``.
 
-    ``read`` raises ValueError.
+    ``read`` raises ValueError. Raises BadAnswer with all problems.
     """
     names = list(wanted)
     found: dict[str, T] = {}
@@ -171,7 +172,7 @@ class AnswerCache:
         return entry.text if entry.key == key else None
 
     def keep(self, key: str, text: str) -> bool:
-        """Keep an answer; returns whether that went well."""
+        """Keep an answer; returns False if it cannot be written."""
         with self._lock:
             try:
                 if self._count is None:
@@ -186,6 +187,7 @@ class AnswerCache:
         return True
 
     def _make_room(self) -> None:
+        """Delete the oldest entries, a tenth of all, and count those that stay."""
         with os.scandir(self._folder) as entries:
             written = sorted((entry.stat().st_mtime_ns, entry.path) for entry in entries)
         for _, path in written[: max(1, len(written) - self._most + self._most // 10)]:

@@ -4,9 +4,9 @@ The package repeats requests that fail for the moment, and waits as ``Retry-Afte
 under the limits, in the order of arrival; one that the package repeats counts, and does not wait. A server that takes
 no JSON schema is asked without one from then on.
 
-Invariants: in any 60 seconds no more than a limit begins, except a single larger item, which begins alone. A request
-has the configured key and no other credential; in particular, it has nothing of the ``OPENAI_*`` variables. An answer
-takes no more than MOST_BYTES. No redirect is followed, so the key reaches no other host.
+Invariants: in any 60 seconds no more requests or tokens begin than the limit. A single larger request begins alone. A
+request has the configured key and no other credential; in particular, it has nothing of the ``OPENAI_*`` variables. An
+answer takes no more than MOST_BYTES. No redirect is followed, so the key reaches no other host.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class JudgeReply:
 
 @dataclass(slots=True)
 class Spent:
-    """Units that began at a time."""
+    """Requests or tokens, ``units`` of them, that began at the time ``at``."""
 
     at: float
     units: float
 
 
 class MinuteLimit:
-    """At most ``limit`` units in any minute; None is no limit. Times are in seconds. Pure."""
+    """At most ``limit`` units, requests or tokens, in any minute; None is no limit. Times are in seconds. Pure."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
@@ -108,7 +108,8 @@ class MinuteLimit:
         return until - now
 
     def begin(self, units: float, now: float) -> Spent:
-        """Note units that begin; the record that is returned may be corrected once their number is known."""
+        """Record that ``units`` begin; returns the record, which the caller may correct if ``units`` was an
+        estimate."""
         spent = Spent(now, units)
         if self._limit is not None:
             self._spent.append(spent)
@@ -143,7 +144,10 @@ class JudgeClient:
         await self._client.close()
 
     async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any], timeout_s: float) -> JudgeReply:
-        """The model's answer. The wait for a turn takes none of the time. Raises VoteFailed, TimeoutError."""
+        """Ask the model within ``timeout_s``, not counting the wait for a turn. Raises VoteFailed, TimeoutError.
+
+        If the server refuses the JSON schema, it is asked again without one.
+        """
         options, takes_schema, left_s = self._options, self._takes_schema, timeout_s
         body = dict(options.extra)
         if takes_schema:
@@ -175,6 +179,8 @@ class JudgeClient:
         return self._read(response.content, spent, left_s)
 
     def _read(self, body: bytes, spent: Spent, left_s: float) -> JudgeReply:
+        """Read a server's answer, add its tokens and its cost to the counters, and correct the estimate. Raises
+        VoteFailed."""
         url, counters = self._options.url, self._counters
         try:
             completion = _decoder.decode(body)
@@ -202,7 +208,7 @@ class JudgeClient:
 
     @asynccontextmanager
     async def _turn(self, tokens: int) -> AsyncIterator[Spent]:
-        """A turn for one request of about ``tokens`` tokens, during the context."""
+        """Wait until a request of about ``tokens`` tokens may begin; it counts as open during the context."""
         self.waiting += 1
         waits = True
         try:
@@ -229,6 +235,7 @@ class JudgeClient:
         return self._tokens.begin(tokens, now)
 
     def _note_request(self, size: int, again: bool) -> None:
+        """Count a request that is sent; one that the package repeats counts under the limits, too."""
         self._counters.requests += 1
         if again:
             self._counters.retries += 1
@@ -260,7 +267,7 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
             self._sent["Authorization"] = f"Bearer {key}"
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-        """The answer, with its body."""
+        """Send the request with our own headers alone; returns the answer with its whole body."""
         self._on_request(len(request.content), request.headers.get("x-stainless-retry-count", "0") != "0")
         # The openai package adds headers from OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS.
         sent = self.build_request(

@@ -82,7 +82,7 @@ class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float:
-        """The weight."""
+        """The weight, with its default where it is unset."""
         return self.weight if self.weight is not None else float(self.gate is None)
 
 
@@ -121,6 +121,7 @@ def read_options(type: type[Options], options: dict[str, Any]) -> Options:
 
 
 def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
+    """Each problem of the options as (option, text)."""
     found = []
     if not re.match(r"https?://[^/\s]+", options.url):
         found.append(("url", f"{options.url!r} does not begin with http:// or https:// and a host"))
@@ -153,7 +154,7 @@ def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
 
 
 def criteria_problems(criteria: list[Criterion], *, alone: bool = True) -> list[str]:
-    """Problems between criteria; ``alone`` says that these are all."""
+    """Problems between criteria. ``alone``: no row adds further ones, so at least one here needs a weight above 0."""
     names = [criterion.name for criterion in criteria]
     found = [f"there are two named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     for criterion in criteria:

@@ -1,12 +1,12 @@
 """The pool of a judge: answers the same calls as RewardPool, by asking a language model.
 
-The calls of a judge wait for a server and run no users' code, so they share one process, one set of limits and one
-cache. A function that is added to the judge (``also``) runs in a RewardPool. An answer that cannot be used is sent back
-once, with the problems.
+The calls of a judge wait for a server and run no users' code. So they share one process, one set of limits and one
+cache. Each call asks ``reward.options.votes`` questions, its votes. A function that is added to the judge (``also``)
+runs in a RewardPool. An answer that cannot be used is sent back once, with the problems.
 
-Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed;
-a call without a judgement is never 0. A vote ends within its time with an answer or with VoteFailed. The pool fails as
-a whole only if its owner gives it up.
+Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed. A
+call without a judgement is never 0. A vote ends within its time with an answer or with VoteFailed. The pool fails as a
+whole only if its owner gives it up.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class JudgePool:
                 raise ConfigError([_of_also(problem) for problem in error.problems]) from error
 
     def score(self, request: Score) -> asyncio.Future[Scores]:
-        """Have a completion, or a group, judged. The future raises RewardFailed; cancelling it gives the place up."""
+        """Start to judge a completion or a group. The future raises RewardFailed; cancelling it ends its requests."""
         if self._end.done():
             raise self._ended_error()
         task = asyncio.get_running_loop().create_task(self._score(request))
@@ -164,7 +164,7 @@ class JudgePool:
         return task
 
     async def watch(self) -> None:
-        """Returns when the pool is closed. Raises what it was given up for, and when the added function's pool ends."""
+        """Return when the pool is closed. Raises the error of ``give_up``, or that of the added function's pool."""
         if self._also is None:
             await asyncio.shield(self._end)
             return
@@ -227,6 +227,7 @@ class JudgePool:
         return uid, time.monotonic() - began
 
     async def _score(self, request: Score) -> Scores:
+        """Ask the judge and call the added function at the same time, and add up their rewards. Raises RewardFailed."""
         began = time.monotonic()
         fault: RewardFault | None = None
         try:
@@ -261,7 +262,8 @@ class JudgePool:
         return shaped(scores, request, self._config, self._max_tokens)
 
     async def _judged(self, request: Score) -> list[Outcome]:
-        """The outcomes by the votes that were valid. Raises _Unjudged."""
+        """Ask all votes at the same time; returns the outcomes by the valid ones. Raises _Unjudged if those are too
+        few."""
         try:
             questions = await asyncio.to_thread(self._judge.questions, request)
         except ValueError as error:
@@ -282,7 +284,7 @@ class JudgePool:
         )
 
     async def _vote(self, question: Question) -> tuple[Any, VoteFailed | None]:
-        """The judge's answer as the question reads it, or the reason that there is none."""
+        """Ask one vote; returns the answer as the question reads it, or None and the failure."""
         try:
             return await self._answer(question), None
         except VoteFailed as error:
@@ -296,7 +298,10 @@ class JudgePool:
         return None, failed
 
     async def _answer(self, question: Question) -> Any:
-        """The answer from the run's folder or from the judge. Raises VoteFailed, BadAnswer, TimeoutError."""
+        """The answer that the run's folder keeps, or a new one of the judge, which is then kept.
+
+        Raises VoteFailed, BadAnswer, TimeoutError.
+        """
         options, cache = self._judge.options, self._cache
         # The first vote has the key of a question that is asked once.
         number = (question.vote,) if question.vote else ()
@@ -314,7 +319,10 @@ class JudgePool:
         return said
 
     async def _ask(self, question: Question) -> tuple[Any, str]:
-        """The answer as read, and its text. Raises VoteFailed, BadAnswer for the repaired one, TimeoutError."""
+        """Ask the judge, and a second time if the answer is unusable; returns the answer as read, and its text.
+
+        Raises VoteFailed, TimeoutError, and BadAnswer if the second answer is unusable too.
+        """
         assert self._client is not None
         reply = await self._client.ask(question.messages, question.schema, self._config.timeout_s)
         try:

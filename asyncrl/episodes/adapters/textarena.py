@@ -21,7 +21,7 @@ _dice = threading.Lock()
 
 
 class TextArena:
-    """One game. Games draw from Python's one generator; each is given a state of its own, so that seeds hold."""
+    """One game. Games draw from Python's global random generator, so each saves and restores its own state of it."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
         # The plain game says only news; wrappers under its other names repeat the whole conversation.
@@ -29,13 +29,13 @@ class TextArena:
         self._state: Any = None
 
     def reset(self, task: Task) -> str:
-        """The rules."""
+        """Start the game by the task's seed; returns its rules."""
         with self._own_dice():
             self._game.reset(num_players=1, seed=task.seed)
             return self._said()
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-        """A move."""
+        """Play the message as a move; returns the game's text, the reward and whether the game has ended."""
         with self._own_dice():
             done, _ = self._game.step(message["content"])
             if not done:
@@ -50,6 +50,7 @@ class TextArena:
 
     @contextmanager
     def _own_dice(self) -> Iterator[None]:
+        """Give the generator this game's state for the context, and then the earlier state again."""
         with _dice:
             others = random.getstate()
             if self._state is not None:

@@ -91,7 +91,7 @@ class MessageEvents:
     def __init__(self, stamp: Stamp) -> None:
         self._stamp = stamp
         self._told = 0
-        """Characters of the content."""
+        """Characters of the content that were sent."""
         self._blocks = 0
         """Blocks that have begun."""
         self._begun = False

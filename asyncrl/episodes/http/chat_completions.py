@@ -78,7 +78,7 @@ class ChatCompletionEvents:
         self._head = _head(stamp, "chat.completion.chunk")
         self._usage = asked.include_usage
         self._told: dict[int, int] = {}
-        """Characters of the content of each choice that has begun."""
+        """Characters of the content that were sent, for each choice that has begun."""
 
     def text(self, choice: int, text: str) -> bytes:
         begin = b"" if choice in self._told else self._chunk(choice, {"role": "assistant", "content": ""})
@@ -95,6 +95,7 @@ class ChatCompletionEvents:
         return event(openai_failure(failure))
 
     def _rest(self, choice: int, reply: ChatReply) -> list[bytes]:
+        """The chunks of a choice that were not sent yet, up to its finish reason."""
         parts = []
         if choice not in self._told:
             empty = None if reply.tool_calls and not reply.content else ""

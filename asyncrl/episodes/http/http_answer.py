@@ -32,7 +32,10 @@ class CutConnection(Exception):
 
 @asynccontextmanager
 async def _in_time(timeout_s: float) -> AsyncIterator[None]:
-    """A deadline on writing. The kernel holds no more than its buffer, so it is one on the reader."""
+    """Raise CutConnection if a write in the context takes longer than ``timeout_s``.
+
+    The kernel's buffer is bounded, so a slow write means that the client does not read.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -72,10 +75,10 @@ class HttpAnswer:
         self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent = [0] * asked.n
-        """Characters of the content of each choice."""
+        """Characters of each choice's content that were sent."""
 
     async def whole(self, news: asyncio.Event) -> web.StreamResponse:
-        """One body of JSON. Raises CutConnection."""
+        """Wait for the outcome, and send it as one body of JSON. Raises CutConnection."""
         while self._call.running:
             if not await self._more(news):
                 await self._write(BLANK, JSON)
@@ -93,7 +96,7 @@ class HttpAnswer:
         return await self._fail(self._explain(outcome))
 
     async def stream(self, news: asyncio.Event) -> web.StreamResponse:
-        """A stream of events. Raises CutConnection."""
+        """Send content as events while it is sampled, then the end or the failure. Raises CutConnection."""
         events: ReplyStream | None = None
         while self._call.running:
             alive = await self._more(news)
@@ -128,12 +131,13 @@ class HttpAnswer:
         return True
 
     def _fresh(self) -> list[tuple[int, str]]:
-        """Choices with content that is not sent yet, and that content."""
+        """The content that was not sent yet, as (choice, text); it counts as sent from now on."""
         fresh = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
         self._sent = [len(text) for text in self._call.texts]
         return [(at, text) for at, text in fresh if text]
 
     def _stamp(self) -> Stamp:
+        """The identity of the reply: numbered by its node, or by its call before the node is known."""
         outcome = self._call.outcome
         known = outcome is not None and not isinstance(outcome, Exception)
         number = str(outcome[0].node) if known else f"call{self._call.number}"  # type: ignore[index]

@@ -76,7 +76,7 @@ class ResponseEvents:
         self._asked, self._stamp = asked, stamp
         self._sequence = 0
         self._told = ""
-        """Text of the content."""
+        """Text of the content that was sent."""
         self._begun = False
         self._message_begun = False
 

@@ -127,7 +127,7 @@ class _SessionWatch(CallWatch):
     ) -> None:
         self._session, self._call, self._clock, self._hosts, self._text = session, request.call, clock, hosts, text
         self._told = 0
-        """Characters that were sent."""
+        """Characters of the answer that were sent to the host."""
 
     def entered(self, phase: Phase) -> None:
         self._session.stages.enter(self._call, phase, self._clock.now())
@@ -384,7 +384,11 @@ class Sessions:
         )
 
     def _text_of(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
-        """The text to be sent as it is sampled; None where the agent asks for none, or it has more than the answer."""
+        """The decoder for the text of a call that is sent as it is sampled; None if only the whole answer is sent.
+
+        The whole answer is sent if the agent did not ask to stream, or if it may hold tool calls, reasoning or stop
+        strings.
+        """
         if not request.stream or tools or response.stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return None
         return GrowingText(self._renderer.text)
@@ -403,7 +407,7 @@ class GrowingText:
         self._read = 0
         """The first token behind the last one that ended with a whole character."""
         self._told = 0
-        """Characters behind that one which were returned."""
+        """Characters behind that token that were returned."""
 
     def more(self, tokens: Sequence[int]) -> str:
         """The text that is new with ``tokens``, all there are by now."""
