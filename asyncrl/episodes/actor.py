@@ -211,7 +211,7 @@ class EpisodesActor(Actor, EpisodeObserver):
             raise EpisodeOver(self._over.get(key, "it is not known"))
         return session
 
-    # --- what the user hears ---
+    # --- output and failures for the user ---
 
     def printed(self, uid: str, text: str, dropped: int) -> None:
         self.log.info("printed", uid=uid, text=self._masked(text), dropped_bytes=dropped)

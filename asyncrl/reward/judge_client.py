@@ -215,7 +215,7 @@ class JudgeClient:
             async with self._places:
                 # One waits at a time, the others behind it: a small request does not slip past a large one.
                 async with self._door:
-                    # Others that were sent again meanwhile make it longer.
+                    # Requests that the package has repeated meanwhile make the wait longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
                         await asyncio.sleep(wait_s)
                     spent = self._begin(tokens)

@@ -310,7 +310,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             assert place.process is not None
             place.process.send(*bodies)
             if place.process.ended:
-                # The worker has not seen them: another may have them.
+                # The worker has ended before it got them: another runs them.
                 place.given_bytes -= sum(pending.size for pending in new)
                 self._put_back(new)
                 return
@@ -431,7 +431,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         first, *others = place.given
         place.given = deque([first])
         for pending in others:
-            # A cancelled task in its place: this worker's answer to it is ignored.
+            # A cancelled copy takes its place in this worker's row: the worker's answer to it is ignored.
             ghost = Pending(self, pending.request)
             ghost.size = pending.size
             ghost.cancel()

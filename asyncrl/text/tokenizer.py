@@ -5,7 +5,7 @@ Only a folder without tokenizer.json needs transformers. Without a folder, for s
 modules are imported by ``load_tokenizer`` and at the first chat prompt, because every simulated rollouter imports this
 module.
 
-Invariant: the same messages give the same ids during a run, even past midnight: a template that asks for the time gets
+Invariant: the same messages give the same ids during a run, even past midnight. A template that asks for the time gets
 the date with which the tokenizer was loaded.
 
 Fails with ConfigError (naming model.path) if the folder holds no tokenizer, and with ValueError for a prompt that the

@@ -198,6 +198,7 @@ class Top(App[int]):
 
     @work(exclusive=True)
     async def _follow(self, feed: Feed) -> None:
+        """Take each snapshot of the feed into the history; note why the feed has ended."""
         try:
             async for seen in feed():
                 if isinstance(seen, Away | Waiting):
@@ -232,6 +233,7 @@ class Top(App[int]):
                 self._draw()
 
     def _tick(self) -> None:
+        """Advance the replay, and draw if there is something new and DRAW_S have passed; else draw the foot alone."""
         replay = self.source.replay
         if replay is not None:
             before = replay.position
@@ -248,6 +250,7 @@ class Top(App[int]):
     # --- drawing ---
 
     def _draw(self) -> None:
+        """Draw everything that is visible, of the newest snapshot unless the view is frozen."""
         if self.source.replay is not None:
             self._history = self.source.replay.history()
         if not self._frozen and self._history.newest is not None:

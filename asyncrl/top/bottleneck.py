@@ -105,6 +105,7 @@ def find_bottleneck(flow: Flow) -> Verdict:
 
 
 def _saturated(flow: Flow) -> Verdict | None:
+    """The last stage of the flow that is busy for SATURATED of its time; None without one."""
     learner, reward, rollouters = by_kind(flow.learner), by_kind(flow.reward), by_kind(flow.rollouters)
     if _occupied(learner) >= SATURATED:
         if learner.get("weights", 0.0) > learner.get("work", 0.0):
@@ -147,6 +148,7 @@ _STAGES_SAID = {
 
 
 def _unsaturated(flow: Flow) -> Verdict:
+    """The reason that no stage is busy enough: what the waiting stages wait for."""
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
     at_reward, generating = flow.at_reward, flow.generating

@@ -121,6 +121,7 @@ def find_target(run: str, keys: Path | None = None, lives: Lives = lambda _run_d
 
 
 def _from_folder(run_dir: Path, keys: Path | None, lives: Lives) -> WatchedRun:
+    """The run whose controller has left its address in the folder. Raises UsageError and NotStarted."""
     private = run_dir / PRIVATE
     if not private.exists():
         raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
@@ -164,10 +165,11 @@ class Viewer(ControllerClient):
 
 
 async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
-    """The newest snapshot of one attempt, again and again; an Away about every ANSWER_S without an answer.
+    """Yield each new snapshot of one attempt, and an Away about every ANSWER_S without an answer.
 
-    Ends after the last snapshot of a run, or when the run folder shows that the run has ended; then the last one is
-    made from the recording. Raises UsageError if the run refuses the keys, and ActorFailed if too many viewers watch.
+    Ends after the last snapshot of a run, or when the run folder shows that the run has ended. Then the last snapshot
+    is made from the recording. Raises UsageError if the run refuses the keys, and ActorFailed if too many viewers
+    watch.
     """
     seen, heard, last = -1, time.monotonic(), None
     with Viewer(target) as viewer:

@@ -96,6 +96,7 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None, width: int)
 
 
 def _facts(actor: ActorView) -> list[Line]:
+    """Lines on an actor: its condition, its host and process, their use, and a line for each GPU."""
     condition = said_state(actor.condition, actor.state, actor.awaiting)
     # Unknown: everything without a heartbeat, and the use of its host once the actor is gone.
     told, known = bool(actor.state), actor.condition != "absent"
@@ -262,8 +263,8 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
 
 
 def _end_of(file: BinaryIO, size: int, until: float) -> int:
-    """Offset of the first later line; ``size`` without one."""
-    # The first line with a timestamp that begins at ``late`` or after it is later, and that of ``early`` is not.
+    """Find by bisection the offset of the first line later than ``until``; ``size`` if none is later."""
+    # From ``late`` on, the first line with a timestamp is later than ``until``; from ``early`` on it is not.
     early, late = 0, size
     while late - early > LOG_BYTES:
         middle = (early + late) // 2

@@ -110,6 +110,7 @@ class StageBox:
     depth: float | None
     """Work that is in the stage or waits for it."""
     limit: float | None
+    """Value of ``depth`` at which its bar is full; None without one."""
     shares: Mapping[str, float]
     """Shares of the time of its resources by state."""
     marked: bool
@@ -164,6 +165,7 @@ def pipeline(view: SnapshotView, width: int) -> list[Text]:
 
 
 def _stage(box: StageBox, view: SnapshotView, wide: int) -> list[Line]:
+    """Five lines of a stage: its name, rate, depth, a bar, and its main state."""
     mark = "◆" if wide < ROOMY else "◆ "
     name, rule = (f"{mark}{box.stage}", "━") if box.marked else (box.stage, "─")
     there = f"{box.alive}/{box.actors}" if box.alive < box.actors else f"{box.actors}" if box.actors > 1 else ""

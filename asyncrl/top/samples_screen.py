@@ -53,6 +53,7 @@ class SamplesScreen(PageScreen):
 
     @work(thread=True, exclusive=True, group="read")
     def _read(self) -> None:
+        """Read the newest groups of the chosen kind in a thread, and show them."""
         choice, count, run_dir = replace(self._choice, until=self._until()), self._count, self._run_dir
         found: list[SampleGroup] = []
         problem = "" if run_dir is not None else ELSEWHERE

@@ -78,6 +78,7 @@ class Rows(DataTable[Text]):
         return self._shown[self.cursor_row].key if 0 <= self.cursor_row < len(self._shown) else ""
 
     def show(self, table: Table, width: int) -> None:
+        """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
         chosen, layout, seen = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
         if layout != self._layout_shown:
             self.clear(columns=True)
@@ -125,7 +126,7 @@ class PaneView(Vertical):
         return self.size.width - 1
 
     def show(self, pane: Pane, *, tall: bool) -> None:
-        """Draw the pane; if it is not as ``tall`` as there is room, it takes the rows that it needs."""
+        """Draw the pane. A ``tall`` one fills the room; another is as high as its content."""
         self._about = pane.about
         table = pane.table if pane.table is not None and pane.table.rows else None
         self._lines.show([fit(line, self.room) for line in pane.head])

@@ -221,11 +221,11 @@ class PolicyCalls:
             now = asyncio.get_running_loop().time()
             for key, book in list(self._books.items()):
                 for call in book.given_up(now, grace_s=grace_s):
-                    # It has another grace for its end.
+                    # The cancelled call has another grace in which to end.
                     call.left = now
                     self._tasks[call].cancel()
                 book.forget(now, kept_s=kept_s)
-                # A session lasts until its calls have ended.
+                # The book of an ended session stays until its calls have ended.
                 if not self._core.knows(key) and not book.open():
                     del self._books[key]
 

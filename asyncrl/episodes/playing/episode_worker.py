@@ -210,7 +210,7 @@ class EpisodeWorker:
                 f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
             )
         try:
-            # As the host will read it, where an invalid call would end this worker instead of being refused.
+            # Decoded as the host does it: there an invalid call would end this worker instead of being refused.
             self._decoder.decode(body)
         except msgspec.ValidationError as error:
             problem, _, place = str(error).partition(" - at ")

@@ -1,8 +1,8 @@
 """The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
 
-Renderers are programs where a template is text, and know what the template of their family does. The family is
-named by the configuration, never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's
-bridge puts behind an answer. Fails with ConfigError where the package or the family is not there.
+A renderer is Python code that does the work of a family's chat template. The family is named by the configuration,
+never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's bridge puts behind an
+answer. Fails with ConfigError where the package or the family is not there.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ class PackageRenderer:
         return self._made(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
 
     def _make(self, options: str) -> Any:
+        """Make the package's renderer for ``options``, which are JSON text. Raises ConfigError."""
         try:
             from pydantic import TypeAdapter
             from renderers import create_renderer
@@ -145,6 +146,7 @@ class PackageRenderer:
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
 
     def _examine(self, shape: Shape) -> TurnCheck:
+        """Check a kind of turn: compare an answer and its extension with a single render (probe.py)."""
         before, answer, tail = example(shape)
         tools = TOOLS if shape.with_tools else ()
         try:

@@ -129,6 +129,7 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 
 
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
+    """The verdict on a learnt turn: compare the tokens of its parts with those of the whole text."""
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
     if turn.dropped and history == "template":
@@ -144,7 +145,8 @@ def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: Histor
 
 
 def extension_ids(template: ChatTemplate, turn: ChatTurn, *, ended: bool, close: str = "") -> list[int]:
-    """The tokens behind an answer, which has its end or has not; ``close`` is put in front where it has not."""
+    """The context tokens behind a sampled answer. One that was cut (not ``ended``) gets its end token, after
+    ``close``."""
     if ended:
         # The end goes in front, so that the tokenizer does not take the rest for the beginning of a text.
         return template.ids(turn.end + turn.after)[1:]
