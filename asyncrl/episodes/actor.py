@@ -73,8 +73,8 @@ class EpisodesActor(Actor, EpisodeObserver):
         try:
             from asyncrl.episodes.http.endpoint import PolicyEndpoint
         except ImportError as error:
-            told = f"the endpoint of episodes is not installed ({error}); pip install 'asyncrl[episodes]' here"
-            raise ConfigError([told]) from error
+            problem = f"the endpoint of episodes is not installed ({error}); pip install 'asyncrl[episodes]' here"
+            raise ConfigError([problem]) from error
         self._http = PolicyEndpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))

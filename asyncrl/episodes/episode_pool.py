@@ -210,8 +210,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         if guilty is None:
             return ""
         place.guilty = guilty
-        told = f"did not end within {close_s:g} s of being asked to (episode.close_timeout_s)"
-        return f"was killed because of an episode that {told}"
+        problem = f"did not end within {close_s:g} s of being asked to (episode.close_timeout_s)"
+        return f"was killed because of an episode that {problem}"
 
     def _lost(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
         """End the episodes of a worker that has ended, and blame the one that was alone in it or did not end."""

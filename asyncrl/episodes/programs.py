@@ -222,8 +222,8 @@ class Programs(WorkerPool[Program]):
         used = answer["user_s"]
         if answer["code"] != 0:
             lines = answer["last_lines"]
-            said = f": {' | '.join(lines)}" if lines else ", and printed nothing"
-            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=used)
+            printed = f": {' | '.join(lines)}" if lines else ", and printed nothing"
+            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{printed}", user_s=used)
         try:
             outcome = outcome_of(answer["last_line"])
         except BadOutcome as error:

@@ -75,7 +75,7 @@ class PolicySession:
         self._calls: set[asyncio.Future[Any]] = set()
         self._deltas: dict[str, OnDelta] = {}
         self._credits: set[asyncio.Task[int]] = set()
-        self._over = ""
+        self._end_reason = ""
         self._quiet_since = time.monotonic()
         """Time when the last call of the policy ended, or the episode began."""
         self.key = request.session
@@ -93,7 +93,7 @@ class PolicySession:
 
     def begin(self) -> None:
         """Report to the rollouter that the user's code has begun."""
-        if not self._over and not self._rollouter.cast(EpisodeBegan(session=self.key)):
+        if not self._end_reason and not self._rollouter.cast(EpisodeBegan(session=self.key)):
             self._loop.call_later(CAST_AGAIN_S, self.begin)
 
     async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
@@ -137,13 +137,13 @@ class PolicySession:
 
         EpisodeOver is not a failure: a conversation that has ended takes no rewards.
         """
-        said = await asyncio.gather(*self._credits, return_exceptions=True)
-        failed = [one for one in said if isinstance(one, BaseException) and not isinstance(one, EpisodeOver)]
-        return f"the reward of a turn could not be noted: {failed[0]}" if failed else ""
+        results = await asyncio.gather(*self._credits, return_exceptions=True)
+        failures = [one for one in results if isinstance(one, BaseException) and not isinstance(one, EpisodeOver)]
+        return f"the reward of a turn could not be noted: {failures[0]}" if failures else ""
 
     def end(self, reason: str) -> None:
         """Cancel the open calls and refuse later ones; both raise EpisodeOver with ``reason``."""
-        self._over = self._over or reason
+        self._end_reason = self._end_reason or reason
         for call in list(self._calls):
             call.cancel()
         for credit in self._credits:
@@ -151,7 +151,7 @@ class PolicySession:
 
     async def _ask(self, request: Request) -> Message:
         """Send a request to the rollouter and return its answer. Raises EpisodeOver, ChatRefused, OSError."""
-        if over := self._over:
+        if over := self._end_reason:
             raise EpisodeOver(over)
         call = self._rollouter.call(request, timeout=max(0.0, self._deadline - self._loop.time()))
         self._calls.add(call)
@@ -160,8 +160,8 @@ class PolicySession:
             return reply
         except asyncio.CancelledError:
             # Either ``end`` cancelled the call, or the task that waits for it was cancelled.
-            if call.cancelled() and self._over:
-                raise EpisodeOver(self._over) from None
+            if call.cancelled() and self._end_reason:
+                raise EpisodeOver(self._end_reason) from None
             raise
         except RemoteError as error:
             raise _as_raised(error, "completion" if isinstance(request, TurnReward) else "messages") from error

@@ -72,12 +72,12 @@ class Faults:
         what = "trajectory" if reward.per == "trajectory" else "group"
         is_left_out = rollout.on_failed_trajectory == "drop" and reward.per == "trajectory"
         then = "is left out of its group" if is_left_out else "its group is quarantined"
-        told = f"A {what} is tried {rollout.max_attempts} times, then {'it ' if is_left_out else ''}{then}"
+        text = f"A {what} is tried {rollout.max_attempts} times, then {'it ' if is_left_out else ''}{then}"
         if reward.per == "trajectory":
-            told += " (rollout.on_failed_trajectory)"
+            text += " (rollout.on_failed_trajectory)"
         if timed_out and reward.per == "trajectory":
-            told += "; reward.on_timeout = NUMBER would give such a response that reward"
-        return told
+            text += "; reward.on_timeout = NUMBER would give such a response that reward"
+        return text
 
 
 @dataclass(slots=True)

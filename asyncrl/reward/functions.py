@@ -182,8 +182,8 @@ JUDGES = ("relative_judge", "rubric")
 def _answers(row: Row, answer_key: str) -> list[str]:
     """The answers in the row's column as text: one, or each of a list. Raises ValueError."""
     if not has_column(row, answer_key):
-        there = sorted(column_names(row))
-        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {there}")
+        columns = sorted(column_names(row))
+        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {columns}")
     value = column_of(row, answer_key)
     answers = [str(one) for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
     if not answers:

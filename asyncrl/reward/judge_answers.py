@@ -66,17 +66,17 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
         raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
     # The reasoning of a model may hold drafts, which end before it does; an answer may quote the mark of its end.
     first, last = text.find(REASONING_END), text.rfind(REASONING_END)
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for begin in sorted({0, max(0, first), max(0, last)}, reverse=True):
-        found = [each for each, end in _objects(text, begin) if end > last and name in each]
-        if found:
+        objects = [each for each, end in _objects(text, begin) if end > last and name in each]
+        if objects:
             break
-    if not found:
+    if not objects:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
     # Not by equality: 1 and true would be equal.
-    if any(repr(each[name]) != repr(found[0][name]) for each in found):
-        raise BadAnswer([f'there are {len(found)} different JSON objects with the key "{name}" in the answer'])
-    entries = found[0][name]
+    if any(repr(each[name]) != repr(objects[0][name]) for each in objects):
+        raise BadAnswer([f'there are {len(objects)} different JSON objects with the key "{name}" in the answer'])
+    entries = objects[0][name]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadAnswer([f'"{name}" is not a list of objects'])
     return entries

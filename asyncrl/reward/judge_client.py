@@ -125,7 +125,7 @@ class JudgeClient:
     def __init__(self, options: JudgeOptions, counters: JudgeCounters, on_request: Callable[[float], None]) -> None:
         self._options, self._counters = options, counters
         self._takes_schema = "response_format" not in options.extra
-        self._places, self._door = asyncio.Semaphore(options.concurrency), asyncio.Lock()
+        self._places, self._limits_lock = asyncio.Semaphore(options.concurrency), asyncio.Lock()
         self._requests, self._tokens = MinuteLimit(options.requests_per_minute), MinuteLimit(options.tokens_per_minute)
         self.waiting = 0
         """Requests that wait for their turn."""
@@ -174,8 +174,8 @@ class JudgeClient:
             raise self._failed(error) from error
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
-            told = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-            raise VoteFailed("unreachable", f"{options.url} cannot be reached: {told}") from error
+            reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+            raise VoteFailed("unreachable", f"{options.url} cannot be reached: {reason}") from error
         return self._read(response.content, spent, left_s)
 
     def _read(self, body: bytes, spent: Spent, left_s: float) -> JudgeReply:
@@ -200,30 +200,30 @@ class JudgeClient:
         return JudgeReply(text, usage.completion_tokens, choice.finish_reason == "length", left_s)
 
     def _failed(self, error: Any) -> VoteFailed:
-        status, said = error.status_code, " ".join(error.response.text[:400].split())
-        told = f"{self._options.url} answers with status {status}: {said}"
+        status, body = error.status_code, " ".join(error.response.text[:400].split())
+        reason = f"{self._options.url} answers with status {status}: {body}"
         if pause := error.response.headers.get("Retry-After"):
-            told += f" (Retry-After: {pause})"
-        return VoteFailed(f"status {status}", told, passing=status in PASSING or status >= 500)
+            reason += f" (Retry-After: {pause})"
+        return VoteFailed(f"status {status}", reason, passing=status in PASSING or status >= 500)
 
     @asynccontextmanager
     async def _turn(self, tokens: int) -> AsyncIterator[Spent]:
         """Wait until a request of about ``tokens`` tokens may begin; it counts as open during the context."""
         self.waiting += 1
-        waits = True
+        is_waiting = True
         try:
             async with self._places:
                 # One waits at a time, the others behind it: a small request does not slip past a large one.
-                async with self._door:
+                async with self._limits_lock:
                     # Requests that the package has repeated meanwhile make the wait longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
                         await asyncio.sleep(wait_s)
                     spent = self._begin(tokens)
                 self.waiting -= 1
-                waits = False
+                is_waiting = False
                 yield spent
         finally:
-            self.waiting -= waits
+            self.waiting -= is_waiting
 
     def _wait_s(self, tokens: int) -> float:
         now = time.monotonic()
@@ -243,8 +243,8 @@ class JudgeClient:
 
 
 def _refuses_schema(error: Any) -> bool:
-    said = error.response.text[:400]
-    return error.status_code in WITHOUT_SCHEMA and any(word in said for word in SCHEMA_WORDS)
+    body = error.response.text[:400]
+    return error.status_code in WITHOUT_SCHEMA and any(word in body for word in SCHEMA_WORDS)
 
 
 class AnswerRefused(openai.OpenAIError):  # type: ignore[misc]

@@ -126,11 +126,11 @@ def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
     if not re.match(r"https?://[^/\s]+", options.url):
         found.append(("url", f"{options.url!r} does not begin with http:// or https:// and a host"))
     if options.api_key_env and not os.environ.get(options.api_key_env):
-        told = "is not set in the environment of the launcher"
+        text = "is not set in the environment of the launcher"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.api_key_env):
-            told = "no environment variable has such a name; it takes the variable's name, never the key itself"
-            return [*found, ("api_key_env", told)]
-        found.append(("api_key_env", f"{options.api_key_env} {told}"))
+            text = "no environment variable has such a name; it takes the variable's name, never the key itself"
+            return [*found, ("api_key_env", text)]
+        found.append(("api_key_env", f"{options.api_key_env} {text}"))
     elif not (key := os.environ.get(options.api_key_env, "").strip()).isprintable() or not key.isascii():
         found.append(("api_key_env", f"the value of {options.api_key_env} holds more than printable ASCII"))
     if len(options.price_per_million) not in (0, 2):

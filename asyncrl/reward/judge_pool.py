@@ -138,8 +138,8 @@ class JudgePool:
         except NotCallable as error:
             raise ConfigError(error.problems) from error
         except ImportError as error:
-            told = f"{config.function} needs the package openai ({error}); pip install 'asyncrl[judges]'"
-            raise ConfigError([f"reward.function: {told}"]) from error
+            missing = f"{config.function} needs the package openai ({error}); pip install 'asyncrl[judges]'"
+            raise ConfigError([f"reward.function: {missing}"]) from error
         if options.also:
             added = {"function": options.also, "options": options.also_options, "per": "trajectory"}
             self._also = RewardPool(
@@ -275,10 +275,10 @@ class JudgePool:
         if 2 * len(answers) > len(questions):
             return self._judge.outcomes(request, answers)
         reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
-        told = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
+        share = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
         raise _Unjudged(
             failures[0].kind,
-            f"unjudged: {told}{reasons[:2000]}",
+            f"unjudged: {share}{reasons[:2000]}",
             retryable=any(failure.passing for failure in failures),
             timed_out=any(failure.kind == "timed out" for failure in failures),
         )
@@ -292,8 +292,8 @@ class JudgePool:
         except BadAnswer as error:
             failed = VoteFailed("unusable answer", f"its answer cannot be used, nor the repaired one: {error}")
         except TimeoutError:
-            told = f"{self._judge.options.url} gave no answer that can be used within {self._config.timeout_s:g} s"
-            failed = VoteFailed("timed out", f"{told} (reward.timeout_s)")
+            reason = f"{self._judge.options.url} gave no answer that can be used within {self._config.timeout_s:g} s"
+            failed = VoteFailed("timed out", f"{reason} (reward.timeout_s)")
         self.judged.failed_votes += 1
         return None, failed
 
@@ -310,13 +310,13 @@ class JudgePool:
         if kept is not None:
             # BadAnswer: the answer was kept by a version that took what this one does not.
             with contextlib.suppress(BadAnswer):
-                said = question.read(kept)
+                answer = question.read(kept)
                 self.judged.cached += 1
-                return said
-        said, text = await self._ask(question)
+                return answer
+        answer, text = await self._ask(question)
         if cache is not None and not await asyncio.to_thread(cache.keep, key, text):
             self.judged.uncached += 1
-        return said
+        return answer
 
     async def _ask(self, question: Question) -> tuple[Any, str]:
         """Ask the judge, and a second time if the answer is unusable; returns the answer as read, and its text.
@@ -333,9 +333,9 @@ class JudgePool:
                 raise _cut(reply, error) from error
             problems = "\n".join(f"* {problem}" for problem in error.problems)
         self.judged.repairs += 1
-        said = {"role": "assistant", "content": shorten(reply.text, REPAIR_CHARS) or "(nothing)"}
-        asked = {"role": "user", "content": REPAIR.format(problems=problems)}
-        reply = await self._client.ask([*question.messages, said, asked], question.schema, reply.left_s)
+        answer = {"role": "assistant", "content": shorten(reply.text, REPAIR_CHARS) or "(nothing)"}
+        request = {"role": "user", "content": REPAIR.format(problems=problems)}
+        reply = await self._client.ask([*question.messages, answer, request], question.schema, reply.left_s)
         try:
             return question.read(reply.text), reply.text
         except BadAnswer as error:
@@ -383,8 +383,8 @@ class _Unjudged(Exception):
 
 
 def _cut(reply: JudgeReply, error: BadAnswer) -> VoteFailed:
-    told = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
-    return VoteFailed("cut answer", f"{told}; give it more (reward.options.extra, as max_completion_tokens)")
+    reason = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
+    return VoteFailed("cut answer", f"{reason}; give it more (reward.options.extra, as max_completion_tokens)")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

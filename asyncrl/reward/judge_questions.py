@@ -241,8 +241,8 @@ def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
     """The columns ``row_keys`` as lines of bounded length. Raises ValueError if the row lacks one."""
     missing = [key for key in options.row_keys if not has_column(row, key)]
     if missing:
-        there = sorted(column_names(row))
-        raise ValueError(f"the row has no column {missing[0]!r} (reward.options.row_keys); it has {there}")
+        columns = sorted(column_names(row))
+        raise ValueError(f"the row has no column {missing[0]!r} (reward.options.row_keys); it has {columns}")
     lines = []
     for key in options.row_keys:
         value = column_of(row, key)

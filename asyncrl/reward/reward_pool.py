@@ -341,8 +341,8 @@ class RewardPool(WorkerPool[RewardPlace]):
             if len(body) > MAX_TASK_BYTES:
                 raise ValueError(f"{len(body)} bytes")
         except (TypeError, ValueError, OverflowError) as error:
-            told = f"cannot be given {request.uid}: {error}"
-            pending.fail(RewardFailed(self._config.function, told, retryable=False))
+            reason = f"cannot be given {request.uid}: {error}"
+            pending.fail(RewardFailed(self._config.function, reason, retryable=False))
             return None
         return body
 
@@ -432,10 +432,10 @@ class RewardPool(WorkerPool[RewardPlace]):
         place.given = deque([first])
         for pending in others:
             # A cancelled copy takes its place in this worker's row: the worker's answer to it is ignored.
-            ghost = Pending(self, pending.request)
-            ghost.size = pending.size
-            ghost.cancel()
-            place.given.append(ghost)
+            placeholder = Pending(self, pending.request)
+            placeholder.size = pending.size
+            placeholder.cancel()
+            place.given.append(placeholder)
         self._put_back([pending for pending in others if not pending.done()])
 
     def forsake(self, pending: Pending) -> None:

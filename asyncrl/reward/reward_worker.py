@@ -195,8 +195,8 @@ def main() -> None:
             except NotCallable as error:
                 connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
                 return
-            found = find_place(setup.function)
-            place = f" ({found})" if found else ""
+            definition = find_place(setup.function)
+            place = f" ({definition})" if definition else ""
             memory = MemoryLimit(setup.max_memory_bytes)
             connection.sendall(framed(msgspec.msgpack.encode(Ready())))
             try:

@@ -186,8 +186,8 @@ class Top(App[int]):
         base, seen = self.screen_stack[0], self.panes[self._seen]
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
-        said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.show([rich_text([(line, "")]) for line in said.splitlines()])
+        message = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
+        self._small.show([rich_text([(line, "")]) for line in message.splitlines()])
         for each in base.query("#body *"):
             each.set_class(each is seen or each in seen.ancestors, "seen")
         if self.screen is base:
@@ -281,8 +281,8 @@ class Top(App[int]):
 
     def _draw_foot(self) -> None:
         replay, width, attached = self.source.replay, self._foot.size.width, self.view is not None
-        seen = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
-        line = foot(seen, self._choice, width, replay=replay is not None)
+        status_line = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
+        line = foot(status_line, self._choice, width, replay=replay is not None)
         self._foot.show([fit(line, width)])
 
     # --- keys ---

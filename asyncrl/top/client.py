@@ -182,9 +182,9 @@ async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
             except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
                 if await asyncio.to_thread(lambda: target.is_over):
                     break
-                silent = isinstance(error, DeadlineExceeded)
-                yield Away("" if silent else str(error), time.monotonic() - heard)
-                if not silent:
+                timed_out = isinstance(error, DeadlineExceeded)
+                yield Away("" if timed_out else str(error), time.monotonic() - heard)
+                if not timed_out:
                     # The next error would come at once.
                     await asyncio.sleep(AGAIN_S)
                 continue

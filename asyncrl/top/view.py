@@ -243,8 +243,8 @@ class SnapshotView:
 
     def state(self, actor: ActorView) -> tuple[str, str, str]:
         """(condition, state, what it waits for) of the actor's first resource, or of the actor if it has none."""
-        told = next(iter(actor.resources), actor)
-        return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, told.state, told.awaiting)
+        source = next(iter(actor.resources), actor)
+        return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, source.state, source.awaiting)
 
     @cached_property
     def down(self) -> list[str]:
@@ -319,8 +319,8 @@ class SnapshotView:
 
     def of_learner(self, name: str) -> float | None:
         """A gauge of the learner; if that is unknown, the value in the line of the newest step."""
-        told = total(actor.metrics.get(name) for actor in self.of("learner")[:1])
-        return self.number(name) if told is None else told
+        gauge = total(actor.metrics.get(name) for actor in self.of("learner")[:1])
+        return self.number(name) if gauge is None else gauge
 
     @cached_property
     def eta_s(self) -> float | None:
@@ -334,8 +334,8 @@ class SnapshotView:
     @cached_property
     def buffered(self) -> float | None:
         """Groups in the learner's buffer; unknown after the end of the run."""
-        told = total(actor.metrics.get("buffer/groups") for actor in self.living("learner")[:1])
-        return told if told is not None or self.run.phase in OVER else self.number("buffer/groups")
+        gauge = total(actor.metrics.get("buffer/groups") for actor in self.living("learner")[:1])
+        return gauge if gauge is not None or self.run.phase in OVER else self.number("buffer/groups")
 
     @cached_property
     def behind(self) -> tuple[int, int] | None:

@@ -79,21 +79,21 @@ class Rows(DataTable[Text]):
 
     def show(self, table: Table, width: int) -> None:
         """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
-        chosen, layout, seen = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
+        chosen, layout, shown_as = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
         if layout != self._layout_shown:
             self.clear(columns=True)
             for (_, wide), title in zip(layout.widths, table.heads(layout), strict=True):
-                self.add_column(seen(title), width=wide)
+                self.add_column(shown_as(title), width=wide)
             self._layout_shown, self._shown = layout, []
         old, places = self._shown, range(len(layout.widths))
         for number, row in enumerate(table.rows):
             if number >= len(old):
-                self.add_row(*(seen(table.cell(row, at, layout)) for at in places))
+                self.add_row(*(shown_as(table.cell(row, at, layout)) for at in places))
             elif row != old[number]:
                 for at in places:
                     index = layout.widths[at][0]
                     if row.cells[index] != old[number].cells[index]:
-                        cell = seen(table.cell(row, at, layout))
+                        cell = shown_as(table.cell(row, at, layout))
                         self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
         for _ in range(len(old) - len(table.rows)):
             self.remove_row(self.ordered_rows[-1].key)

@@ -43,9 +43,9 @@ class Gymnasium:
     def reset(self, task: Task) -> str | list[dict[str, Any]]:
         """Reset the environment by the task's seed; returns the prompt, the first observation and the rules in one
         message."""
-        seen, _ = self._env.reset(seed=task.seed % 2**31)
+        observation, _ = self._env.reset(seed=task.seed % 2**31)
         rules = f"Answer with one action of: {', '.join(self._names)}."
-        board = f"{self._shown(seen)}\n{rules}"
+        board = f"{self._shown(observation)}\n{rules}"
         if self._prompt is not None:
             return f"{self._prompt}\n{board}"
         *before, last = task.messages
@@ -60,13 +60,13 @@ class Gymnasium:
         if not named:
             return f"There is no action in it. Answer with one of: {', '.join(self._names)}.", None, False
         lowered = [name.lower() for name in self._names]
-        seen, reward, ended, cut, _ = self._env.step(self._first + lowered.index(named[-1].lower()))
-        return self._shown(seen), float(reward), bool(ended or cut)
+        observation, reward, ended, truncated, _ = self._env.step(self._first + lowered.index(named[-1].lower()))
+        return self._shown(observation), float(reward), bool(ended or truncated)
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
-    def _shown(self, seen: Any) -> str:
+    def _shown(self, observation: Any) -> str:
         picture = self._env.render() if self._env.render_mode == "ansi" else None
-        return picture if isinstance(picture, str) else result_text(seen)
+        return picture if isinstance(picture, str) else result_text(observation)

@@ -33,8 +33,8 @@ class SkyRLGym:
 
     def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
         """Take the text of the message as the action."""
-        said = self._env.step(message["content"])
-        return list(said["observations"]), float(said["reward"]), bool(said["done"])
+        outcome = self._env.step(message["content"])
+        return list(outcome["observations"]), float(outcome["reward"]), bool(outcome["done"])
 
     def close(self) -> None:
         """Close the environment."""

@@ -17,7 +17,7 @@ import textarena
 
 from asyncrl.episodes.playing.client import Task
 
-_dice = threading.Lock()
+_random_lock = threading.Lock()
 
 
 class TextArena:
@@ -30,28 +30,28 @@ class TextArena:
 
     def reset(self, task: Task) -> str:
         """Start the game by the task's seed; returns its rules."""
-        with self._own_dice():
+        with self._own_random_state():
             self._game.reset(num_players=1, seed=task.seed)
-            return self._said()
+            return self._new_text()
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
         """Play the message as a move; returns the game's text, the reward and whether the game has ended."""
-        with self._own_dice():
+        with self._own_random_state():
             done, _ = self._game.step(message["content"])
             if not done:
-                return self._said(), None, False
+                return self._new_text(), None, False
             rewards, _ = self._game.close()
             return "", float(rewards[0]), True
 
-    def _said(self) -> str:
+    def _new_text(self) -> str:
         _, observed = self._game.get_observation()
         own = textarena.ObservationType.PLAYER_ACTION
         return "\n".join(text for _, text, kind in observed if kind != own)
 
     @contextmanager
-    def _own_dice(self) -> Iterator[None]:
+    def _own_random_state(self) -> Iterator[None]:
         """Give the generator this game's state for the context, and then the earlier state again."""
-        with _dice:
+        with _random_lock:
             others = random.getstate()
             if self._state is not None:
                 random.setstate(self._state)

@@ -84,9 +84,9 @@ class Call:
     def hear(self, choice: int, delta: ChatDelta) -> None:
         """Add the new text of ``delta`` to a choice. A delta behind a gap adds nothing: the reply has all text."""
         text = self.texts[choice]
-        known = len(text) - delta.offset
-        if 0 <= known < len(delta.text):
-            self.texts[choice] = text + delta.text[known:]
+        overlap = len(text) - delta.offset
+        if 0 <= overlap < len(delta.text):
+            self.texts[choice] = text + delta.text[overlap:]
             self.wake()
 
     def wake(self) -> None:
@@ -287,7 +287,7 @@ class PolicyCalls:
                     group.create_task(self._core.chat(key, chat(at), partial(call.hear, at))) for at in range(asked.n)
                 ]
         except ExceptionGroup as failed:
-            told = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
+            refusals = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
             # Prefer an error that the client may see.
-            raise (told[0] if told else failed.exceptions[0]) from None
+            raise (refusals[0] if refusals else failed.exceptions[0]) from None
         return [each.result() for each in chats]

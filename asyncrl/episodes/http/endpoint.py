@@ -275,9 +275,9 @@ class PolicyEndpoint:
             name = _outer(error.field)
             if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
                 name = "other fields"
-            said = _shortened(str(error))
-            self._count(f"refused/{name}", f"an agent's request was refused (400): {said}")
-            return Failure(status=400, message=said, code=ChatRefused.code, param=_shortened(error.field))
+            text = _shortened(str(error))
+            self._count(f"refused/{name}", f"an agent's request was refused (400): {text}")
+            return Failure(status=400, message=text, code=ChatRefused.code, param=_shortened(error.field))
         return Failure(status=500, message="the policy could not be asked")
 
 
@@ -325,8 +325,8 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
         raise ChatRefused("value", str(error)) from None
     if completion is None:
         return reward, None
-    found = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
-    node = None if found is None else node_of_call(int(found[2])) if found[1] else int(found[2])
+    match = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
+    node = None if match is None else node_of_call(int(match[2])) if match[1] else int(match[2])
     if node is None:
         raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
     return reward, node

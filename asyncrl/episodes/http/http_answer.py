@@ -100,20 +100,20 @@ class HttpAnswer:
         events: ReplyStream | None = None
         while self._call.running:
             alive = await self._more(news)
-            fresh = self._fresh()
-            if fresh and events is None:
+            unsent = self._take_unsent()
+            if unsent and events is None:
                 events = self._dialect.events(self._asked, self._stamp())
-            if fresh and events is not None:
-                await self._write(b"".join(events.text(choice, text) for choice, text in fresh), EVENT_STREAM)
+            if unsent and events is not None:
+                await self._write(b"".join(events.text(choice, text) for choice, text in unsent), EVENT_STREAM)
             elif not alive:
                 await self._write(COMMENT, EVENT_STREAM)
         outcome = self._call.outcome
         assert outcome is not None
         events = events or self._dialect.events(self._asked, self._stamp())
         if not isinstance(outcome, Exception):
-            told = zip(outcome, self._call.texts, self._sent, strict=True)
+            choices = zip(outcome, self._call.texts, self._sent, strict=True)
             # Text that is sent cannot be taken back: a reply that does not begin with it fails the stream.
-            if all(reply.content.startswith(text[:sent]) for reply, text, sent in told):
+            if all(reply.content.startswith(text[:sent]) for reply, text, sent in choices):
                 return await self._finish(events.end(outcome))
             outcome = ValueError("the answer is not what was streamed of it")
         if self._response is None:
@@ -130,11 +130,11 @@ class HttpAnswer:
         news.clear()
         return True
 
-    def _fresh(self) -> list[tuple[int, str]]:
+    def _take_unsent(self) -> list[tuple[int, str]]:
         """The content that was not sent yet, as (choice, text); it counts as sent from now on."""
-        fresh = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
+        unsent = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
         self._sent = [len(text) for text in self._call.texts]
-        return [(at, text) for at, text in fresh if text]
+        return [(at, text) for at, text in unsent if text]
 
     def _stamp(self) -> Stamp:
         """The identity of the reply: numbered by its node, or by its call before the node is known."""

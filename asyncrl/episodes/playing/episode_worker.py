@@ -306,13 +306,13 @@ class EpisodeWorker:
 
     async def _end_tasks(self, session: PlayedEpisode) -> int:
         """Cancel the tasks that the episode has left behind; returns how many still run after ``close_timeout_s``."""
-        left = [task for task in session.tasks if not task.done()]
-        for task in left:
+        leftover = [task for task in session.tasks if not task.done()]
+        for task in leftover:
             task.cancel()
-        if not left:
+        if not leftover:
             return 0
-        _, deaf = await asyncio.wait(left, timeout=self._setup.close_timeout_s)
-        return len(deaf)
+        _, still_running = await asyncio.wait(leftover, timeout=self._setup.close_timeout_s)
+        return len(still_running)
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
@@ -340,8 +340,8 @@ async def serve(connection: socket.socket) -> None:
     def note(tool: str, error: Exception | None, mistaken: bool) -> None:
         """Report a call of a tool, by the episode whose code runs."""
         if (session := _session.get()) is not None:
-            told = ("", "") if error is None else (describe(error), kind_of(error))
-            worker.send_soon(frames.Noted(session.key, tool, *told, mistaken))
+            error_and_kind = ("", "") if error is None else (describe(error), kind_of(error))
+            worker.send_soon(frames.Noted(session.key, tool, *error_and_kind, mistaken))
 
     try:
         player = resolve(setup.kind, setup.code, setup.options, note)

@@ -158,21 +158,21 @@ def _step(value: Any) -> tuple[Any, Any, bool]:
     return value[0], value[1], bool(value[2])
 
 
-def _messages(said: Any, method: str) -> list[Mapping[str, Any]]:
+def _messages(value: Any, method: str) -> list[Mapping[str, Any]]:
     """The value of the user's ``reset`` or ``step`` as messages; text becomes a message of the user. Raises
     TypeError."""
-    if said is None:
+    if value is None:
         return []
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
     messages: list[Any] = [None]
-    if isinstance(said, Mapping):
-        messages = [said]
-    elif isinstance(said, list | tuple):
-        messages = list(said)
+    if isinstance(value, Mapping):
+        messages = [value]
+    elif isinstance(value, list | tuple):
+        messages = list(value)
     if not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise TypeError(
-            f"{method}() said {reprlib.repr(said)}; text, a message with a role, or a list of such is expected"
+            f"{method}() said {reprlib.repr(value)}; text, a message with a role, or a list of such is expected"
         )
     return messages
 
@@ -205,10 +205,10 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def function_player(function: Callable[..., Any], options: dict[str, Any], names: list[str]) -> Player:
     """A player that calls ``function`` with those of ``options``, task and client that ``names`` lists."""
-    waits = not is_async(function)
+    is_plain = not is_async(function)
 
     async def play(task: Task, client: Client) -> Any:
-        given = {**options, "task": task, "client": client.blocking() if waits else client}
+        given = {**options, "task": task, "client": client.blocking() if is_plain else client}
         return await call(function, **{name: given[name] for name in names})
 
     return play
@@ -319,10 +319,10 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
             while (reply := await client.chat(messages, tools=schemas)).tool_calls:
                 messages.append(reply.message)
                 for called in reply.tool_calls:
-                    said = await _result(tools, called, note)
+                    result = await _result(tools, called, note)
                     # The policy may have a tool write half of a surrogate pair, which no message can hold.
-                    said = said.encode(errors="backslashreplace").decode()
-                    messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
+                    result = result.encode(errors="backslashreplace").decode()
+                    messages.append({"role": "tool", "tool_call_id": called.id, "content": result})
         finally:
             # If one fails to close, the others are closed all the same.
             async with AsyncExitStack() as closing:
@@ -338,7 +338,7 @@ async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
     try:
         if called.name not in tools:
             raise LookupError(f"there is no tool {called.name!r}; there are {', '.join(tools)}")
-        said = await tools[called.name].call(called.arguments)
+        result = await tools[called.name].call(called.arguments)
     except EpisodeOver:
         # The end of the episode is not an error of the tool, and the policy is not asked again.
         raise
@@ -347,4 +347,4 @@ async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
         note(called.name, error, mistaken)
         return f"error: {error}" if mistaken else f"error: {type(error).__name__}: {error}"
     note(called.name, None, False)
-    return said
+    return result

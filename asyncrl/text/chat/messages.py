@@ -308,8 +308,8 @@ def _require_known(given: Mapping[str, Any], known: Collection[str], where: str)
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
     if content in (None, []) and not any(key in message for key in ("tool_calls", *REASONING)):
-        said = "has no part" if content == [] else "is null or missing"
-        raise ChatRefused(f"{where}.content", f"{said}; give it text or a list of text parts")
+        problem = "has no part" if content == [] else "is null or missing"
+        raise ChatRefused(f"{where}.content", f"{problem}; give it text or a list of text parts")
     if not isinstance(content, list):
         return
     for number, part in enumerate(content):

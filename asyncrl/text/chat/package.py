@@ -96,20 +96,20 @@ class PackageRenderer:
         options = options or {}
         prompt = self.render([QUESTION], tools, options)
         try:
-            found = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
+            response = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
         except Exception:
             # No text of a model may make the parser fail.
             return Parsed(self._tokenizer.decode(ids), malformed=1)
-        calls, content = [], found.content or ""
-        for call in found.tool_calls:
+        calls, content = [], response.content or ""
+        for call in response.tool_calls:
             made = make_call(call.name, call.arguments) if tools and call.status == "ok" else None
             if made is not None:
                 calls.append(made)
             else:
                 content = "\n".join(text for text in (content, call.raw) if text)
-        malformed = len(found.tool_calls) - len(calls) if tools else 0
-        unfinished = found.reasoning_complete is False
-        return Parsed(content, found.reasoning_content or None, calls, malformed, unfinished)
+        malformed = len(response.tool_calls) - len(calls) if tools else 0
+        unfinished = response.reasoning_complete is False
+        return Parsed(content, response.reasoning_content or None, calls, malformed, unfinished)
 
     def _renderer(self, options: Mapping[str, Any]) -> Any:
         return self._made(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
@@ -121,8 +121,8 @@ class PackageRenderer:
             from renderers import create_renderer
             from renderers.configs import RendererConfig
         except ImportError as error:
-            told = f"needs the package renderers ({error}): pip install 'asyncrl[renderers]'"
-            raise ConfigError([f"chat.renderer: {told}"]) from None
+            problem = f"needs the package renderers ({error}): pip install 'asyncrl[renderers]'"
+            raise ConfigError([f"chat.renderer: {problem}"]) from None
         given: dict[str, Any] = {"name": self._chat.renderer.removeprefix(PREFIX), **json.loads(options)}
         if self._chat.history == "sampled":
             given["thinking_retention"] = "all"

@@ -177,7 +177,7 @@ class ShownCheck:
         marked = _Marked(messages, tools)
         missing = self._known.get(marked.kind, UNKNOWN)
         if missing is UNKNOWN:
-            missing = self._missing(marked)
+            missing = self._first_missing(marked)
             if len(self._known) >= MOST_KEPT:
                 self._known.clear()
             self._known[marked.kind] = missing
@@ -190,7 +190,7 @@ class ShownCheck:
             raise ChatRefused("data.system", problem)
         raise ChatRefused(f"{field}[{place - system}]{part}", problem)
 
-    def _missing(self, marked: _Marked) -> Missing | None:
+    def _first_missing(self, marked: _Marked) -> Missing | None:
         """The first part whose word the rendered text lacks; None if all are shown."""
         for place, message in enumerate(marked.messages):
             if message.get("tool_calls") and not self._writes_calls:

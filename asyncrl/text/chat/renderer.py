@@ -103,7 +103,7 @@ class TemplateRenderer:
         self._finding = lru_cache(KEPT)(self._examine)
         self._opens_thinking = lru_cache(KEPT)(self._opens)
         keep = parsers.parser.markers
-        self._unseen = frozenset(
+        self._hidden_ids = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
         end, seam, note = _seam(template)
@@ -160,14 +160,16 @@ class TemplateRenderer:
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         options = options or {}
         thinking = self._opens_thinking(bool(tools), _key(options))
-        return self._parsers.parser(self.text(ids), tools, thinking=thinking, ids=self._words(ids), options=options)
+        return self._parsers.parser(
+            self.text(ids), tools, thinking=thinking, ids=self._without_end(ids), options=options
+        )
 
     def text(self, ids: Sequence[int]) -> str:
         # Special tokens that the parser looks for stay as text; the others are left out.
-        seen = [id for id in self._words(ids) if id not in self._unseen]
-        return self._template.tokenizer.decode(seen, keep_special=True)
+        kept = [id for id in self._without_end(ids) if id not in self._hidden_ids]
+        return self._template.tokenizer.decode(kept, keep_special=True)
 
-    def _words(self, ids: Sequence[int]) -> Sequence[int]:
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
         """The tokens of an answer without the one that ends it."""
         return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 

@@ -44,8 +44,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], *, path: str = "the model") -> None:
         if tokenizer.template_text(with_tools=False) is None:
-            told = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
-            raise ConfigError([f"model.path: {told}chat_template.jinja into its folder"])
+            problem = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
+            raise ConfigError([f"model.path: {problem}chat_template.jinja into its folder"])
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))

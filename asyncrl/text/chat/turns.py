@@ -203,8 +203,8 @@ def _behind(asked: str, whole: str, answer: Message) -> str | None:
     # The generation prompt opens the reasoning, and the template leaves it out of an answer.
     thought, rest = answer.get("reasoning_content", "").strip("\n"), whole[len(head) :]
     if not thought:
-        told = f"has no reasoning, and the generation prompt opens it by {THINK}; give the message reasoning_content"
-        raise ChatRefused(FIELD, told)
+        problem = f"has no reasoning, and the generation prompt opens it by {THINK}; give the message reasoning_content"
+        raise ChatRefused(FIELD, problem)
     return f"{thought}\n{END_THINK}\n\n{rest}"
 
 

@@ -99,8 +99,8 @@ def load_conversations(
         if not goes_on():
             break
     if not rows:
-        told = f"none of its {skipped} rows can be used, the first: {first_skipped}" if skipped else "holds no rows"
-        raise DataError(told, path=sft.data, fix="give a file of conversations")
+        problem = f"none of its {skipped} rows can be used, the first: {first_skipped}" if skipped else "holds no rows"
+        raise DataError(problem, path=sft.data, fix="give a file of conversations")
     return Conversations(
         rows=rows,
         fingerprint=digest.hexdigest(),

@@ -113,8 +113,8 @@ class Encoder:
         if len(whole.ids) <= self._longest:
             return whole
         if not self._cuts:
-            told = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
-            raise LongConversation(told)
+            problem = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
+            raise LongConversation(problem)
         return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
 
 
@@ -137,34 +137,34 @@ def _lay_out(
 
     ``weights`` has 1 for each message that is trained, else 0. ``first`` is the index of the row's own first message.
     """
-    found: list[Encoded] = []
+    sequences: list[Encoded] = []
     ids: list[int] = []
     trained: list[int] = []
-    said: list[int] = []
-    last = -1
+    last_answer: list[int] = []
+    last_at = -1
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if not number:
             raise ChatRefused("messages[0]", "is an answer to nothing")
-        between = messages[last + 1 : number]
-        context = renderer.extension(between, tools, {}, last_ids=said, finish="stop") if last >= 0 else None
+        between = messages[last_at + 1 : number]
+        context = renderer.extension(between, tools, {}, last_ids=last_answer, finish="stop") if last_at >= 0 else None
         if context is None:
             if trained:
-                found.append(_encoded(ids, trained))
+                sequences.append(_encoded(ids, trained))
             ids, trained = renderer.render(messages[:number], tools, {}), []
         else:
             ids += context
         try:
-            said = renderer.answer(messages[:number], message, tools, {})
+            last_answer = renderer.answer(messages[:number], message, tools, {})
         except ChatRefused as error:
             raise ChatRefused(f"messages[{number - first}]", error.problem) from None
         if weights[number]:
-            trained += range(len(ids), len(ids) + len(said))
-        ids, last = [*ids, *said], number
+            trained += range(len(ids), len(ids) + len(last_answer))
+        ids, last_at = [*ids, *last_answer], number
     if trained:
-        found.append(_encoded(ids, trained))
-    return found
+        sequences.append(_encoded(ids, trained))
+    return sequences
 
 
 def _encoded(ids: Sequence[int], trained: Sequence[int]) -> Encoded:
