@@ -26,7 +26,7 @@ from asyncrl.workers.confinement import NOTICE, Confinement, confine
 START_SHARE = 0.8
 """Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""
 LONGEST_ERROR = 300
-"""Characters of a failed task in the timeline."""
+"""Characters of an error in the timeline."""
 
 
 class RewardActor(Actor, RewardObserver):

@@ -122,7 +122,8 @@ class FailureRate:
             self._last_success = now
 
     def succeeded(self, uid: str, now: float) -> None:
-        """A call gave rewards."""
+        """A call gave rewards. The failing prompts that came before this one then failed although the function
+        worked."""
         self._last_success, self._failed_since = now, 0
         prompt = self._prompts.get(uid)
         if prompt is None:

@@ -57,8 +57,10 @@ class VoteFailed(Exception):
 
 
 def read_entries(text: str, name: str) -> list[dict[str, Any]]:
-    """The objects in the list ``name`` of the JSON object in ``text``, which may be embedded in prose. Raises
-    BadAnswer.
+    """Find the JSON object with the key ``name`` in ``text``, which may have prose around it; returns the objects in
+    its list.
+
+    Raises BadAnswer.
     """
     if not text.strip():
         raise BadAnswer(["the answer is empty"])

@@ -287,7 +287,7 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
 
 
 async def _body_of(response: Any) -> bytes:
-    """The body of an answer. Raises AnswerRefused. The body of a failed request is only part of a reason."""
+    """Read the body of an answer; that of a failed request may be cut. Raises AnswerRefused."""
     if response.headers.pop("Content-Encoding", "identity") != "identity":
         if response.is_success:
             raise AnswerRefused("a compressed answer, although the request excludes compression")

@@ -101,7 +101,7 @@ Options = TypeVar("Options", bound=JudgeOptions)
 
 
 def read_options(type: type[Options], options: dict[str, Any]) -> Options:
-    """The options, all of them valid. Raises NotCallable."""
+    """Check ``reward.options`` and return them as ``type``. Raises NotCallable with all problems."""
     known = type.__struct_fields__
     problems = [
         f"reward.options.{key}: a judge takes no such option{did_you_mean(key, known)}"

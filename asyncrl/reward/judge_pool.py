@@ -101,8 +101,8 @@ class _AddedFunction(RewardObserver):
 class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
-    ``folder`` is the run's, where answers are kept; without it none is. ``confined`` is for the added function.
-    Everything else is as in RewardPool.
+    ``folder`` is the run's, where answers are kept; without it no answer is kept. ``confined`` is for the added
+    function. Everything else is as in RewardPool.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ class Top(App[int]):
         self._arrange(event.size)
 
     def _arrange(self, size: Size | None = None) -> None:
-        """Show all panes, one pane, or none."""
+        """Fit the screen to its size: show all panes, only the chosen one, or a notice that it is too small."""
         # During a resize the app still has the old size.
         columns, rows = size or self.size
         small = columns < LEAST[0] or rows < LEAST[1]

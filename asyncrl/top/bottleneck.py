@@ -67,7 +67,7 @@ class Flow:
     running: bool = True
     window_s: float
     rollouters: Mapping[str, float] = field(default_factory=dict)
-    """Shares by state over all engines, 0 to 1; as those of the others they add up to 1."""
+    """Shares of the engines' time by state, which add up to 1; so do those of the other stages."""
     reward: Mapping[str, float] = field(default_factory=dict)
     learner: Mapping[str, float] = field(default_factory=dict)
     dataloader_busy: float | None = None

@@ -106,7 +106,8 @@ def start_of(run_dir: Path) -> object:
 
 
 def find_target(run: str, keys: Path | None = None, lives: Lives = lambda _run_dir: True) -> WatchedRun:
-    """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError, and NotStarted."""
+    """Find the run in a folder, or at HOST:PORT with the keys in the folder ``keys``. Raises UsageError, and
+    NotStarted."""
     if (run_dir := Path(run)).is_dir():
         return _from_folder(run_dir, keys, lives)
     try:

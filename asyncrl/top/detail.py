@@ -283,8 +283,10 @@ def _end_of(file: BinaryIO, size: int, until: float) -> int:
 
 
 def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, int] | None:
-    """Begin (offset), time and end (offset) of the first line with a timestamp that begins at ``offset`` or within
-    ``most`` bytes after it."""
+    """Find the first line with a timestamp that begins at ``offset`` or within ``most`` bytes after it.
+
+    Returns (offset of its begin, Unix time, offset of its end), or None.
+    """
     file.seek(max(0, offset - 1))
     if offset:
         # The rest of the line before, which is nothing but its end where a line begins at ``offset``.

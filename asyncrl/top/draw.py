@@ -237,7 +237,7 @@ def number(
     style: Callable[[Any], Style] = lambda entry: "",
     **more: Any,
 ) -> Column:
-    """A column of numbers: ``show`` writes a value, ``style`` is that of an entry."""
+    """Make a column of numbers: ``value`` reads that of an entry, ``show`` writes it, ``style`` gives its style."""
 
     def cell(entry: Any) -> Span:
         return show(value(entry)), style(entry)

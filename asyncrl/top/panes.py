@@ -112,7 +112,7 @@ def _learning(view: SnapshotView, width: int) -> Line:
 
 
 def _speed(view: SnapshotView) -> Line:
-    """Speed and reward. All ranks train a step together: its tokens and its MFU are of all of them."""
+    """Speed and reward of the newest step. Tokens and MFU are over all ranks, which train a step together."""
     first = next(iter(view.of("learner")), None)
     tokens = view.rate_of(first, "learner/tokens") if first is not None else None
     mfu = view.number("perf/mfu") if first is not None and not is_gone(first) else None

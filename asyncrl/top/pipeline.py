@@ -117,7 +117,7 @@ class StageBox:
 
 
 def stages(view: SnapshotView) -> list[StageBox]:
-    """The pipeline in the order of its flow."""
+    """A box for each stage of the pipeline, in the order of the flow."""
     level, bottleneck = view.level, view.bottleneck.stage or ""
     marked = {"gate": "dataloader", "episodes": "rollouters"}.get(bottleneck, bottleneck)
     step_s, groups = view.step_mean("time/step_s"), view.run.groups_per_step
@@ -278,7 +278,7 @@ def time_bar(replay: Replay, width: int) -> Line:
 
 
 def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
-    """Status: frozen, a replay, over, away, live or attaching."""
+    """The status in words: frozen, replay, over, no answer, live or attaching."""
     if frozen:
         return [("frozen, space continues", "warn")]
     line: Line

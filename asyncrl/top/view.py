@@ -21,13 +21,13 @@ from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 
 CONTROLLER = "controller/0"
 AT = "rollout/episodes_at/"
-"""Beginning of the metrics by stage."""
+"""Prefix of the metrics that count open episodes by stage."""
 GONE = frozenset({"absent", "dead", "lost", "aside"})
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
 STEPS_FOR_MEANS = 8
 OPEN = 0.5
-"""Share of what the gate admits below which nothing waits for the gate."""
+"""Nothing waits for the gate while less than this share of what it admits is outstanding."""
 RATES_S = 10.0
 """Seconds over which rates are computed."""
 STEPS = 4
@@ -248,7 +248,7 @@ class SnapshotView:
 
     @cached_property
     def down(self) -> list[str]:
-        """Actors of a running run that do not serve, with the reason. A stall report names them itself."""
+        """Actors of a running run that do not serve, with the reason; empty during a stall, whose report names them."""
         if self.run.phase != "running" or self.run.stalled:
             return []
         found = []

@@ -145,7 +145,7 @@ class MessageEvents:
 
 
 def _messages(given: Body, where: str) -> list[Body]:
-    """One message of a request as messages of chat completions."""
+    """Translate one message of a request into messages of chat completions. Raises ChatRefused."""
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise ChatRefused(f"{where}.role", f"must be user, assistant or system, not {role!r}")
@@ -207,7 +207,7 @@ def _ended(reply: ChatReply) -> Body:
 
 
 def _message(stamp: Stamp) -> Body:
-    """The message before it has any content."""
+    """The body of an answer that has no content yet."""
     return {
         "id": f"msg_{stamp.number}",
         "type": "message",

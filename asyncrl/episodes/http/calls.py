@@ -31,7 +31,7 @@ MOST_KEPT = 16
 
 Outcome = Sequence[ChatReply] | Exception
 MOST_OPEN = 1024
-"""Calls of a session at a time."""
+"""Calls of a session that may be open at a time."""
 WATCH_SHARE = 0.25
 """Pause between two checks of ``watch``, as a share of the shorter of ``grace_s`` and ``kept_s``."""
 
@@ -71,7 +71,7 @@ class Call:
     delivered: bool = False
     """Whether a client has received the whole answer."""
     listeners: set[asyncio.Event] = field(default_factory=set)
-    """Events that are set when there is more of the call."""
+    """An event of each listener, set at new text and at the end."""
     left: float = 0.0
     """Loop time (s) when a listener last left, or the call ended."""
 

@@ -267,7 +267,7 @@ class PolicyEndpoint:
         self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
     def _failure_of(self, error: Exception) -> Failure:
-        """The failure that the client receives for an error of the core."""
+        """Count an error of the core, and return the failure that the client receives for it."""
         if isinstance(error, EpisodeOver):
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)

@@ -180,7 +180,7 @@ class ResponseEvents:
 
 
 def _messages(body: Body) -> list[Body]:
-    """The input as messages of chat completions."""
+    """Translate the input into messages of chat completions. Raises ChatRefused."""
     if isinstance(body.get("input"), str):
         return [{"role": "user", "content": body["input"]}]
     messages: list[Body] = []

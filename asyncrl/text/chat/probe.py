@@ -93,7 +93,8 @@ class TurnCheck:
 
 
 def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> TurnCheck:
-    """The verdict on a kind of turn: the worst over the beginnings before the answer, and over its endings."""
+    """Check a kind of turn, after several beginnings and with several endings of the answer; returns the worst
+    verdict."""
     tools = TOOLS if shape.with_tools else ()
     found: TurnCheck | None = None
     refusal = "the template refuses every beginning"
@@ -260,7 +261,7 @@ def make_report(
     seam: str,
     notes: Sequence[str] = (),
 ) -> ChatReport:
-    """Check every case, those with reasoning only if there is a parser for it."""
+    """Check every case of CASES with ``examine``, those with reasoning only if there is a parser for it."""
     cases = [(name, shape) for name, shape in CASES if not shape.reasoning or reasoning_parser != "none"]
     found = [(name, examine(shape)) for name, shape in cases]
     return ChatReport(

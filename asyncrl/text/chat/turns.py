@@ -133,7 +133,10 @@ def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> 
 def _split(
     template: ChatTemplate, rest: str, place: int, text: Any, before: Sequence[Message], answer: Message
 ) -> tuple[str, str, str] | str:
-    """The words of the answer, its end, and the text after it; ``place`` follows the last known word of the answer."""
+    """Split ``rest`` into the words of the answer, its end, and the text after it; or return why that is impossible.
+
+    ``place`` is the index behind the last known word of the answer.
+    """
     limit = rest.find(NEXT, place)
     behind = rest[place : limit if limit >= 0 else len(rest)]
     if (found := template.first_end(behind)) is not None:
