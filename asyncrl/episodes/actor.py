@@ -37,11 +37,12 @@ if TYPE_CHECKING:
 START_SHARE = 0.8
 """Share of an actor's time for its start that the workers may take, so that the host's own error comes first."""
 LEAVE_SHARE = 0.9
-"""Share of the time to leave that is spent on finishing what is begun."""
+"""Share of the time for leaving in which open episodes may still end."""
 QUIET_S = 2.0
-"""Seconds without an episode after which a leaving rollouter sends no more. The longest pause before another attempt
-of the own rollouter is added."""
+"""Seconds without an episode after which a leaving host expects no more. The host of one rollouter adds that
+rollouter's longest pause between two attempts at a trajectory."""
 LOOK_S = 0.1
+"""Seconds between two looks for open episodes, while the host leaves."""
 MOST_OVER = 4096
 """Ended sessions that are kept, so that later calls learn the reason."""
 ENDED = "it has ended"
@@ -72,8 +73,8 @@ class EpisodesActor(Actor, EpisodeObserver):
         try:
             from asyncrl.episodes.http.endpoint import PolicyEndpoint
         except ImportError as error:
-            told = f"the endpoint of episodes is not installed ({error}); pip install 'asyncrl[episodes]' here"
-            raise ConfigError([told]) from error
+            problem = f"the endpoint of episodes is not installed ({error}); pip install 'asyncrl[episodes]' here"
+            raise ConfigError([problem]) from error
         self._http = PolicyEndpoint(self, max_request_bytes=config.max_request_bytes, notify=self.notify, log=self.log)
         url = await self._http.start()
         confined = await confine(self.config.security, self.context.run_dir, partial(self.notify, NOTICE))
@@ -141,10 +142,11 @@ class EpisodesActor(Actor, EpisodeObserver):
                 session.end("the rollouter has died")
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Stay for the rollouter's last episodes."""
+        """Start to leave: finish the rollouter's last episodes, at most ``within_s``, then end."""
         self.tasks.create_task(self._leave(within_s), name="leave")
 
     async def _leave(self, within_s: float) -> None:
+        """Wait until no episode was open for a while, or the time is nearly over; then drain."""
         until = quiet = self.clock.now()
         until += LEAVE_SHARE * within_s
         rollout, quiet_s = self.config.rollout, QUIET_S
@@ -158,7 +160,10 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     @handler
     async def run_episode(self, request: RunEpisode, caller: Caller) -> EpisodeDone:
-        """Play an episode to its end. Cancelling it ends the episode. Raises EpisodeHostFull."""
+        """Play an episode and return its result. If the caller cancels, the episode ends.
+
+        An episode fails if the reward of one of its turns did not arrive. Raises EpisodeHostFull.
+        """
         assert self._players is not None
         if self._most_open is not None and len(self._sessions) >= self._most_open:
             raise EpisodeHostFull(self._most_open)
@@ -181,7 +186,7 @@ class EpisodesActor(Actor, EpisodeObserver):
 
     @handler
     def chat_delta(self, request: ChatDelta, caller: Caller) -> None:
-        """Text of a call under way."""
+        """Pass new text of an open call to its session, if that belongs to the caller."""
         session = self._sessions.get(request.session)
         if session is not None and session.rollouter == caller.name:
             session.hear(request)
@@ -206,7 +211,7 @@ class EpisodesActor(Actor, EpisodeObserver):
             raise EpisodeOver(self._over.get(key, "it is not known"))
         return session
 
-    # --- what the user hears ---
+    # --- output and failures for the user ---
 
     def printed(self, uid: str, text: str, dropped: int) -> None:
         self.log.info("printed", uid=uid, text=self._masked(text), dropped_bytes=dropped)
@@ -216,7 +221,7 @@ class EpisodesActor(Actor, EpisodeObserver):
         self.notify(f"episode: {kind}", f"episode ({self._named()}): {first}", count=count)
 
     def _masked(self, text: str) -> str:
-        """The text without the keys of sessions."""
+        """Replace the keys of sessions in the text: a key lets its reader call the policy."""
         return KEY.sub(lambda found: "(key of the episode)" if self.knows(found[0]) else found[0], text)
 
     def _named(self) -> str:
@@ -225,7 +230,7 @@ class EpisodesActor(Actor, EpisodeObserver):
 
 
 def _http_figures(counts: Counter[str]) -> dict[str, float]:
-    """Counts of the endpoint, added up to a few."""
+    """Add the endpoint's counts, which are by path and field, up to four metrics."""
 
     def total(*beginnings: str) -> int:
         return sum(count for name, count in counts.copy().items() if name.startswith(beginnings))

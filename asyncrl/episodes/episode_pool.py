@@ -1,9 +1,10 @@
 """The pool of workers that play episodes of Python code: function, env, tools.
 
-Invariant: each episode ends with the result of its code or with the end of its worker. A worker is killed and replaced
-if its event loop stalls, if it takes too much memory, or if a stopped episode in it does not end. A new episode goes to
-the worker with the fewest; an episode that was in the deaths of two workers gets a lone worker. An episode is blamed
-for the end of its worker only there, or if it was stopped and did not end. The pool fails if no worker can be started.
+Invariant: each episode ends with the result of its code or with the end of its worker. The pool kills and replaces a
+worker that stalls its event loop, takes too much memory, or holds a stopped episode that does not end. A new episode
+goes to the worker with the fewest. If two workers died with an episode, it gets a lone worker: a process that plays
+nothing else. An episode is blamed for the end of its worker only there, or if it was stopped and did not end. The pool
+fails if no worker can be started.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import LOOK_S, Place, PoolObserver, WorkerCounts, WorkerPool
 
 BEATS = 8
-"""Beats of a worker in the shorter of episode.stall_timeout_s and close_timeout_s."""
+"""Messages Alive that a worker sends in the shorter of episode.stall_timeout_s and close_timeout_s."""
 MOST = 4096
-"""Episodes that are remembered, the newest."""
+"""Episodes whose deaths of workers are remembered; the oldest are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,22 +42,23 @@ class Open:
     session: PolicySession
     playing: Playing
     stopped: float = 0.0
-    """Time when it was asked to end; 0 if it was not."""
+    """Loop time (s) when it was asked to end; 0 if it was not."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class EpisodePlace(Place):
-    """The place of a worker, with its episodes. A lone one is for one episode."""
+    """A worker process, or the gap until its replacement, with the episodes that it plays. A lone one has one
+    episode."""
 
     ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
     open: dict[str, Open] = field(default_factory=dict)
     """Episodes by the keys of their sessions."""
     heard: float = 0.0
-    """Time of its latest message."""
+    """Loop time (s) of its latest message."""
     silent_s: float = 0.0
-    """Seconds of silence during which this process was able to listen."""
+    """Seconds since its latest message, as ``silence`` counts them."""
     guilty: str = ""
-    """Key of the session for which it is killed, if that is known."""
+    """Key of the session whose episode does not end, while the worker is killed for it; empty if it is unknown."""
 
 
 @dataclass(slots=True)
@@ -81,17 +83,20 @@ class EpisodeCounts(WorkerCounts):
 
 
 class EpisodeObserver(PoolObserver):
-    """Hears what happens to episodes."""
+    """Receives the events of episodes."""
 
     def failed(self, kind: str, text: str) -> None:
-        """The user's code has failed; ``kind`` is the same for failures that are shown once and counted."""
+        """The user's code has failed. Failures of the same ``kind`` are shown once and counted."""
 
 
 UNOBSERVED = EpisodeObserver()
 
 
 class EpisodePool(WorkerPool[EpisodePlace]):
-    """``config.workers`` processes that play episodes."""
+    """Plays episodes in ``config.workers`` processes.
+
+    ``model`` and ``base_url`` are for the user's own clients, which call the policy by HTTP.
+    """
 
     owner = "the episode host"
     section = "episode"
@@ -138,7 +143,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         self._waiting: deque[Open] = deque()
         self._suspects = Suspects()
         self._answers: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Calls of the policy that are open, by session and name."""
+        """Open calls of the policy, by the session's key and the call's name."""
         self.counters = EpisodeCounts()
 
     def play(self, session: PolicySession) -> Playing:
@@ -179,6 +184,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         return uids.pop() if len(uids) == 1 else ""
 
     def _ready(self, place: EpisodePlace) -> None:
+        """Begin the episodes of a worker that has started: its own in a lone place, else those that wait."""
         place.heard, place.silent_s = self._loop.time(), 0.0
         if not place.lone:
             place.ledger.enter("idle")
@@ -191,6 +197,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 self._begin(place, opened)
 
     def _find_fault(self, place: EpisodePlace, since: float, now: float) -> str:
+        """The reason to kill a worker, if its event loop stalls or a stopped episode in it does not end; else empty."""
         place.silent_s = silence(place.silent_s, heard=place.heard, since=since, now=now, pause_s=self._look_s)
         stall_s, close_s = self._config.stall_timeout_s, self._config.close_timeout_s
         if place.silent_s > stall_s:
@@ -203,10 +210,11 @@ class EpisodePool(WorkerPool[EpisodePlace]):
         if guilty is None:
             return ""
         place.guilty = guilty
-        told = f"did not end within {close_s:g} s of being asked to (episode.close_timeout_s)"
-        return f"was killed because of an episode that {told}"
+        problem = f"did not end within {close_s:g} s of being asked to (episode.close_timeout_s)"
+        return f"was killed because of an episode that {problem}"
 
     def _lost(self, place: EpisodePlace, reason: str, *, was_ready: bool) -> None:
+        """End the episodes of a worker that has ended, and blame the one that was alone in it or did not end."""
         inside, place.open = list(place.open.values()), {}
         # An episode whose lone worker did not come up had not begun, and is not the cause of its end.
         if was_ready and not place.guilty:
@@ -222,7 +230,8 @@ class EpisodePool(WorkerPool[EpisodePlace]):
     # --- episodes ---
 
     def _assign(self) -> None:
-        """Give the waiting episodes to workers that are ready."""
+        """Give the waiting episodes to workers: to a lone one, if two workers died with the episode, else to a ready
+        one."""
         ready = [place for place in self._places if place.ready]
         left: deque[Open] = deque()
         while self._waiting:
@@ -252,7 +261,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             place.process.send(self._encoder.encode(message))
 
     def _stop(self, opened: Open) -> None:
-        """Stop an episode whose caller has gone."""
+        """End an episode whose caller has gone: take it out of the queue, or ask its worker to end it."""
         self.counters.stopped += 1
         if opened in self._waiting:
             self._waiting.remove(opened)
@@ -298,6 +307,7 @@ class EpisodePool(WorkerPool[EpisodePlace]):
                 self._episode_ended(place, message)
 
     def _episode_ended(self, place: EpisodePlace, ended: frames.Ended) -> None:
+        """Take an ended episode out of its worker, report its failure and leftover tasks, and answer the caller."""
         self._call_ended(place)
         opened = place.open.pop(ended.session)
         self._suspects.ended(opened.session.task.episode_id)
@@ -323,14 +333,14 @@ class EpisodePool(WorkerPool[EpisodePlace]):
             self._observer.failed(f"{tool} {kind}", f"tool {tool} raised {error}; the policy was given the error")
 
     def _answered(self, name: tuple[str, str], answer: asyncio.Task[None]) -> None:
-        """End the pool with an unexpected error."""
+        """Forget a call that has ended; an unexpected error in it ends the pool."""
         if self._answers.get(name) is answer:
             del self._answers[name]
         if not answer.cancelled() and (error := answer.exception()) is not None and not self._end.done():
             self._end.set_exception(error)
 
     async def _answer(self, place: EpisodePlace, session: PolicySession, chat: Chat) -> None:
-        """Ask the policy; the call ends when the session does."""
+        """Ask the policy for an episode, and send its worker the answer or the refusal."""
         try:
             self._send(place, frames.Answered(session.key, chat.call, await session.chat(chat)))
         except EpisodeOver as error:
@@ -343,17 +353,20 @@ class EpisodePool(WorkerPool[EpisodePlace]):
 
 
 def silence(silent_s: float, *, heard: float, since: float, now: float, pause_s: float) -> float:
-    """Seconds of a worker's silence at ``now``, if it was ``silent_s`` at the look before, at ``since``. Pure.
+    """Seconds at ``now`` without a message of a worker; ``silent_s`` are those at the previous check, at ``since``.
+    Pure.
 
-    A late look shows that this process did not run either, so the excess does not count.
+    ``heard`` is the time of its latest message. If this process was delayed itself, the check comes late. So a check
+    adds at most twice its usual pause, ``pause_s``.
     """
     return 0.0 if heard >= since else silent_s + min(now - since, 2 * pause_s)
 
 
 def unended(place: EpisodePlace, close_timeout_s: float, now: float) -> str | None:
-    """The key of an episode that was asked to end and has not, "" if it may not be the cause, None without one. Pure.
+    """Find an episode that was asked to end more than ``close_timeout_s`` ago. Pure.
 
-    If the worker was heard in the second half of the time, its event loop turns, so the episode itself does not end.
+    Returns its session's key, or "" if its worker may be the cause, or None if there is no such episode. A message in
+    the second half of that time shows that the event loop works: then the episode itself does not end.
     """
     for key, opened in place.open.items():
         if opened.stopped and now - opened.stopped > close_timeout_s:

@@ -1,9 +1,9 @@
 """Episodes that are programs: each runs as a process of its own and finds the policy's address in its environment.
 
-Its exit ends the episode. After exit code 0 the last line of its standard output is the reward, if that line is a
-finite number or a JSON object of components. Invariant: when an episode has ended, nothing of the program is left, even
-if this process has died (workers/keeper.py). The program receives the variables that any program needs, those that the
-user names (workers/confinement.py), and the key of its own session.
+Its exit ends the episode. After exit code 0 the last line of its standard output is the reward. The line is a finite
+number or a JSON object of components; another line is no reward. Invariant: when an episode has ended, nothing of the
+program is left, even if this process has died (workers/keeper.py). The program receives the variables that any program
+needs, those that the user names (workers/confinement.py), and the key of its own session.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl.workers.process import WorkerProcess
 from asyncrl.workers.worker_pool import Place, WorkerPool
 
 MOST_LOOKED_AT = 32
-"""Programs that one look checks: each takes a fraction of a millisecond."""
+"""Programs whose memory one check measures: each takes a fraction of a millisecond."""
 MOST_ANSWER_BYTES = 1 << 20
 OURS = "ASYNCRL_"
 LARGEST_TASK = 64 << 10
@@ -38,7 +38,10 @@ LARGEST_TASK = 64 << 10
 
 
 def environment(inherited: Mapping[str, str], task: str, *, base_url: str, key: str) -> dict[str, str]:
-    """Environment of a program, with ``task`` where it fits. Pure."""
+    """The environment of a program: ``inherited`` without ASYNCRL_*, and the policy's address and key. Pure.
+
+    ``task`` is added unless it is longer than LARGEST_TASK.
+    """
     env = {name: value for name, value in inherited.items() if not name.startswith(OURS)}
     env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": key}
     # Anthropic's client puts the version into its paths.
@@ -72,21 +75,21 @@ def outcome_of(line: str) -> Outcome | None:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Program(Place):
-    """A program that runs, in a lone place."""
+    """A running program and the process that keeps it (workers/keeper.py). Its place is used for this program alone."""
 
     ledger: StateLedger = field(default_factory=lambda: StateLedger(time.monotonic, "player"))
     session: PolicySession
     playing: Playing
     answer: dict[str, Any] | None = None
-    """The keeper's answer on its end."""
+    """The keeper's report on the end of the program; None before that."""
     fault: str = ""
-    """Reason that it was killed."""
+    """Reason that the pool killed it; empty otherwise."""
     timer: asyncio.TimerHandle | None = None
-    """Timer that kills it."""
+    """Timer that kills the program if it ignores SIGTERM."""
 
 
 class Programs(WorkerPool[Program]):
-    """The programs that play episodes; arguments as of EpisodePool. All places are lone ones."""
+    """Runs a program for each episode; arguments as of EpisodePool. Each program has a lone place: one for it alone."""
 
     owner = "the episode host"
     section = "episode"
@@ -114,7 +117,7 @@ class Programs(WorkerPool[Program]):
         )
         self._config, self._base_url = config, base_url
         self._next = 0
-        """Place in the list of programs where the next look begins."""
+        """Index in the list of programs where the next check of memory begins."""
         self.counters = EpisodeCounts()
         self.waiting = self.suspects = 0
 
@@ -160,7 +163,7 @@ class Programs(WorkerPool[Program]):
         return EpisodeWorkersEnded(self._code, reason)
 
     def _to_look_at(self) -> Iterable[Program]:
-        """The next few programs, in turn."""
+        """The programs whose memory is checked next: MOST_LOOKED_AT at a time, in turn."""
         first = self._next % max(1, len(self._lone))
         self._next = first + MOST_LOOKED_AT
         return list(itertools.islice(itertools.chain(self._lone[first:], self._lone[:first]), MOST_LOOKED_AT))
@@ -172,12 +175,13 @@ class Programs(WorkerPool[Program]):
         place.process.hang_up()
 
     def _take(self, place: Program, frame: bytes | bytearray) -> None:
-        """The program has ended."""
+        """Keep the report on the program's end, and hang up, so that the keeper ends."""
         place.answer = json.loads(frame)
         assert place.process is not None
         place.process.hang_up()
 
     def _lost(self, place: Program, reason: str, *, was_ready: bool) -> None:
+        """Count the episode of a keeper that has ended, report a failure of the user's code, and answer the caller."""
         if place.timer is not None:
             place.timer.cancel()
         done = self._outcome(place, reason)
@@ -196,13 +200,17 @@ class Programs(WorkerPool[Program]):
     # --- programs ---
 
     def _stop(self, program: Program) -> None:
-        """Stop a program whose caller has gone."""
+        """Send SIGTERM to a program whose caller has gone, and kill it after close_timeout_s."""
         self.counters.stopped += 1
         if program.process is not None:
             program.process.send(b"terminate")
             program.timer = self._loop.call_later(self._config.close_timeout_s, self._kill, program, "did not end")
 
     def _outcome(self, program: Program, reason: str) -> EpisodeDone:
+        """The result of a program: from the reason that it was killed, else from its keeper's report.
+
+        Without a report the keeper has failed, and the host is blamed instead of the program.
+        """
         answer = program.answer
         if program.fault:
             return EpisodeDone(error=f"the program {program.fault}")
@@ -214,8 +222,8 @@ class Programs(WorkerPool[Program]):
         used = answer["user_s"]
         if answer["code"] != 0:
             lines = answer["last_lines"]
-            said = f": {' | '.join(lines)}" if lines else ", and printed nothing"
-            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{said}", user_s=used)
+            printed = f": {' | '.join(lines)}" if lines else ", and printed nothing"
+            return EpisodeDone(error=f"the program ended with {describe_exit(answer['code'])}{printed}", user_s=used)
         try:
             outcome = outcome_of(answer["last_line"])
         except BadOutcome as error:

@@ -43,11 +43,11 @@ async def play(
     ``turns``, ``tool_s`` (s) and ``observation`` (characters) are medians, each with the sigma of its lognormal;
     ``failure`` is the chance of an attempt to fail at one of its tools; ``http`` asks through the endpoint.
     """
-    chance = random.Random(f"{task.seed}/{task.sample}")
-    reward = float(chance.random() < 0.5)
-    luck = random.Random(f"{task.seed}/{task.sample}/{task.attempt}")
-    count = max(1, round(lognormal(chance, turns, turns_sigma)))
-    fails_at = luck.randint(1, count) if luck.random() < failure else None
+    rng = random.Random(f"{task.seed}/{task.sample}")
+    reward = float(rng.random() < 0.5)
+    attempt_rng = random.Random(f"{task.seed}/{task.sample}/{task.attempt}")
+    count = max(1, round(lognormal(rng, turns, turns_sigma)))
+    fails_at = attempt_rng.randint(1, count) if attempt_rng.random() < failure else None
     messages: list[Message] = list(task.messages)
     with suppress(EpisodeOver):
         async with _asking(client, http=http) as ask:
@@ -56,19 +56,19 @@ async def play(
                 if turn == fails_at:
                     raise RuntimeError(f"the tool of turn {turn} failed, by episode.options.failure = {failure:g}")
                 if turn < count:
-                    await asyncio.sleep(lognormal(chance, tool_s, tool_sigma))
-                    seen = text(chance, lognormal(chance, observation, observation_sigma))
-                    messages.append({"role": "user", "content": seen})
+                    await asyncio.sleep(lognormal(rng, tool_s, tool_sigma))
+                    observed = text(rng, lognormal(rng, observation, observation_sigma))
+                    messages.append({"role": "user", "content": observed})
     return reward
 
 
 def lognormal(chance: random.Random, median: float, sigma: float) -> float:
-    """A number of the lognormal distribution; 0 where the median is."""
+    """Draw a number from a lognormal distribution; a median of 0 gives 0."""
     return median * math.exp(sigma * chance.gauss(0.0, 1.0))
 
 
 def text(chance: random.Random, characters: float) -> str:
-    """Made-up words, at least one character."""
+    """Draw made-up words of so many characters, at least one."""
     size = max(1, round(characters))
     words = " ".join(chance.choices(_WORDS, k=size // 4 + 1))
     return words[:size]
@@ -76,9 +76,10 @@ def text(chance: random.Random, characters: float) -> str:
 
 @asynccontextmanager
 async def _asking(client: Client, *, http: bool) -> AsyncIterator[Callable[[list[Message]], Awaitable[Message]]]:
-    """A function that asks the policy for a message: through the client, or with ``http`` through the endpoint.
+    """Yield a function that sends messages to the policy and returns its answer: by the client, or with ``http`` by the
+    endpoint.
 
-    Raises EpisodeOver, and RuntimeError if the endpoint refuses.
+    The function raises EpisodeOver, and RuntimeError if the endpoint refuses.
     """
 
     async def directly(messages: list[Message]) -> Message:
@@ -93,13 +94,13 @@ async def _asking(client: Client, *, http: bool) -> AsyncIterator[Callable[[list
     async def by_http(messages: list[Message]) -> Message:
         asked = {"model": client.model, "messages": messages}
         async with web.post(f"{client.base_url}/chat/completions", json=asked) as response:
-            said = await response.json()
+            answer = await response.json()
         if response.status != 200:
-            error = said["error"]
+            error = answer["error"]
             if error.get("code") == EpisodeOver.code:
                 raise EpisodeOver(error["message"])
             raise RuntimeError(f"the endpoint answered {response.status}: {error['message']}")
-        return {"role": "assistant", "content": said["choices"][0]["message"]["content"]}
+        return {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
 
     headers = {"Authorization": f"Bearer {client.api_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as web:

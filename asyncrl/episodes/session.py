@@ -28,11 +28,11 @@ from asyncrl.messages.episodes import (
 
 OnDelta = Callable[[ChatDelta], None]
 CAST_AGAIN_S = 0.1
-"""Seconds until a cast is tried again whose rollouter was not connected."""
+"""Seconds after which a cast is repeated, if it was not sent because the rollouter was not connected."""
 
 
 class RolloutPeer(Protocol):
-    """The Peer that is asked for the policy."""
+    """The connection to the rollouter whose policy answers; the Peer of asyncrl.rpc is one."""
 
     name: str
 
@@ -44,7 +44,7 @@ class RolloutPeer(Protocol):
 
 
 class Playing(asyncio.Future[EpisodeDone]):
-    """An episode that is played. Its cancellation calls ``on_stop``."""
+    """Future of an episode's result. Cancelling it calls ``on_stop``, which stops the episode."""
 
     __slots__ = ("on_stop",)
     on_stop: Callable[[], None]
@@ -62,7 +62,11 @@ class Playing(asyncio.Future[EpisodeDone]):
 
 
 class PolicySession:
-    """The policy for one episode. ``deadline`` is on the loop's clock, ``incarnation`` that of the rollouter."""
+    """Sends the calls of one episode to the rollouter that asked for it.
+
+    ``deadline`` is a time of the event loop (s), after which calls fail. ``incarnation`` numbers the starts of the
+    rollouter: the death of an earlier start does not end this session.
+    """
 
     def __init__(self, request: RunEpisode, rollouter: RolloutPeer, deadline: float, incarnation: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -71,7 +75,7 @@ class PolicySession:
         self._calls: set[asyncio.Future[Any]] = set()
         self._deltas: dict[str, OnDelta] = {}
         self._credits: set[asyncio.Task[int]] = set()
-        self._over = ""
+        self._end_reason = ""
         self._quiet_since = time.monotonic()
         """Time when the last call of the policy ended, or the episode began."""
         self.key = request.session
@@ -89,11 +93,15 @@ class PolicySession:
 
     def begin(self) -> None:
         """Report to the rollouter that the user's code has begun."""
-        if not self._over and not self._rollouter.cast(EpisodeBegan(session=self.key)):
+        if not self._end_reason and not self._rollouter.cast(EpisodeBegan(session=self.key)):
             self._loop.call_later(CAST_AGAIN_S, self.begin)
 
     async def chat(self, chat: Chat, on_delta: OnDelta = lambda delta: None) -> ChatReply:
-        """Ask the policy. Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer."""
+        """Ask the policy for the next message. ``on_delta`` receives its text while it is sampled, if ``chat.stream``
+        is set.
+
+        Raises EpisodeOver, ChatRefused, and OSError where the rollouter cannot answer.
+        """
         if chat.stream:
             self._deltas[chat.call] = on_delta
         try:
@@ -107,36 +115,43 @@ class PolicySession:
         return reply
 
     def hear(self, delta: ChatDelta) -> None:
-        """Text of a call under way."""
+        """Pass new text to the ``on_delta`` of its call, if that call is open."""
         if (on_delta := self._deltas.get(delta.call)) is not None:
             on_delta(delta)
 
     async def turn_reward(self, node: int | None, value: float) -> int:
-        """Credit a turn; returns its node. Raises EpisodeOver, ChatRefused, OSError."""
+        """Give a turn the reward ``value``; returns the turn's node in the conversation.
+
+        Without ``node`` it is the turn that was answered last. Raises EpisodeOver, ChatRefused, OSError.
+        """
         reply = await self._ask(TurnReward(session=self.key, node=node, value=value))
         assert isinstance(reply, TurnRewarded)
         return reply.node
 
     def credit(self, node: int | None, value: float) -> None:
-        """Credit a turn as turn_reward does; ``settle`` waits for it."""
+        """Start ``turn_reward`` and return at once; ``settle`` waits for its end."""
         self._credits.add(self._loop.create_task(self.turn_reward(node, value)))
 
     async def settle(self) -> str:
-        """Wait until rewards of turns have arrived; returns the failure. An ended conversation takes none, rightly."""
-        said = await asyncio.gather(*self._credits, return_exceptions=True)
-        failed = [one for one in said if isinstance(one, BaseException) and not isinstance(one, EpisodeOver)]
-        return f"the reward of a turn could not be noted: {failed[0]}" if failed else ""
+        """Wait until all rewards of turns have arrived. Returns the first failure as text, or empty.
+
+        EpisodeOver is not a failure: a conversation that has ended takes no rewards.
+        """
+        results = await asyncio.gather(*self._credits, return_exceptions=True)
+        failures = [one for one in results if isinstance(one, BaseException) and not isinstance(one, EpisodeOver)]
+        return f"the reward of a turn could not be noted: {failures[0]}" if failures else ""
 
     def end(self, reason: str) -> None:
-        """Ask no more; calls under way are cancelled, and raise EpisodeOver."""
-        self._over = self._over or reason
+        """Cancel the open calls and refuse later ones; both raise EpisodeOver with ``reason``."""
+        self._end_reason = self._end_reason or reason
         for call in list(self._calls):
             call.cancel()
         for credit in self._credits:
             credit.cancel()
 
     async def _ask(self, request: Request) -> Message:
-        if over := self._over:
+        """Send a request to the rollouter and return its answer. Raises EpisodeOver, ChatRefused, OSError."""
+        if over := self._end_reason:
             raise EpisodeOver(over)
         call = self._rollouter.call(request, timeout=max(0.0, self._deadline - self._loop.time()))
         self._calls.add(call)
@@ -145,8 +160,8 @@ class PolicySession:
             return reply
         except asyncio.CancelledError:
             # Either ``end`` cancelled the call, or the task that waits for it was cancelled.
-            if call.cancelled() and self._over:
-                raise EpisodeOver(self._over) from None
+            if call.cancelled() and self._end_reason:
+                raise EpisodeOver(self._end_reason) from None
             raise
         except RemoteError as error:
             raise _as_raised(error, "completion" if isinstance(request, TurnReward) else "messages") from error
@@ -156,7 +171,7 @@ class PolicySession:
 
 
 def _as_raised(error: RemoteError, field: str) -> Exception:
-    """The error that the rollouter has raised; ``field`` is that of an invalid request."""
+    """The exception for an error that the rollouter sent. ``field`` is the wrong field, if the error names none."""
     if error.code == EpisodeOver.code:
         return EpisodeOver(error.message.removeprefix(str(EpisodeOver(""))))
     if error.code == ChatRefused.code:

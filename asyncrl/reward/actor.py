@@ -26,7 +26,7 @@ from asyncrl.workers.confinement import NOTICE, Confinement, confine
 START_SHARE = 0.8
 """Share of an actor's time for its start that the pool may take, so that the pool's own error comes first."""
 LONGEST_ERROR = 300
-"""Characters of a failed task in the timeline."""
+"""Characters of an error in the timeline."""
 
 
 class RewardActor(Actor, RewardObserver):
@@ -104,7 +104,7 @@ class RewardActor(Actor, RewardObserver):
         self.histograms.observe("judge/request_s", seconds)
 
     def task_ended(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
-        """Add a task that has ended to the timeline and to the histogram."""
+        """Add the run of a task to the timeline and to the histogram."""
         self.histograms.observe("reward/run_s", run_s)
         track = self.trace.track(f"worker {worker}", FIRST_SLOT + worker)
         if error:
@@ -113,6 +113,7 @@ class RewardActor(Actor, RewardObserver):
             track.add("score", began, uid=uid)
 
     def call_ended(self, uid: str, fault: RewardFault | None) -> None:
+        """Count the outcome of a call, notify the user of a fault, and end the pool if the function is broken."""
         self._calls += 1
         if fault is None:
             self._rate.succeeded(uid, self.clock.now())
@@ -127,7 +128,7 @@ class RewardActor(Actor, RewardObserver):
 
     @handler
     def score(self, request: Score, caller: Caller) -> asyncio.Future[Scores]:
-        """Rewards of a completion or a group. Raises RewardFailed."""
+        """Queue a task; the future has the rewards of its completion or group. Raises RewardFailed."""
         assert self._pool is not None
         began = self.clock.now()
         self._rate.came(request.uid)

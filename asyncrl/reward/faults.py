@@ -22,7 +22,7 @@ TIMED_OUT = "timed out"
 MIN_PROMPTS, MOST_PROMPTS = 3, 32
 """Prompts that are needed, at least and at most."""
 CHANCE = 1e-6
-"""Chance of so many prompts failing one after the other where the function is as it was before."""
+"""Accepted chance of a false alarm: that a function which works as before fails for so many prompts in a row."""
 MIN_CALLS, MOST_CALLS, CALLS_A_WORKER = 16, 50, 5
 """Calls that are needed: a handful of each worker, in these limits."""
 OUTAGE_S = 30.0
@@ -39,7 +39,7 @@ class RewardFault:
 
 
 def fault_of(text: str, kind: str = "") -> RewardFault:
-    """The fault with this text; the text before its particulars is its kind, unless that is known."""
+    """A fault with this text. Without ``kind``, its kind is the text before the first colon or semicolon."""
     return RewardFault(kind or re.split("[:;]", text, maxsplit=1)[0], text)
 
 
@@ -53,7 +53,7 @@ class Faults:
         """The first fault of all, with its prompt."""
 
     def add(self, fault: RewardFault, uid: str) -> tuple[str, str, int, str]:
-        """Take in a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
+        """Count a fault of the prompt ``uid``; returns its notice's key, text and count, and its consequence."""
         kind, first, count = self._kinds.add(fault.kind, f"{fault.text} (prompt {uid})")
         self.first = self.first or first
         return (
@@ -64,6 +64,7 @@ class Faults:
         )
 
     def _consequence(self, fault: RewardFault) -> str:
+        """A sentence for the user on what happens to the response."""
         rollout, reward = self._config.rollout, self._config.reward
         timed_out = fault.kind == TIMED_OUT
         if timed_out and isinstance(reward.on_timeout, float):
@@ -71,12 +72,12 @@ class Faults:
         what = "trajectory" if reward.per == "trajectory" else "group"
         is_left_out = rollout.on_failed_trajectory == "drop" and reward.per == "trajectory"
         then = "is left out of its group" if is_left_out else "its group is quarantined"
-        told = f"A {what} is tried {rollout.max_attempts} times, then {'it ' if is_left_out else ''}{then}"
+        text = f"A {what} is tried {rollout.max_attempts} times, then {'it ' if is_left_out else ''}{then}"
         if reward.per == "trajectory":
-            told += " (rollout.on_failed_trajectory)"
+            text += " (rollout.on_failed_trajectory)"
         if timed_out and reward.per == "trajectory":
-            told += "; reward.on_timeout = NUMBER would give such a response that reward"
-        return told
+            text += "; reward.on_timeout = NUMBER would give such a response that reward"
+        return text
 
 
 @dataclass(slots=True)
@@ -86,11 +87,12 @@ class _Prompt:
     scored: bool = False
     """Whether one of its calls gave rewards."""
     noted: bool = False
-    """Whether it is counted as failing for itself."""
+    """Whether ``_failing_before`` counts it."""
 
 
 class FailureRate:
-    """The outcomes of the calls of a function with so many workers. Times are in seconds."""
+    """Decides from the outcomes of all calls whether the function is broken, as the module says. Times are in
+    seconds."""
 
     def __init__(self, *, workers: int) -> None:
         self._calls_needed = min(max(MIN_CALLS, CALLS_A_WORKER * workers), MOST_CALLS)
@@ -100,11 +102,11 @@ class FailureRate:
         """Number of the newest prompt that was scored."""
         self._last_success: float | None = None
         self._failed_since = 0
-        """Calls that have failed since then."""
+        """Calls that have failed since the last success."""
         self._failing: set[str] = set()
         """Prompts without a reward that came after the newest scored one."""
         self._failing_before = 0
-        """Prompts without a reward that came before it."""
+        """Prompts without a reward that came before the newest scored one."""
 
     def came(self, uid: str) -> None:
         """A call for this prompt has come."""
@@ -115,12 +117,13 @@ class FailureRate:
                 del self._prompts[next(iter(self._prompts))]
 
     def has_worked(self, now: float) -> None:
-        """The function gave rewards before this was made, as it does after a restart; it may fail for a while again."""
+        """Record that the function gave rewards before this pool was restarted; it may fail for ``OUTAGE_S`` again."""
         if self._last_success is None:
             self._last_success = now
 
     def succeeded(self, uid: str, now: float) -> None:
-        """A call gave rewards."""
+        """A call gave rewards. The failing prompts that came before this one then failed although the function
+        worked."""
         self._last_success, self._failed_since = now, 0
         prompt = self._prompts.get(uid)
         if prompt is None:
@@ -134,7 +137,7 @@ class FailureRate:
                 self._note(other)
 
     def failed(self, uid: str, now: float) -> str:
-        """A call gave none. Returns the reason that the function is broken, in words; empty if it is not."""
+        """A call gave no rewards. Returns the reason that the function is broken, in words; empty if it is not."""
         self._failed_since += 1
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.scored:
@@ -166,6 +169,7 @@ class FailureRate:
         return prompt is not None and prompt.number > self._newest_scored
 
     def _note(self, uid: str) -> None:
+        """Count a prompt, once, as one that failed while the function worked for others."""
         prompt = self._prompts.get(uid)
         if prompt is not None and not prompt.noted and not prompt.scored:
             prompt.noted = True

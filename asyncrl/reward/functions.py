@@ -1,7 +1,7 @@
 """The built-in reward functions.
 
 Each is a maker: a worker calls it once with ``reward.options``. It checks the options (ValueError) and returns the
-function that scores one trajectory. Invariant: a wrong answer scores 0, and a row that cannot be judged raises, so a
+function that scores one trajectory. Invariant: a wrong answer scores 0, and a row that cannot be judged raises. So a
 fault of the data never counts as a fault of the model.
 """
 
@@ -180,9 +180,10 @@ JUDGES = ("relative_judge", "rubric")
 
 
 def _answers(row: Row, answer_key: str) -> list[str]:
+    """The answers in the row's column as text: one, or each of a list. Raises ValueError."""
     if not has_column(row, answer_key):
-        there = sorted(column_names(row))
-        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {there}")
+        columns = sorted(column_names(row))
+        raise ValueError(f"the row has no column {answer_key!r} (reward.options.answer_key); it has {columns}")
     value = column_of(row, answer_key)
     answers = [str(one) for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
     if not answers:
@@ -191,6 +192,7 @@ def _answers(row: Row, answer_key: str) -> list[str]:
 
 
 def _finder(option: str, pattern: str, match: str) -> Callable[[str], str | None]:
+    """A function that returns the text that ``pattern`` captures, or None without a match. Raises ValueError."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -218,6 +220,7 @@ def _text(text: str) -> str:
 
 
 def _number(text: str) -> str:
+    """A number in one way of writing, so that equal numbers are equal text; other text as ``_text`` gives it."""
     plain = _THOUSANDS.sub("", text.strip().rstrip(".").replace("$", ""))
     # A longer one would be rounded, and two that differ be taken for equal.
     if len(plain) <= _DECIMAL.prec:

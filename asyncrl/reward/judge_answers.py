@@ -48,7 +48,8 @@ class BadAnswer(ValueError):
 
 
 class VoteFailed(Exception):
-    """The judge gave no usable answer. ``kind`` is short; ``passing``: another attempt may succeed."""
+    """The judge gave no usable answer. ``kind`` is the cause in a few words; ``passing``: another attempt may
+    succeed."""
 
     def __init__(self, kind: str, reason: str, *, passing: bool = True) -> None:
         self.kind, self.passing = kind, passing
@@ -56,8 +57,10 @@ class VoteFailed(Exception):
 
 
 def read_entries(text: str, name: str) -> list[dict[str, Any]]:
-    """The objects in the list ``name`` of the JSON object in ``text``, which may be embedded in prose. Raises
-    BadAnswer.
+    """Find the JSON object with the key ``name`` in ``text``, which may have prose around it; returns the objects in
+    its list.
+
+    Raises BadAnswer.
     """
     if not text.strip():
         raise BadAnswer(["the answer is empty"])
@@ -65,17 +68,17 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
         raise BadAnswer([f"the answer has {len(text)} characters; {LONGEST_ANSWER} are allowed"])
     # The reasoning of a model may hold drafts, which end before it does; an answer may quote the mark of its end.
     first, last = text.find(REASONING_END), text.rfind(REASONING_END)
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for begin in sorted({0, max(0, first), max(0, last)}, reverse=True):
-        found = [each for each, end in _objects(text, begin) if end > last and name in each]
-        if found:
+        objects = [each for each, end in _objects(text, begin) if end > last and name in each]
+        if objects:
             break
-    if not found:
+    if not objects:
         raise BadAnswer([f'there is no JSON object with the key "{name}" in the answer'])
     # Not by equality: 1 and true would be equal.
-    if any(repr(each[name]) != repr(found[0][name]) for each in found):
-        raise BadAnswer([f'there are {len(found)} different JSON objects with the key "{name}" in the answer'])
-    entries = found[0][name]
+    if any(repr(each[name]) != repr(objects[0][name]) for each in objects):
+        raise BadAnswer([f'there are {len(objects)} different JSON objects with the key "{name}" in the answer'])
+    entries = objects[0][name]
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise BadAnswer([f'"{name}" is not a list of objects'])
     return entries
@@ -84,9 +87,9 @@ def read_entries(text: str, name: str) -> list[dict[str, Any]]:
 def match(
     entries: Iterable[dict[str, Any]], key: str, wanted: Iterable[str], read: Callable[[dict[str, Any]], T]
 ) -> dict[str, T]:
-    """Values that ``read`` makes of the entries, by their ``key``: one for each of ``wanted``. Raises BadAnswer.
+    """Read each entry with ``read``; returns the values by the entries' ``key``, one for each of ``wanted``.
 
-    ``read`` raises ValueError.
+    ``read`` raises ValueError. Raises BadAnswer with all problems.
     """
     names = list(wanted)
     found: dict[str, T] = {}
@@ -171,7 +174,7 @@ class AnswerCache:
         return entry.text if entry.key == key else None
 
     def keep(self, key: str, text: str) -> bool:
-        """Keep an answer; returns whether that went well."""
+        """Keep an answer; returns False if it cannot be written."""
         with self._lock:
             try:
                 if self._count is None:
@@ -186,6 +189,7 @@ class AnswerCache:
         return True
 
     def _make_room(self) -> None:
+        """Delete the oldest entries, a tenth of all, and count those that stay."""
         with os.scandir(self._folder) as entries:
             written = sorted((entry.stat().st_mtime_ns, entry.path) for entry in entries)
         for _, path in written[: max(1, len(written) - self._most + self._most // 10)]:

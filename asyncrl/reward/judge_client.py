@@ -4,9 +4,9 @@ The package repeats requests that fail for the moment, and waits as ``Retry-Afte
 under the limits, in the order of arrival; one that the package repeats counts, and does not wait. A server that takes
 no JSON schema is asked without one from then on.
 
-Invariants: in any 60 seconds no more than a limit begins, except a single larger item, which begins alone. A request
-has the configured key and no other credential; in particular, it has nothing of the ``OPENAI_*`` variables. An answer
-takes no more than MOST_BYTES. No redirect is followed, so the key reaches no other host.
+Invariants: in any 60 seconds no more requests or tokens begin than the limit. A single larger request begins alone. A
+request has the configured key and no other credential; in particular, it has nothing of the ``OPENAI_*`` variables. An
+answer takes no more than MOST_BYTES. No redirect is followed, so the key reaches no other host.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class JudgeReply:
 
 @dataclass(slots=True)
 class Spent:
-    """Units that began at a time."""
+    """Requests or tokens, ``units`` of them, that began at the time ``at``."""
 
     at: float
     units: float
 
 
 class MinuteLimit:
-    """At most ``limit`` units in any minute; None is no limit. Times are in seconds. Pure."""
+    """At most ``limit`` units, requests or tokens, in any minute; None is no limit. Times are in seconds. Pure."""
 
     def __init__(self, limit: float | None) -> None:
         self._limit = limit
@@ -108,7 +108,8 @@ class MinuteLimit:
         return until - now
 
     def begin(self, units: float, now: float) -> Spent:
-        """Note units that begin; the record that is returned may be corrected once their number is known."""
+        """Record that ``units`` begin; returns the record, which the caller may correct if ``units`` was an
+        estimate."""
         spent = Spent(now, units)
         if self._limit is not None:
             self._spent.append(spent)
@@ -124,7 +125,7 @@ class JudgeClient:
     def __init__(self, options: JudgeOptions, counters: JudgeCounters, on_request: Callable[[float], None]) -> None:
         self._options, self._counters = options, counters
         self._takes_schema = "response_format" not in options.extra
-        self._places, self._door = asyncio.Semaphore(options.concurrency), asyncio.Lock()
+        self._places, self._limits_lock = asyncio.Semaphore(options.concurrency), asyncio.Lock()
         self._requests, self._tokens = MinuteLimit(options.requests_per_minute), MinuteLimit(options.tokens_per_minute)
         self.waiting = 0
         """Requests that wait for their turn."""
@@ -143,7 +144,10 @@ class JudgeClient:
         await self._client.close()
 
     async def ask(self, messages: Sequence[dict[str, str]], schema: dict[str, Any], timeout_s: float) -> JudgeReply:
-        """The model's answer. The wait for a turn takes none of the time. Raises VoteFailed, TimeoutError."""
+        """Ask the model within ``timeout_s``, not counting the wait for a turn. Raises VoteFailed, TimeoutError.
+
+        If the server refuses the JSON schema, it is asked again without one.
+        """
         options, takes_schema, left_s = self._options, self._takes_schema, timeout_s
         body = dict(options.extra)
         if takes_schema:
@@ -170,11 +174,13 @@ class JudgeClient:
             raise self._failed(error) from error
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
-            told = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
-            raise VoteFailed("unreachable", f"{options.url} cannot be reached: {told}") from error
+            reason = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+            raise VoteFailed("unreachable", f"{options.url} cannot be reached: {reason}") from error
         return self._read(response.content, spent, left_s)
 
     def _read(self, body: bytes, spent: Spent, left_s: float) -> JudgeReply:
+        """Read a server's answer, add its tokens and its cost to the counters, and correct the estimate. Raises
+        VoteFailed."""
         url, counters = self._options.url, self._counters
         try:
             completion = _decoder.decode(body)
@@ -194,30 +200,30 @@ class JudgeClient:
         return JudgeReply(text, usage.completion_tokens, choice.finish_reason == "length", left_s)
 
     def _failed(self, error: Any) -> VoteFailed:
-        status, said = error.status_code, " ".join(error.response.text[:400].split())
-        told = f"{self._options.url} answers with status {status}: {said}"
+        status, body = error.status_code, " ".join(error.response.text[:400].split())
+        reason = f"{self._options.url} answers with status {status}: {body}"
         if pause := error.response.headers.get("Retry-After"):
-            told += f" (Retry-After: {pause})"
-        return VoteFailed(f"status {status}", told, passing=status in PASSING or status >= 500)
+            reason += f" (Retry-After: {pause})"
+        return VoteFailed(f"status {status}", reason, passing=status in PASSING or status >= 500)
 
     @asynccontextmanager
     async def _turn(self, tokens: int) -> AsyncIterator[Spent]:
-        """A turn for one request of about ``tokens`` tokens, during the context."""
+        """Wait until a request of about ``tokens`` tokens may begin; it counts as open during the context."""
         self.waiting += 1
-        waits = True
+        is_waiting = True
         try:
             async with self._places:
                 # One waits at a time, the others behind it: a small request does not slip past a large one.
-                async with self._door:
-                    # Others that were sent again meanwhile make it longer.
+                async with self._limits_lock:
+                    # Requests that the package has repeated meanwhile make the wait longer.
                     while (wait_s := self._wait_s(tokens)) > 0:  # noqa: ASYNC110
                         await asyncio.sleep(wait_s)
                     spent = self._begin(tokens)
                 self.waiting -= 1
-                waits = False
+                is_waiting = False
                 yield spent
         finally:
-            self.waiting -= waits
+            self.waiting -= is_waiting
 
     def _wait_s(self, tokens: int) -> float:
         now = time.monotonic()
@@ -229,6 +235,7 @@ class JudgeClient:
         return self._tokens.begin(tokens, now)
 
     def _note_request(self, size: int, again: bool) -> None:
+        """Count a request that is sent; one that the package repeats counts under the limits, too."""
         self._counters.requests += 1
         if again:
             self._counters.retries += 1
@@ -236,8 +243,8 @@ class JudgeClient:
 
 
 def _refuses_schema(error: Any) -> bool:
-    said = error.response.text[:400]
-    return error.status_code in WITHOUT_SCHEMA and any(word in said for word in SCHEMA_WORDS)
+    body = error.response.text[:400]
+    return error.status_code in WITHOUT_SCHEMA and any(word in body for word in SCHEMA_WORDS)
 
 
 class AnswerRefused(openai.OpenAIError):  # type: ignore[misc]
@@ -260,7 +267,7 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
             self._sent["Authorization"] = f"Bearer {key}"
 
     async def send(self, request: Any, *, stream: bool = False, **options: Any) -> Any:
-        """The answer, with its body."""
+        """Send the request with our own headers alone; returns the answer with its whole body."""
         self._on_request(len(request.content), request.headers.get("x-stainless-retry-count", "0") != "0")
         # The openai package adds headers from OPENAI_ORG_ID, OPENAI_PROJECT_ID and OPENAI_CUSTOM_HEADERS.
         sent = self.build_request(
@@ -280,7 +287,7 @@ class JudgeTransport(openai.DefaultAsyncHttpxClient):  # type: ignore[misc]
 
 
 async def _body_of(response: Any) -> bytes:
-    """The body of an answer. Raises AnswerRefused. The body of a failed request is only part of a reason."""
+    """Read the body of an answer; that of a failed request may be cut. Raises AnswerRefused."""
     if response.headers.pop("Content-Encoding", "identity") != "identity":
         if response.is_success:
             raise AnswerRefused("a compressed answer, although the request excludes compression")

@@ -82,7 +82,7 @@ class Criterion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def share(self) -> float:
-        """The weight."""
+        """The weight, with its default where it is unset."""
         return self.weight if self.weight is not None else float(self.gate is None)
 
 
@@ -101,7 +101,7 @@ Options = TypeVar("Options", bound=JudgeOptions)
 
 
 def read_options(type: type[Options], options: dict[str, Any]) -> Options:
-    """The options, all of them valid. Raises NotCallable."""
+    """Check ``reward.options`` and return them as ``type``. Raises NotCallable with all problems."""
     known = type.__struct_fields__
     problems = [
         f"reward.options.{key}: a judge takes no such option{did_you_mean(key, known)}"
@@ -121,15 +121,16 @@ def read_options(type: type[Options], options: dict[str, Any]) -> Options:
 
 
 def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
+    """Each problem of the options as (option, text)."""
     found = []
     if not re.match(r"https?://[^/\s]+", options.url):
         found.append(("url", f"{options.url!r} does not begin with http:// or https:// and a host"))
     if options.api_key_env and not os.environ.get(options.api_key_env):
-        told = "is not set in the environment of the launcher"
+        text = "is not set in the environment of the launcher"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.api_key_env):
-            told = "no environment variable has such a name; it takes the variable's name, never the key itself"
-            return [*found, ("api_key_env", told)]
-        found.append(("api_key_env", f"{options.api_key_env} {told}"))
+            text = "no environment variable has such a name; it takes the variable's name, never the key itself"
+            return [*found, ("api_key_env", text)]
+        found.append(("api_key_env", f"{options.api_key_env} {text}"))
     elif not (key := os.environ.get(options.api_key_env, "").strip()).isprintable() or not key.isascii():
         found.append(("api_key_env", f"the value of {options.api_key_env} holds more than printable ASCII"))
     if len(options.price_per_million) not in (0, 2):
@@ -153,7 +154,7 @@ def _problems(options: JudgeOptions) -> list[tuple[str, str]]:
 
 
 def criteria_problems(criteria: list[Criterion], *, alone: bool = True) -> list[str]:
-    """Problems between criteria; ``alone`` says that these are all."""
+    """Problems between criteria. ``alone``: no row adds further ones, so at least one here needs a weight above 0."""
     names = [criterion.name for criterion in criteria]
     found = [f"there are two named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     for criterion in criteria:

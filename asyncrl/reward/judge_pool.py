@@ -1,12 +1,12 @@
 """The pool of a judge: answers the same calls as RewardPool, by asking a language model.
 
-The calls of a judge wait for a server and run no users' code, so they share one process, one set of limits and one
-cache. A function that is added to the judge (``also``) runs in a RewardPool. An answer that cannot be used is sent back
-once, with the problems.
+The calls of a judge wait for a server and run no users' code. So they share one process, one set of limits and one
+cache. Each call asks ``reward.options.votes`` questions, its votes. A function that is added to the judge (``also``)
+runs in a RewardPool. An answer that cannot be used is sent back once, with the problems.
 
-Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed;
-a call without a judgement is never 0. A vote ends within its time with an answer or with VoteFailed. The pool fails as
-a whole only if its owner gives it up.
+Invariant: each call of ``score`` ends with the judge's rewards, by more than half of its votes, or with RewardFailed. A
+call without a judgement is never 0. A vote ends within its time with an answer or with VoteFailed. The pool fails as a
+whole only if its owner gives it up.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class _AddedFunction(RewardObserver):
 class JudgePool:
     """Judges by ``config.function``, which is one of JUDGES.
 
-    ``folder`` is the run's, where answers are kept; without it none is. ``confined`` is for the added function.
-    Everything else is as in RewardPool.
+    ``folder`` is the run's, where answers are kept; without it no answer is kept. ``confined`` is for the added
+    function. Everything else is as in RewardPool.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class JudgePool:
         except NotCallable as error:
             raise ConfigError(error.problems) from error
         except ImportError as error:
-            told = f"{config.function} needs the package openai ({error}); pip install 'asyncrl[judges]'"
-            raise ConfigError([f"reward.function: {told}"]) from error
+            missing = f"{config.function} needs the package openai ({error}); pip install 'asyncrl[judges]'"
+            raise ConfigError([f"reward.function: {missing}"]) from error
         if options.also:
             added = {"function": options.also, "options": options.also_options, "per": "trajectory"}
             self._also = RewardPool(
@@ -155,7 +155,7 @@ class JudgePool:
                 raise ConfigError([_of_also(problem) for problem in error.problems]) from error
 
     def score(self, request: Score) -> asyncio.Future[Scores]:
-        """Have a completion, or a group, judged. The future raises RewardFailed; cancelling it gives the place up."""
+        """Start to judge a completion or a group. The future raises RewardFailed; cancelling it ends its requests."""
         if self._end.done():
             raise self._ended_error()
         task = asyncio.get_running_loop().create_task(self._score(request))
@@ -164,7 +164,7 @@ class JudgePool:
         return task
 
     async def watch(self) -> None:
-        """Returns when the pool is closed. Raises what it was given up for, and when the added function's pool ends."""
+        """Return when the pool is closed. Raises the error of ``give_up``, or that of the added function's pool."""
         if self._also is None:
             await asyncio.shield(self._end)
             return
@@ -227,6 +227,7 @@ class JudgePool:
         return uid, time.monotonic() - began
 
     async def _score(self, request: Score) -> Scores:
+        """Ask the judge and call the added function at the same time, and add up their rewards. Raises RewardFailed."""
         began = time.monotonic()
         fault: RewardFault | None = None
         try:
@@ -261,7 +262,8 @@ class JudgePool:
         return shaped(scores, request, self._config, self._max_tokens)
 
     async def _judged(self, request: Score) -> list[Outcome]:
-        """The outcomes by the votes that were valid. Raises _Unjudged."""
+        """Ask all votes at the same time; returns the outcomes by the valid ones. Raises _Unjudged if those are too
+        few."""
         try:
             questions = await asyncio.to_thread(self._judge.questions, request)
         except ValueError as error:
@@ -273,16 +275,16 @@ class JudgePool:
         if 2 * len(answers) > len(questions):
             return self._judge.outcomes(request, answers)
         reasons = "; ".join(dict.fromkeys(str(failure) for failure in failures))
-        told = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
+        share = f"{len(failures)} of {len(questions)} votes failed: " if len(questions) > 1 else ""
         raise _Unjudged(
             failures[0].kind,
-            f"unjudged: {told}{reasons[:2000]}",
+            f"unjudged: {share}{reasons[:2000]}",
             retryable=any(failure.passing for failure in failures),
             timed_out=any(failure.kind == "timed out" for failure in failures),
         )
 
     async def _vote(self, question: Question) -> tuple[Any, VoteFailed | None]:
-        """The judge's answer as the question reads it, or the reason that there is none."""
+        """Ask one vote; returns the answer as the question reads it, or None and the failure."""
         try:
             return await self._answer(question), None
         except VoteFailed as error:
@@ -290,13 +292,16 @@ class JudgePool:
         except BadAnswer as error:
             failed = VoteFailed("unusable answer", f"its answer cannot be used, nor the repaired one: {error}")
         except TimeoutError:
-            told = f"{self._judge.options.url} gave no answer that can be used within {self._config.timeout_s:g} s"
-            failed = VoteFailed("timed out", f"{told} (reward.timeout_s)")
+            reason = f"{self._judge.options.url} gave no answer that can be used within {self._config.timeout_s:g} s"
+            failed = VoteFailed("timed out", f"{reason} (reward.timeout_s)")
         self.judged.failed_votes += 1
         return None, failed
 
     async def _answer(self, question: Question) -> Any:
-        """The answer from the run's folder or from the judge. Raises VoteFailed, BadAnswer, TimeoutError."""
+        """The answer that the run's folder keeps, or a new one of the judge, which is then kept.
+
+        Raises VoteFailed, BadAnswer, TimeoutError.
+        """
         options, cache = self._judge.options, self._cache
         # The first vote has the key of a question that is asked once.
         number = (question.vote,) if question.vote else ()
@@ -305,16 +310,19 @@ class JudgePool:
         if kept is not None:
             # BadAnswer: the answer was kept by a version that took what this one does not.
             with contextlib.suppress(BadAnswer):
-                said = question.read(kept)
+                answer = question.read(kept)
                 self.judged.cached += 1
-                return said
-        said, text = await self._ask(question)
+                return answer
+        answer, text = await self._ask(question)
         if cache is not None and not await asyncio.to_thread(cache.keep, key, text):
             self.judged.uncached += 1
-        return said
+        return answer
 
     async def _ask(self, question: Question) -> tuple[Any, str]:
-        """The answer as read, and its text. Raises VoteFailed, BadAnswer for the repaired one, TimeoutError."""
+        """Ask the judge, and a second time if the answer is unusable; returns the answer as read, and its text.
+
+        Raises VoteFailed, TimeoutError, and BadAnswer if the second answer is unusable too.
+        """
         assert self._client is not None
         reply = await self._client.ask(question.messages, question.schema, self._config.timeout_s)
         try:
@@ -325,9 +333,9 @@ class JudgePool:
                 raise _cut(reply, error) from error
             problems = "\n".join(f"* {problem}" for problem in error.problems)
         self.judged.repairs += 1
-        said = {"role": "assistant", "content": shorten(reply.text, REPAIR_CHARS) or "(nothing)"}
-        asked = {"role": "user", "content": REPAIR.format(problems=problems)}
-        reply = await self._client.ask([*question.messages, said, asked], question.schema, reply.left_s)
+        answer = {"role": "assistant", "content": shorten(reply.text, REPAIR_CHARS) or "(nothing)"}
+        request = {"role": "user", "content": REPAIR.format(problems=problems)}
+        reply = await self._client.ask([*question.messages, answer, request], question.schema, reply.left_s)
         try:
             return question.read(reply.text), reply.text
         except BadAnswer as error:
@@ -375,8 +383,8 @@ class _Unjudged(Exception):
 
 
 def _cut(reply: JudgeReply, error: BadAnswer) -> VoteFailed:
-    told = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
-    return VoteFailed("cut answer", f"{told}; give it more (reward.options.extra, as max_completion_tokens)")
+    reason = f"its answer was cut after {reply.completion_tokens} tokens and cannot be used: {error}"
+    return VoteFailed("cut answer", f"{reason}; give it more (reward.options.extra, as max_completion_tokens)")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

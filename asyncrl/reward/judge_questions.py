@@ -106,6 +106,7 @@ class RelativeJudge:
     def _question(
         self, system: str, shared: str, row: str, bodies: list[str], body_of: list[int], uid: str, vote: int
     ) -> Question:
+        """The question of one vote. Names and order of the trajectories are drawn for this vote."""
         # From uid and vote, so that a resumed run asks the same question, and finds the answer that is kept.
         drawn = random.Random(f"{uid}/{vote}")
         ids = draw_ids(drawn, len(bodies), [shared, row, *bodies])
@@ -123,7 +124,7 @@ class RelativeJudge:
 
 
 def _read_scores(ids: list[str], body_of: list[int], low: float, high: float, text: str) -> list[float]:
-    """The score of each completion, in their order."""
+    """Read a judge's answer into the score of each completion, in their order. Raises BadAnswer."""
     scores = match(read_entries(text, "scores"), "id", ids, lambda entry: read_number(entry.get("score"), low, high))
     return [scores[ids[body]] for body in body_of]
 
@@ -137,6 +138,7 @@ class Rubric:
         self.options = options
 
     def questions(self, request: Score) -> list[Question]:
+        """Questions, one for each vote, which has the criteria in an order of its own. Raises ValueError."""
         options = self.options
         (completion,) = request.completions
         shown = view(request.prompt, [completion], options.max_input_chars)
@@ -160,6 +162,7 @@ class Rubric:
         return found
 
     def _criteria(self, row: Mapping[str, Any]) -> list[Criterion]:
+        """The criteria of the options and those of the row. Raises ValueError."""
         key = self.options.rubric_key
         if not key:
             return self.options.rubric
@@ -173,6 +176,8 @@ class Rubric:
         return criteria
 
     def outcomes(self, request: Score, answers: Sequence[dict[str, float]]) -> list[Outcome]:
+        """The reward by all votes, with a component for each criterion of the options: the mean worth of its
+        verdicts."""
         criteria = self._criteria(request.row)
         components = _judged([rubric_reward(criteria, answer) for answer in answers], self.options)
         for criterion in self.options.rubric:
@@ -184,13 +189,13 @@ Judge = RelativeJudge | Rubric
 
 
 def _judged(votes: Sequence[float], options: JudgeOptions) -> dict[str, float]:
-    """The components that follow from the votes on a trajectory."""
+    """The components of a trajectory: the mean of its votes, and how far they differ if there are several."""
     spread = {SPREAD_COMPONENT: max(votes) - min(votes)} if options.votes > 1 else {}
     return {JUDGE_COMPONENT: sum(votes) / len(votes), **spread}
 
 
 def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
-    """Worth of each criterion's verdict. Raises BadAnswer."""
+    """Read a judge's answer into the worth of each criterion's verdict, by name. Raises BadAnswer."""
     levels = {
         criterion.name: {level.casefold(): worth for level, worth in criterion.levels.items()} for criterion in criteria
     }
@@ -205,8 +210,11 @@ def read_verdicts(criteria: Sequence[Criterion], text: str) -> dict[str, float]:
 
 
 def rubric_reward(criteria: Sequence[Criterion], worth: Mapping[str, float]) -> float:
-    """The lowest of the gates that have failed; else the sum of weight times worth over the sum of the weights above
-    0."""
+    """The reward for verdicts of this ``worth``, by the names of the criteria.
+
+    A gate fails if its verdict is below its highest level; the reward is then the lowest of the failed gates. Otherwise
+    it is the sum of weight times worth over the sum of the weights above 0.
+    """
     failed = [c.gate for c in criteria if c.gate is not None and worth[c.name] < max(c.levels.values())]
     if failed:
         return min(failed)
@@ -230,10 +238,11 @@ def _criterion_line(criterion: Criterion) -> str:
 
 
 def _row_text(row: Mapping[str, Any], options: JudgeOptions) -> str:
+    """The columns ``row_keys`` as lines of bounded length. Raises ValueError if the row lacks one."""
     missing = [key for key in options.row_keys if not has_column(row, key)]
     if missing:
-        there = sorted(column_names(row))
-        raise ValueError(f"the row has no column {missing[0]!r} (reward.options.row_keys); it has {there}")
+        columns = sorted(column_names(row))
+        raise ValueError(f"the row has no column {missing[0]!r} (reward.options.row_keys); it has {columns}")
     lines = []
     for key in options.row_keys:
         value = column_of(row, key)

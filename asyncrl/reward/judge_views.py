@@ -39,7 +39,7 @@ class JudgeView:
 
 
 def view(prompt: str, completions: Sequence[Completion], limit: int) -> JudgeView:
-    """The completions of one prompt, within ``limit`` characters."""
+    """Show the completions of one prompt in about ``limit`` characters: their shared part, and the rest of each."""
     lines = [_pieces(completion) for completion in completions]
     count = _shared_count(completions, lines)
     shared = "\n\n".join(lines[0][:count])
@@ -58,7 +58,8 @@ def view(prompt: str, completions: Sequence[Completion], limit: int) -> JudgeVie
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:
-    """Room for each of ``sizes`` in ``total``: its size if there is enough; those that get less get the same."""
+    """Divide ``total`` characters among texts of these ``sizes``: short texts get their size, all others the same
+    room."""
     rooms = [0] * len(sizes)
     left = total
     for done, at in enumerate(sorted(range(len(sizes)), key=lambda at: sizes[at])):
@@ -119,7 +120,8 @@ def _pieces(completion: Completion) -> list[str]:
 
 
 def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> int:
-    """Number of pieces that all begin with; of trajectories that are all the same, those before the first answer."""
+    """Number of first messages that all trajectories share; if they are equal throughout, those before the first
+    answer."""
     if not all(completion.messages for completion in completions):
         return 0
     shortest = min(map(len, lines))
@@ -131,6 +133,7 @@ def _shared_count(completions: Sequence[Completion], lines: list[list[str]]) -> 
 
 
 def _body(completion: Completion, pieces: list[str]) -> str:
+    """The text of one trajectory behind the shared part: its messages, how it was cut, and its branches."""
     parts = list(pieces) or ["[there is no more of it]"]
     if completion.finish_reason in CUT_SHORT:
         parts.append(CUT_SHORT[completion.finish_reason])

@@ -22,9 +22,9 @@ def overlong_penalty(tokens: int, *, max_tokens: int, margin_tokens: int, scale:
 
 
 def shaped(scores: Scores, request: Score, config: RewardConfig, max_tokens: int) -> Scores:
-    """The scores under ``truncated = "penalty"``: less the penalties, each a component too, zeros included.
+    """Add its penalty to each reward under ``truncated = "penalty"``, and as a component, also where it is 0.
 
-    An eval set has its own limit of length and is judged by the plain reward.
+    Under another value the scores stay as they are. So do those of an eval set, which has its own limit of length.
     """
     if config.truncated != "penalty" or "@" in request.uid:
         return scores

@@ -71,7 +71,7 @@ class Pending(asyncio.Future[Scores]):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class RewardPlace(Place):
-    """The place of a worker, with its tasks."""
+    """A worker process, or the gap until its replacement, with its tasks."""
 
     given: deque[Pending] = field(default_factory=deque)
     """Tasks without an answer; the worker runs the first."""
@@ -81,9 +81,10 @@ class RewardPlace(Place):
     low: int = 0
     """Number of given tasks at or below which more are sent."""
     began: float = 0.0
-    """Time at which the first of the given could begin."""
+    """Monotonic time (s) at which the first of the given could begin."""
     forsaken: float = math.inf
-    """If the first of the given was cancelled: the time of that, or of its beginning if that is later."""
+    """Monotonic time (s) when a cancelled first task was cancelled, or began if that is later; inf if it was not
+    cancelled."""
     late: bool = False
     """Whether the tasks that were sent ahead have gone back to the queue."""
     timer: asyncio.TimerHandle | None = None
@@ -106,25 +107,29 @@ class RewardCounts(WorkerCounts):
 
 
 class RewardObserver(PoolObserver):
-    """Hears what happens in a reward pool, or in the pool of a judge."""
+    """Receives the events of a reward pool, or of the pool of a judge."""
 
     def task_ended(self, worker: int, uid: str, began: float, run_s: float, error: str) -> None:
-        """A task has ended that began at ``began`` (time.monotonic) and was ``run_s`` in the function."""
+        """A worker has finished a task, or has ended with it; also if its call was cancelled.
+
+        ``began`` is monotonic time (s), and ``run_s`` the time in the function. ``error`` is empty if it gave rewards.
+        """
 
     def call_ended(self, uid: str, fault: RewardFault | None) -> None:
-        """A task has ended that a caller waited for."""
+        """A call of ``score`` that was not cancelled has its outcome. ``fault`` is why the function gave no rewards, if
+        it did not."""
 
     def judge_asked(self, seconds: float) -> None:
-        """A request to the judge's server has ended."""
+        """A request to the judge's server has ended after ``seconds``."""
 
 
 UNOBSERVED = RewardObserver()
 
 
 class RewardPool(WorkerPool[RewardPlace]):
-    """``config.workers`` processes that run ``config.function``.
+    """Runs ``config.function`` in ``config.workers`` processes.
 
-    ``max_tokens`` is the length from which the overlong penalty counts.
+    ``max_tokens`` is the longest response, at which the overlong penalty is full.
     """
 
     owner = "the reward pool"
@@ -228,7 +233,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             super()._printed(place, process)
 
     def _take(self, place: RewardPlace, frame: bytes | bytearray) -> None:
-        """Answer the first of the given tasks."""
+        """Read the result of a worker's first task, let the worker begin the next one, and answer the caller."""
         result = self._decoder.decode(frame)
         pending = place.given[0] if place.given else None
         if pending is None or (not result.error and len(result.rewards) != len(pending.request.completions)):
@@ -305,7 +310,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             assert place.process is not None
             place.process.send(*bodies)
             if place.process.ended:
-                # The worker has not seen them: another may have them.
+                # The worker has ended before it got them: another runs them.
                 place.given_bytes -= sum(pending.size for pending in new)
                 self._put_back(new)
                 return
@@ -325,7 +330,7 @@ class RewardPool(WorkerPool[RewardPlace]):
         place.began, place.forsaken, place.late = time.monotonic(), math.inf, False
 
     def _encoded(self, pending: Pending) -> bytes | None:
-        """The task as sent to a worker. A task that cannot be encoded fails, and the result is None."""
+        """The task in bytes for a worker. Fails the task and returns None if it cannot be encoded."""
         request = pending.request
         if any(each.branches for each in request.completions):
             # A function gets no branches, and they may be most of the bytes.
@@ -336,8 +341,8 @@ class RewardPool(WorkerPool[RewardPlace]):
             if len(body) > MAX_TASK_BYTES:
                 raise ValueError(f"{len(body)} bytes")
         except (TypeError, ValueError, OverflowError) as error:
-            told = f"cannot be given {request.uid}: {error}"
-            pending.fail(RewardFailed(self._config.function, told, retryable=False))
+            reason = f"cannot be given {request.uid}: {error}"
+            pending.fail(RewardFailed(self._config.function, reason, retryable=False))
             return None
         return body
 
@@ -350,7 +355,8 @@ class RewardPool(WorkerPool[RewardPlace]):
             self._feed(self._idle.pop())
 
     def _fault(self, pending: Pending, fault: RewardFault) -> None:
-        """The function has failed with a task that a caller waits for."""
+        """End a call whose task failed: with the reward of reward.on_timeout after a timeout, if that is set, else with
+        an error."""
         if self._end.done():
             pending.fail(self._ended_error())
             return
@@ -402,6 +408,7 @@ class RewardPool(WorkerPool[RewardPlace]):
             place.timer = None
 
     def _check_time(self, place: RewardPlace) -> None:
+        """Kill a worker whose first task is over its deadline; take tasks back from one that is slow."""
         place.timer = None
         if not place.given or place.process is None or place.process.ended:
             return
@@ -419,20 +426,20 @@ class RewardPool(WorkerPool[RewardPlace]):
         self._set_timer(place)
 
     def _take_back(self, place: RewardPlace) -> None:
-        """Let other workers run the tasks that were sent ahead."""
+        """Put the tasks that were sent ahead back into the queue, for other workers."""
         place.late = True
         first, *others = place.given
         place.given = deque([first])
         for pending in others:
-            # A cancelled task in its place: this worker's answer to it is ignored.
-            ghost = Pending(self, pending.request)
-            ghost.size = pending.size
-            ghost.cancel()
-            place.given.append(ghost)
+            # A cancelled copy takes its place in this worker's row: the worker's answer to it is ignored.
+            placeholder = Pending(self, pending.request)
+            placeholder.size = pending.size
+            placeholder.cancel()
+            place.given.append(placeholder)
         self._put_back([pending for pending in others if not pending.done()])
 
     def forsake(self, pending: Pending) -> None:
-        """A task was cancelled."""
+        """Take a cancelled task out of the queue; if a worker runs it, it has CANCEL_GRACE_S to end."""
         place = pending.place
         if place is None:
             with contextlib.suppress(ValueError):

@@ -60,7 +60,7 @@ class RewardSetup(msgspec.Struct, frozen=True, array_like=True):
 class Result(msgspec.Struct, frozen=True, array_like=True):
     """Finite rewards in the order of the completions; or ``error``, and nothing else counts.
 
-    ``last`` asks for the worker's end: it has run out of memory, and what it holds would be the next task's loss.
+    ``last`` asks the pool to end this worker: it has run out of memory, and the next task would fail for it.
     """
 
     rewards: list[float]
@@ -78,7 +78,7 @@ class Argument(NamedTuple):
     type: str
     about: str
     value: Callable[[Score, int], Any]
-    """Its value for a task and the place of the completion in it; a group has the place 0."""
+    """Gives its value for a task and the index of the completion in it; a group has the index 0."""
 
 
 _PROMPT = Argument("str", "The prompt as text.", lambda task, at: task.prompt)
@@ -120,7 +120,7 @@ Scorer = Callable[[Score], list[Outcome]]
 
 
 def resolve(setup: RewardSetup, runner: asyncio.Runner) -> Scorer:
-    """The reward function as a scorer of tasks. Coroutines are awaited in ``runner``.
+    """Load the reward function and return a scorer of tasks, which awaits coroutines in ``runner``.
 
     The function receives by keyword what its signature accepts, of ARGUMENTS and ``reward.options``. It returns a
     number or a mapping of components (messages/reward.py), or for a group a list of them, and may be async. Raises
@@ -195,8 +195,8 @@ def main() -> None:
             except NotCallable as error:
                 connection.sendall(framed(msgspec.msgpack.encode(Ready(error.problems))))
                 return
-            found = find_place(setup.function)
-            place = f" ({found})" if found else ""
+            definition = find_place(setup.function)
+            place = f" ({definition})" if definition else ""
             memory = MemoryLimit(setup.max_memory_bytes)
             connection.sendall(framed(msgspec.msgpack.encode(Ready())))
             try:
@@ -214,6 +214,7 @@ def main() -> None:
 def _serve(
     connection: socket.socket, bodies: Iterator[bytes | bytearray], scorer: Scorer, memory: MemoryLimit, place: str
 ) -> None:
+    """Answer each task with a Result, until the pool hangs up or the memory is used up."""
     decoder, encoder = msgspec.msgpack.Decoder(Score), msgspec.msgpack.Encoder()
     for frame in bodies:
         task = decoder.decode(frame)
@@ -237,7 +238,10 @@ def _serve(
 
 
 def _score(scorer: Scorer, task: Score, place: str) -> tuple[list[tuple[float, dict[str, float]]], str, str]:
-    """The rewards with their components, or the error and its kind. ``place`` is the end of an error about a value."""
+    """Run the function on one task; returns the outcomes, or an error and its kind.
+
+    ``place`` is where the function is defined, for errors about a value that it returned.
+    """
     try:
         return scorer(task), "", ""
     except MemoryError:

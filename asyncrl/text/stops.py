@@ -1,8 +1,9 @@
 """Tokens and strings that end a response, in addition to the model's own end-of-sequence token.
 
-A special token never shows in the text of a response, so a string of ``rollout.stop`` that is one is looked for by its
-id, as those of ``rollout.stop_token_ids`` are: engines end at them as at the end-of-sequence token, which is sampled,
-trained and left out of the text. Every other string is looked for in the text (rollouter/serving/generation.py).
+A special token never shows in the text of a response. So a string of ``rollout.stop`` that is one is looked for by its
+id, as those of ``rollout.stop_token_ids`` are. Engines end at such an id as at the end-of-sequence token: it is
+sampled, trained and left out of the text. Every other string is looked for in the text
+(rollouter/serving/generation.py).
 
 Fails with ConfigError, naming the key, for an id that the model does not have.
 """
@@ -28,7 +29,7 @@ class Stops:
 
 
 def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
-    """``rollout.stop`` and ``rollout.stop_token_ids`` in the terms of a tokenizer. Raises ConfigError."""
+    """``rollout.stop`` and ``rollout.stop_token_ids`` as ids of this tokenizer and as strings. Raises ConfigError."""
     size = tokenizer.vocabulary
     strangers = [id for id in rollout.stop_token_ids if id >= size]
     if strangers:
@@ -38,7 +39,7 @@ def resolve_stops(rollout: RolloutConfig, tokenizer: Tokenizer) -> Stops:
 
 
 def with_strings(stops: Stops, strings: Sequence[str], tokenizer: Tokenizer) -> Stops:
-    """``stops``, and ``strings`` end a response, too."""
+    """``stops`` with more ``strings``; one that is a special token of the tokenizer becomes its id."""
     special = tokenizer.special_ids
     ids = {*stops.token_ids, *(special[text] for text in strings if text in special)}
     return Stops(tuple(sorted(ids)), (*stops.strings, *(text for text in strings if text not in special)))

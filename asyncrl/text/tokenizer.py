@@ -5,7 +5,7 @@ Only a folder without tokenizer.json needs transformers. Without a folder, for s
 modules are imported by ``load_tokenizer`` and at the first chat prompt, because every simulated rollouter imports this
 module.
 
-Invariant: the same messages give the same ids during a run, even past midnight: a template that asks for the time gets
+Invariant: the same messages give the same ids during a run, even past midnight. A template that asks for the time gets
 the date with which the tokenizer was loaded.
 
 Fails with ConfigError (naming model.path) if the folder holds no tokenizer, and with ValueError for a prompt that the
@@ -113,12 +113,12 @@ def load_tokenizer(
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError([f"model.path: {path} is not a folder"])
-    told = Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {})
+    settings = Date.today() if date is None else Date.fromisoformat(date), dict(template_options or {})
     if (folder / "tokenizer.json").is_file():
-        return _FileTokenizer(folder, told)
+        return _FileTokenizer(folder, settings)
     if not any(file.name != "tokenizer_config.json" for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise ConfigError([f"model.path: {folder} holds no tokenizer: no tokenizer.json, tokenizer.model or vocab.*"])
-    return _TransformersTokenizer(folder, told, trust_remote_code)
+    return _TransformersTokenizer(folder, settings, trust_remote_code)
 
 
 Told = tuple[Date, Mapping[str, Any]]
@@ -187,9 +187,9 @@ class ByteTokenizer:
 class _HuggingFace:
     """The common part of the two kinds of Hugging Face tokenizers."""
 
-    def __init__(self, folder: Path, told: Told) -> None:
+    def __init__(self, folder: Path, settings: Told) -> None:
         self._folder = folder
-        self._date, self._options = told
+        self._date, self._options = settings
         self._config = _read_json(folder / "tokenizer_config.json")
         self.eos_ids: set[int] = set()
         model = _read_json(folder / "config.json")
@@ -257,8 +257,8 @@ class _HuggingFace:
 class _FileTokenizer(_HuggingFace):
     """A tokenizer read through tokenizer.json."""
 
-    def __init__(self, folder: Path, told: Told) -> None:
-        super().__init__(folder, told)
+    def __init__(self, folder: Path, settings: Told) -> None:
+        super().__init__(folder, settings)
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
@@ -295,12 +295,12 @@ class _FileTokenizer(_HuggingFace):
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             # tokenizers raises nothing more precise, for example for an unknown word in a vocabulary without UNK.
-            told = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
+            problem = f"{self._folder}/tokenizer.json cannot encode {_in_context(self._piece_refused(text), text)}"
             if "unk" in str(error).lower():
-                told += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
+                problem += ", which its vocabulary lacks; for such text it needs an unk_token that is in the vocabulary"
             else:
-                told += f": {error}"
-            raise ValueError(told) from None
+                problem += f": {error}"
+            raise ValueError(problem) from None
 
     def _piece_refused(self, text: str) -> str:
         """The first part of a text that cannot be encoded by itself; the whole text without one."""
@@ -322,8 +322,8 @@ class _FileTokenizer(_HuggingFace):
 class _TransformersTokenizer(_HuggingFace):
     """A tokenizer of transformers, for formats that only it can read."""
 
-    def __init__(self, folder: Path, told: Told, trust_remote_code: bool) -> None:
-        super().__init__(folder, told)
+    def __init__(self, folder: Path, settings: Told, trust_remote_code: bool) -> None:
+        super().__init__(folder, settings)
         # Tokenizers of transformers change their backend's settings at each call.
         self._one_at_a_time = threading.Lock()
         try:

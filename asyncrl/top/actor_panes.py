@@ -199,6 +199,7 @@ def _in_order(entries: Sequence[ActorRow], choice: Choice) -> list[ActorRow]:
 
 
 def _host_row(host: str, entries: Sequence[ActorRow]) -> Row:
+    """The heading of a host: how many of its rollouters can work, and the sums of the columns."""
     conditions = [entry.condition for entry in entries]
     state = f"{sum(map(is_there, conditions))} of {len(entries)}"
     cells: dict[str, Cell] = {
@@ -259,6 +260,7 @@ def episodes(view: SnapshotView, choice: Choice, width: int) -> Pane:
 
 
 def _summary(view: SnapshotView, width: int, at: Mapping[str, float]) -> list[Line]:
+    """Three lines: the open episodes, their turns and context, and how episodes ended."""
     living, rollouters = view.living("rollouter"), view.of("rollouter")
     open = view.level("rollouter", "rollout/episodes")
     oldest = max((actor.metrics.get("rollout/episodes_oldest_s", 0.0) for actor in living), default=None)

@@ -178,7 +178,7 @@ class Top(App[int]):
         self._arrange(event.size)
 
     def _arrange(self, size: Size | None = None) -> None:
-        """Show all panes, one pane, or none."""
+        """Fit the screen to its size: show all panes, only the chosen one, or a notice that it is too small."""
         # During a resize the app still has the old size.
         columns, rows = size or self.size
         small = columns < LEAST[0] or rows < LEAST[1]
@@ -186,8 +186,8 @@ class Top(App[int]):
         base, seen = self.screen_stack[0], self.panes[self._seen]
         for name, found in (("small", small), ("wide", self._wide), ("narrow", not small and not self._wide)):
             base.set_class(found, name)
-        said = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
-        self._small.show([rich_text([(line, "")]) for line in said.splitlines()])
+        message = TOO_SMALL.format(width=LEAST[0], height=LEAST[1], columns=columns, rows=rows)
+        self._small.show([rich_text([(line, "")]) for line in message.splitlines()])
         for each in base.query("#body *"):
             each.set_class(each is seen or each in seen.ancestors, "seen")
         if self.screen is base:
@@ -198,6 +198,7 @@ class Top(App[int]):
 
     @work(exclusive=True)
     async def _follow(self, feed: Feed) -> None:
+        """Take each snapshot of the feed into the history; note why the feed has ended."""
         try:
             async for seen in feed():
                 if isinstance(seen, Away | Waiting):
@@ -232,6 +233,7 @@ class Top(App[int]):
                 self._draw()
 
     def _tick(self) -> None:
+        """Advance the replay, and draw if there is something new and DRAW_S have passed; else draw the foot alone."""
         replay = self.source.replay
         if replay is not None:
             before = replay.position
@@ -248,6 +250,7 @@ class Top(App[int]):
     # --- drawing ---
 
     def _draw(self) -> None:
+        """Draw everything that is visible, of the newest snapshot unless the view is frozen."""
         if self.source.replay is not None:
             self._history = self.source.replay.history()
         if not self._frozen and self._history.newest is not None:
@@ -278,8 +281,8 @@ class Top(App[int]):
 
     def _draw_foot(self) -> None:
         replay, width, attached = self.source.replay, self._foot.size.width, self.view is not None
-        seen = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
-        line = foot(seen, self._choice, width, replay=replay is not None)
+        status_line = status(self._over, self._away, replay, frozen=self._frozen, attached=attached)
+        line = foot(status_line, self._choice, width, replay=replay is not None)
         self._foot.show([fit(line, width)])
 
     # --- keys ---

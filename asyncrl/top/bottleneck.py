@@ -67,7 +67,7 @@ class Flow:
     running: bool = True
     window_s: float
     rollouters: Mapping[str, float] = field(default_factory=dict)
-    """Shares by state over all engines, 0 to 1; as those of the others they add up to 1."""
+    """Shares of the engines' time by state, which add up to 1; so do those of the other stages."""
     reward: Mapping[str, float] = field(default_factory=dict)
     learner: Mapping[str, float] = field(default_factory=dict)
     dataloader_busy: float | None = None
@@ -105,6 +105,7 @@ def find_bottleneck(flow: Flow) -> Verdict:
 
 
 def _saturated(flow: Flow) -> Verdict | None:
+    """The last stage of the flow that is busy for SATURATED of its time; None without one."""
     learner, reward, rollouters = by_kind(flow.learner), by_kind(flow.reward), by_kind(flow.rollouters)
     if _occupied(learner) >= SATURATED:
         if learner.get("weights", 0.0) > learner.get("work", 0.0):
@@ -112,8 +113,8 @@ def _saturated(flow: Flow) -> Verdict | None:
         return Verdict(stage="learner", why=f"{_does(flow.learner)}{_others(flow, but='learner')}")
     if flow.reward and _occupied(reward) >= SATURATED:
         return Verdict(stage="reward", why=f"{_does(flow.reward)}{_others(flow, but='reward')}")
-    if said := _episodes(flow):
-        return said
+    if found := _episodes(flow):
+        return found
     if _occupied(rollouters) >= SATURATED:
         if rollouters.get("weights", 0.0) > rollouters.get("work", 0.0):
             why = f"engines are paused for them {_percent(rollouters['weights'])} of the time"
@@ -131,9 +132,9 @@ def _episodes(flow: Flow) -> Verdict | None:
     users, every = sum(with_user.values()), sum(flow.episodes.values())
     if every < 1 or users <= every / 2:
         return None
-    most = max(with_user, key=lambda stage: with_user[stage])
-    at = _STAGES_SAID.get(most, f"in {most}")
-    why = f"{users:.0f} of {every:.0f} run their own code, {with_user[most]:.0f} of them {at}"
+    largest = max(with_user, key=lambda stage: with_user[stage])
+    at = _STAGES_SAID.get(largest, f"in {largest}")
+    why = f"{users:.0f} of {every:.0f} run their own code, {with_user[largest]:.0f} of them {at}"
     return Verdict(stage="episodes", why=f"{why}{_others(flow, but='episodes')}")
 
 
@@ -147,6 +148,7 @@ _STAGES_SAID = {
 
 
 def _unsaturated(flow: Flow) -> Verdict:
+    """The reason that no stage is busy enough: what the waiting stages wait for."""
     if flow.exhausted:
         return Verdict(stage=None, why="the last prompts are under way")
     at_reward, generating = flow.at_reward, flow.generating
@@ -171,20 +173,20 @@ def _occupied(kinds: Mapping[Kind, float]) -> float:
 def _does(shares: Mapping[str, float]) -> str:
     """Words for the busy share, and for the state with most of it."""
     state = max((state for state in shares if kind_of(state) != "wait"), key=lambda state: shares[state])
-    whole, most = _percent(_occupied(by_kind(shares))), _percent(shares[state])
-    return f"{state} {most} of the time" if most == whole else f"busy {whole} of the time ({state} {most})"
+    busy, largest = _percent(_occupied(by_kind(shares))), _percent(shares[state])
+    return f"{state} {largest} of the time" if largest == busy else f"busy {busy} of the time ({state} {largest})"
 
 
 def _others(flow: Flow, *, but: str) -> str:
     """Words for the waits of rollouters and learner, as the end of a sentence."""
-    said = []
+    waiting = []
     waits = by_kind(flow.rollouters).get("wait", 0.0)
     if but != "rollouters" and waits >= WAITS:
-        said.append(f"rollouters wait {_percent(waits)} for {'calls' if but == 'episodes' else 'leases'}")
+        waiting.append(f"rollouters wait {_percent(waits)} for {'calls' if but == 'episodes' else 'leases'}")
     waits = by_kind(flow.learner).get("wait", 0.0)
     if but != "learner" and waits >= WAITS:
-        said.append(f"the learner waits {_percent(waits)} for groups")
-    return f"; {', '.join(said)}" if said else ""
+        waiting.append(f"the learner waits {_percent(waits)} for groups")
+    return f"; {', '.join(waiting)}" if waiting else ""
 
 
 def _percent(share: float) -> str:

@@ -106,7 +106,8 @@ def start_of(run_dir: Path) -> object:
 
 
 def find_target(run: str, keys: Path | None = None, lives: Lives = lambda _run_dir: True) -> WatchedRun:
-    """The run in a folder, or at HOST:PORT with the folder of ``keys``. Raises UsageError, and NotStarted."""
+    """Find the run in a folder, or at HOST:PORT with the keys in the folder ``keys``. Raises UsageError, and
+    NotStarted."""
     if (run_dir := Path(run)).is_dir():
         return _from_folder(run_dir, keys, lives)
     try:
@@ -121,6 +122,7 @@ def find_target(run: str, keys: Path | None = None, lives: Lives = lambda _run_d
 
 
 def _from_folder(run_dir: Path, keys: Path | None, lives: Lives) -> WatchedRun:
+    """The run whose controller has left its address in the folder. Raises UsageError and NotStarted."""
     private = run_dir / PRIVATE
     if not private.exists():
         raise UsageError(f"{run_dir}: no run is alive in this folder; --replay shows what was recorded")
@@ -164,10 +166,11 @@ class Viewer(ControllerClient):
 
 
 async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
-    """The newest snapshot of one attempt, again and again; an Away about every ANSWER_S without an answer.
+    """Yield each new snapshot of one attempt, and an Away about every ANSWER_S without an answer.
 
-    Ends after the last snapshot of a run, or when the run folder shows that the run has ended; then the last one is
-    made from the recording. Raises UsageError if the run refuses the keys, and ActorFailed if too many viewers watch.
+    Ends after the last snapshot of a run, or when the run folder shows that the run has ended. Then the last snapshot
+    is made from the recording. Raises UsageError if the run refuses the keys, and ActorFailed if too many viewers
+    watch.
     """
     seen, heard, last = -1, time.monotonic(), None
     with Viewer(target) as viewer:
@@ -180,9 +183,9 @@ async def follow(target: WatchedRun) -> AsyncGenerator[Snapshot | Away, None]:
             except (DeadlineExceeded, RemoteError, ProtocolError, msgspec.DecodeError) as error:
                 if await asyncio.to_thread(lambda: target.is_over):
                     break
-                silent = isinstance(error, DeadlineExceeded)
-                yield Away("" if silent else str(error), time.monotonic() - heard)
-                if not silent:
+                timed_out = isinstance(error, DeadlineExceeded)
+                yield Away("" if timed_out else str(error), time.monotonic() - heard)
+                if not timed_out:
                     # The next error would come at once.
                     await asyncio.sleep(AGAIN_S)
                 continue

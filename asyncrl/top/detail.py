@@ -96,11 +96,12 @@ def detail(view: SnapshotView, name: str, log: Sequence[str] | None, width: int)
 
 
 def _facts(actor: ActorView) -> list[Line]:
+    """Lines on an actor: its condition, its host and process, their use, and a line for each GPU."""
     condition = said_state(actor.condition, actor.state, actor.awaiting)
     # Unknown: everything without a heartbeat, and the use of its host once the actor is gone.
-    told, known = bool(actor.state), actor.condition != "absent"
-    there = told and not is_gone(actor)
-    busy, late = (actor.loop_busy, actor.loop_lag_s) if there else (None, None)
+    has_state, is_known = bool(actor.state), actor.condition != "absent"
+    is_present = has_state and not is_gone(actor)
+    busy, late = (actor.loop_busy, actor.loop_lag_s) if is_present else (None, None)
     gpus = [
         said(
             f"GPU {gpu.index}",
@@ -113,22 +114,22 @@ def _facts(actor: ActorView) -> list[Line]:
             [
                 said("condition", actor.condition, "bad" if condition[1] == "bad" else ""),
                 said("state", f"{actor.state} {actor.awaiting}".strip() or ABSENT),
-                said("for", duration(actor.state_s if told else None)),
-                said("heard", f"{duration(actor.heard_s)} ago" if known else ABSENT, warned(actor.heard_s > 10)),
+                said("for", duration(actor.state_s if has_state else None)),
+                said("heard", f"{duration(actor.heard_s)} ago" if is_known else ABSENT, warned(actor.heard_s > 10)),
             ]
         ),
         joined(
             [
                 said("host", actor.host or ABSENT),
                 said("pid", str(actor.pid or ABSENT)),
-                said("restarts", str(actor.restarts) if known else ABSENT, warned(actor.restarts)),
+                said("restarts", str(actor.restarts) if is_known else ABSENT, warned(actor.restarts)),
                 said("version", str(actor.version) if actor.version >= 0 else ABSENT),
             ]
         ),
         joined(
             [
-                said("processors", fixed(actor.cpu if there else None)),
-                said("memory", size(actor.rss_bytes or None if there else None)),
+                said("processors", fixed(actor.cpu if is_present else None)),
+                said("memory", size(actor.rss_bytes or None if is_present else None)),
                 said("event loop busy", percent(busy), warned((busy or 0.0) > 0.8)),
                 said("loop lag", duration(late), warned((late or 0.0) > 0.5)),
             ]
@@ -180,9 +181,9 @@ def _log_lines(text: str, width: int) -> list[Text]:
 
 def _entry(lead: str, text: str, level: str, width: int, most: int) -> list[Text]:
     """A text after its time and level, on at most so many lines."""
-    said = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most)
-    leads = [lead, *[""] * (len(said) - 1)]
-    return [Text("", end="").join([fit([(each, "dim")], LEAD), part]) for each, part in zip(leads, said, strict=True)]
+    lines = wrapped([(" ".join(text.split()), LEVEL_STYLES.get(level, ""))], max(20, width - LEAD), most)
+    leads = [lead, *[""] * (len(lines) - 1)]
+    return [Text("", end="").join([fit([(each, "dim")], LEAD), part]) for each, part in zip(leads, lines, strict=True)]
 
 
 class DetailScreen(PageScreen):
@@ -262,8 +263,8 @@ def last_lines(run_dir: Path, attempt: int, actor: str, until: float | None = No
 
 
 def _end_of(file: BinaryIO, size: int, until: float) -> int:
-    """Offset of the first later line; ``size`` without one."""
-    # The first line with a timestamp that begins at ``late`` or after it is later, and that of ``early`` is not.
+    """Find by bisection the offset of the first line later than ``until``; ``size`` if none is later."""
+    # From ``late`` on, the first line with a timestamp is later than ``until``; from ``early`` on it is not.
     early, late = 0, size
     while late - early > LOG_BYTES:
         middle = (early + late) // 2
@@ -282,8 +283,10 @@ def _end_of(file: BinaryIO, size: int, until: float) -> int:
 
 
 def _first_stamp(file: BinaryIO, offset: int, most: int) -> tuple[int, float, int] | None:
-    """Begin (offset), time and end (offset) of the first line with a timestamp that begins at ``offset`` or within
-    ``most`` bytes after it."""
+    """Find the first line with a timestamp that begins at ``offset`` or within ``most`` bytes after it.
+
+    Returns (offset of its begin, Unix time, offset of its end), or None.
+    """
     file.seek(max(0, offset - 1))
     if offset:
         # The rest of the line before, which is nothing but its end where a line begins at ``offset``.

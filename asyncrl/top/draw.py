@@ -237,7 +237,7 @@ def number(
     style: Callable[[Any], Style] = lambda entry: "",
     **more: Any,
 ) -> Column:
-    """A column of numbers: ``show`` writes a value, ``style`` is that of an entry."""
+    """Make a column of numbers: ``value`` reads that of an entry, ``show`` writes it, ``style`` gives its style."""
 
     def cell(entry: Any) -> Span:
         return show(value(entry)), style(entry)
@@ -247,7 +247,7 @@ def number(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row; ``key`` is the actor that it is about, of a heading the first below it."""
+    """A row. ``key`` is the actor that it is about; a heading has that of the first row below it."""
 
     key: str
     cells: Sequence[Line]
@@ -262,7 +262,7 @@ def row(key: str, cells: Iterable[Cell], *, heading: bool = False) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class TableLayout:
-    """The columns that fit: their numbers, widths with the blanks between two, and titles."""
+    """The columns that fit into a width. ``widths`` has the index and the cells, with the gap, of each."""
 
     widths: tuple[tuple[int, int], ...]
     titles: tuple[str, ...]
@@ -281,7 +281,7 @@ class Table:
     """Whether rows are moments: the cursor stays at its place when newer rows push the others down."""
 
     def laid(self, width: int) -> TableLayout:
-        """The layout for a width."""
+        """Choose the columns that fit into ``width``; those with the largest ``drop`` go first."""
         gap = 1 if width < NARROW else 2
         widths = [self._width(i) for i in range(len(self.columns))]
         shown = [i for i in range(len(widths)) if not (self.columns[i].spare and self._is_unknown(i))]
@@ -361,7 +361,7 @@ LEVELS = ("info", "warning", "error")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The order, the filter and the level of events."""
+    """The user's choice of order, filter and level of events."""
 
     sort: str = "host"
     """Title of a column of the rollouters."""

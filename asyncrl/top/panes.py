@@ -112,7 +112,7 @@ def _learning(view: SnapshotView, width: int) -> Line:
 
 
 def _speed(view: SnapshotView) -> Line:
-    """Speed and reward. All ranks train a step together: its tokens and its MFU are of all of them."""
+    """Speed and reward of the newest step. Tokens and MFU are over all ranks, which train a step together."""
     first = next(iter(view.of("learner")), None)
     tokens = view.rate_of(first, "learner/tokens") if first is not None else None
     mfu = view.number("perf/mfu") if first is not None and not is_gone(first) else None
@@ -224,7 +224,7 @@ def weights(view: SnapshotView, choice: Choice, width: int) -> Pane:
 
 LABEL = 10
 BESIDE_BARS = LABEL + 2 + 2 * 12
-"""Columns that are no bars."""
+"""Cells of a line that are not bars."""
 LATE = {"late_trained": "trained", "late_masked": "masked"}
 """Words for late groups, by their counters."""
 
@@ -259,6 +259,7 @@ def staleness(view: SnapshotView, choice: Choice, width: int) -> Pane:
 
 
 def _bucket_line(both: Sequence[Sequence[int]], index: int, most: int, wide: int) -> Line:
+    """The line of a bucket: its versions, and a bar of ``wide`` cells for tokens and one for groups."""
     edges = edges_of("staleness/tokens")
     # The whole versions in a bucket, whose upper edges are inside.
     low = int(edges[index - 1]) + 1 if index else 0

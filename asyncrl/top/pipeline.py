@@ -69,8 +69,8 @@ def header(view: SnapshotView, width: int) -> list[Text]:
         said("ETA", duration(view.eta_s)),
         said("attempt", f"{run.attempt}") if run.attempt > 1 else [],
     ]
-    told = [number_in(line, "reward/mean") for line in view.snapshot.train[-REWARDS:]]
-    rewards = [value for value in told if value is not None]
+    means = [number_in(line, "reward/mean") for line in view.snapshot.train[-REWARDS:]]
+    rewards = [value for value in means if value is not None]
     spark = sparkline(rewards, max(8, min(40, width - 72)))
     second: list[Line] = [
         [*said("reward", fixed(rewards[-1] if rewards else None)), (f" {spark}" if spark else "", "level")],
@@ -110,15 +110,16 @@ class StageBox:
     depth: float | None
     """Work that is in the stage or waits for it."""
     limit: float | None
+    """Value of ``depth`` at which its bar is full; None without one."""
     shares: Mapping[str, float]
     """Shares of the time of its resources by state."""
     marked: bool
 
 
 def stages(view: SnapshotView) -> list[StageBox]:
-    """The pipeline in the order of its flow."""
-    level, found = view.level, view.bottleneck.stage or ""
-    marked = {"gate": "dataloader", "episodes": "rollouters"}.get(found, found)
+    """A box for each stage of the pipeline, in the order of the flow."""
+    level, bottleneck = view.level, view.bottleneck.stage or ""
+    marked = {"gate": "dataloader", "episodes": "rollouters"}.get(bottleneck, bottleneck)
     step_s, groups = view.step_mean("time/step_s"), view.run.groups_per_step
     trained = groups / step_s if step_s and groups and view.run.phase not in OVER else None
     at_reward = total((level("reward", "reward/queued"), level("reward", "reward/running")))
@@ -164,18 +165,19 @@ def pipeline(view: SnapshotView, width: int) -> list[Text]:
 
 
 def _stage(box: StageBox, view: SnapshotView, wide: int) -> list[Line]:
+    """Five lines of a stage: its name, rate, depth, a bar, and its main state."""
     mark = "◆" if wide < ROOMY else "◆ "
     name, rule = (f"{mark}{box.stage}", "━") if box.marked else (box.stage, "─")
-    there = f"{box.alive}/{box.actors}" if box.alive < box.actors else f"{box.actors}" if box.actors > 1 else ""
+    present = f"{box.alive}/{box.actors}" if box.alive < box.actors else f"{box.actors}" if box.actors > 1 else ""
     style: Style = "mark" if box.marked else "bold"
-    room = wide - len(there) - bool(there)
+    room = wide - len(present) - bool(present)
     if len(name) > room:
         name = name.replace(box.stage, SHORT.get(box.stage, box.stage))[:room]
-    fill = wide - len(name) - len(there) - bool(there)
+    fill = wide - len(name) - len(present) - bool(present)
     top: Line = [(name, style), (f" {rule * (fill - 1)}" if fill > 0 else "", "mark" if box.marked else "dim")]
-    if there:
+    if present:
         over = view.run.phase in ("draining", "done", "failed")
-        top.append((f" {there}", "bad" if box.alive < box.actors and not over else "dim"))
+        top.append((f" {present}", "bad" if box.alive < box.actors and not over else "dim"))
     words = f"{rate(box.rate)} {box.unit}/s"
     depth, limit = count(box.depth), count(box.limit)
     bar = state_bar(by_kind(box.shares), wide)
@@ -217,7 +219,7 @@ def staleness_limit(view: SnapshotView) -> float | None:
 
 def verdict(view: SnapshotView, width: int) -> list[Text]:
     """Two lines: the actors that are down, and the stage that sets the pace or the reason that nothing runs."""
-    run, found = view.run, view.bottleneck
+    run, bottleneck = view.run, view.bottleneck
     word: str
     style: Style
     if run.phase in ("done", "failed", "draining", "preempting"):
@@ -229,10 +231,10 @@ def verdict(view: SnapshotView, width: int) -> list[Text]:
     elif run.phase == "starting":
         word, style = "starting", "start"
         why = f"waiting for {_some(run.waiting_for)}" if run.waiting_for else ""
-    elif found.stage is None:
-        word, why, style = "bottleneck", found.why or "unknown", "dim"
+    elif bottleneck.stage is None:
+        word, why, style = "bottleneck", bottleneck.why or "unknown", "dim"
     else:
-        word, why, style = f"◆ {found.stage}", found.why, "mark"
+        word, why, style = f"◆ {bottleneck.stage}", bottleneck.why, "mark"
     aside = [f"{name} ({why})" for name, why in run.aside.items()]
     problems = {"lost hosts: ": run.lost_hosts, "set aside: ": aside, "down: ": view.down}
     missing: list[Line] = [[(title, "bad"), (_some(names), "")] for title, names in problems.items() if names]
@@ -276,22 +278,22 @@ def time_bar(replay: Replay, width: int) -> Line:
 
 
 def status(over: str, away: Away | Waiting | None, replay: Replay | None, *, frozen: bool, attached: bool) -> Line:
-    """Status: frozen, a replay, over, away, live or attaching."""
+    """The status in words: frozen, replay, over, no answer, live or attaching."""
     if frozen:
         return [("frozen, space continues", "warn")]
-    said: Line
+    line: Line
     if replay is not None:
-        said = [("replay", "level")]
+        line = [("replay", "level")]
         if replay.at_end and replay.lives:
-            said.append(("  end of the recording; the run continues", "warn"))
-        return said
+            line.append(("  end of the recording; the run continues", "warn"))
+        return line
     if over:
         return [(over, "warn")]
     if isinstance(away, Waiting):
         return [(away.reason, "warn")]
     if away is not None:
-        said = [(f"no answer for {duration(away.seconds)}", "bad"), (", still asking", "dim")]
-        return [*said, (f": {away.reason}", "dim")] if away.reason else said
+        line = [(f"no answer for {duration(away.seconds)}", "bad"), (", still asking", "dim")]
+        return [*line, (f": {away.reason}", "dim")] if away.reason else line
     return [("live", "good")] if attached else [("attaching", "start")]
 
 

@@ -95,7 +95,7 @@ class Replay:
         self.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, SPEEDS.index(self.speed) + by))]
 
     def history(self) -> History:
-        """The snapshots up to the position."""
+        """The history at the position: the earlier one and what follows, or a new one after a jump."""
         index = self._index()
         if index != self._shown:
             # Backwards, or so far ahead that some of the snapshots between are enough.
@@ -114,7 +114,8 @@ class Replay:
         return max(0, bisect_right(self._walls, self.position) - 1)
 
     def _before(self, index: int) -> list[int]:
-        """The snapshot at ``index``, all of the seconds before it, and some of its window."""
+        """Numbers of the snapshots that a history at ``index`` needs: all of the last RATES_S, and some of the window
+        before."""
         last = self._decoded(index)
         window = LONGEST_S if last is None else History.window_s(last)
         first, latest = (
@@ -124,6 +125,7 @@ class Replay:
         return sorted({*range(first, index, stride), *range(latest, index + 1)})
 
     def _decoded(self, index: int) -> Snapshot | None:
+        """The snapshot at ``index``; None if it is unreadable. The last one shows the end of an ended run."""
         snapshot = decode(self._bodies[index])
         if snapshot is None or index < len(self._bodies) - 1:
             return snapshot

@@ -23,7 +23,7 @@ from asyncrl.top.widgets import PageScreen
 LOOK_S = 2.0
 MOST_HELD = 200
 READ_AT_ONCE = 8
-"""Groups that are read at first, and that are read more when the last of them is reached."""
+"""Groups that are read at first, and again each time that the user reaches the last one."""
 STYLES: dict[SampleStyle, Style] = {"group": "bold", "heading": "level", "role": "good", "text": "", "note": "dim"}
 ELSEWHERE = "samples lie in the run's folder on its head: on that host, asyncrl-top RUN shows them"
 
@@ -53,6 +53,7 @@ class SamplesScreen(PageScreen):
 
     @work(thread=True, exclusive=True, group="read")
     def _read(self) -> None:
+        """Read the newest groups of the chosen kind in a thread, and show them."""
         choice, count, run_dir = replace(self._choice, until=self._until()), self._count, self._run_dir
         found: list[SampleGroup] = []
         problem = "" if run_dir is not None else ELSEWHERE

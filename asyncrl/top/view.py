@@ -21,18 +21,20 @@ from asyncrl.top.bottleneck import Flow, Verdict, find_bottleneck
 
 CONTROLLER = "controller/0"
 AT = "rollout/episodes_at/"
-"""Beginning of the metrics by stage."""
+"""Prefix of the metrics that count open episodes by stage."""
 GONE = frozenset({"absent", "dead", "lost", "aside"})
 UNHEARD = GONE | {"silent", "condemned"}
 """Conditions in which nothing is known of what an actor does now."""
 STEPS_FOR_MEANS = 8
 OPEN = 0.5
-"""Share of what the gate admits below which nothing waits for the gate."""
+"""Nothing waits for the gate while less than this share of what it admits is outstanding."""
 RATES_S = 10.0
+"""Seconds over which rates are computed."""
 STEPS = 4
 SHORTEST_S = 20.0
 LONGEST_S = 600.0
 KEPT = 120
+"""Shares are over STEPS steps or more, from SHORTEST_S to LONGEST_S; about KEPT snapshots of that time are kept."""
 
 # --- actors ---
 
@@ -84,9 +86,10 @@ def family(actors: Iterable[ActorView], prefix: str) -> dict[str, float]:
 
 
 def levels_of(snapshot: Snapshot) -> dict[str, float | None]:
-    """Levels at the moment of a snapshot that the verdict needs the means of, by the fields of Flow.
+    """The levels of one snapshot, by the fields of Flow (bottleneck.py); the verdict uses their means over time.
 
-    ``gate`` is the share of what the gate admits that is outstanding. Open episodes are by stage, as their metrics.
+    ``gate`` is the number of outstanding groups over that which the gate admits. Open episodes are counted by stage,
+    under the names of their metrics.
     """
     rollouters, dataloaders = living_in(snapshot, "rollouter"), living_in(snapshot, "dataloader")
     outstanding, gate = (level_of(dataloaders, f"tickets/{name}") for name in ("outstanding", "gate"))
@@ -163,11 +166,11 @@ class History:
         return self._latest[-1].snapshot if self._latest else None
 
     def recent(self) -> Interval:
-        """Interval for rates."""
+        """The interval of the last RATES_S, for rates."""
         return Interval(self._back(RATES_S)[0].snapshot, self._latest[-1].snapshot)
 
     def steps(self) -> Interval | None:
-        """Interval for shares; None when there is one snapshot alone."""
+        """The interval of ``window``, for shares of time; None when there is one snapshot alone."""
         window = self.window()
         return Interval(window[0].snapshot, window[-1].snapshot) if len(window) > 1 else None
 
@@ -184,10 +187,11 @@ class History:
 
     @staticmethod
     def _stepping(moments: list[Moment]) -> list[Moment]:
+        """The moments whose newest step was trained by the present learner."""
         return [each for each in moments if each.learner == moments[-1].learner]
 
     def _back(self, seconds: float) -> list[Moment]:
-        """The newest moment, and those before it up to the first that is older by so much."""
+        """The moments of the last ``seconds``, oldest first, and the one before them."""
         found: list[Moment] = []
         for each in chain(reversed(self._latest), reversed(self._earlier)):
             found.append(each)
@@ -238,13 +242,13 @@ class SnapshotView:
         return "ended" if actor.condition == "dead" and self.run.phase in ENDING else actor.condition
 
     def state(self, actor: ActorView) -> tuple[str, str, str]:
-        """Condition, state and what that waits for: of the actor's first resource, or of the actor itself."""
-        told = next(iter(actor.resources), actor)
-        return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, told.state, told.awaiting)
+        """(condition, state, what it waits for) of the actor's first resource, or of the actor if it has none."""
+        source = next(iter(actor.resources), actor)
+        return (self.condition(actor), "", "") if is_gone(actor) else (actor.condition, source.state, source.awaiting)
 
     @cached_property
     def down(self) -> list[str]:
-        """Actors of a running run that do not serve, with the reason. A stall report names them itself."""
+        """Actors of a running run that do not serve, with the reason; empty during a stall, whose report names them."""
         if self.run.phase != "running" or self.run.stalled:
             return []
         found = []
@@ -314,9 +318,9 @@ class SnapshotView:
         return mean(number_in(line, key) for line in without_first(self.snapshot.train)[-STEPS_FOR_MEANS:])
 
     def of_learner(self, name: str) -> float | None:
-        """A gauge of the learner, or its value with the newest step."""
-        told = total(actor.metrics.get(name) for actor in self.of("learner")[:1])
-        return self.number(name) if told is None else told
+        """A gauge of the learner; if that is unknown, the value in the line of the newest step."""
+        gauge = total(actor.metrics.get(name) for actor in self.of("learner")[:1])
+        return self.number(name) if gauge is None else gauge
 
     @cached_property
     def eta_s(self) -> float | None:
@@ -330,8 +334,8 @@ class SnapshotView:
     @cached_property
     def buffered(self) -> float | None:
         """Groups in the learner's buffer; unknown after the end of the run."""
-        told = total(actor.metrics.get("buffer/groups") for actor in self.living("learner")[:1])
-        return told if told is not None or self.run.phase in OVER else self.number("buffer/groups")
+        gauge = total(actor.metrics.get("buffer/groups") for actor in self.living("learner")[:1])
+        return gauge if gauge is not None or self.run.phase in OVER else self.number("buffer/groups")
 
     @cached_property
     def behind(self) -> tuple[int, int] | None:

@@ -78,21 +78,22 @@ class Rows(DataTable[Text]):
         return self._shown[self.cursor_row].key if 0 <= self.cursor_row < len(self._shown) else ""
 
     def show(self, table: Table, width: int) -> None:
-        chosen, layout, seen = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
+        """Show a table: make new columns if the layout has changed, else draw only the changed cells."""
+        chosen, layout, shown_as = self.chosen, table.laid(width), in_ascii if is_ascii_only(self) else Text.copy
         if layout != self._layout_shown:
             self.clear(columns=True)
             for (_, wide), title in zip(layout.widths, table.heads(layout), strict=True):
-                self.add_column(seen(title), width=wide)
+                self.add_column(shown_as(title), width=wide)
             self._layout_shown, self._shown = layout, []
         old, places = self._shown, range(len(layout.widths))
         for number, row in enumerate(table.rows):
             if number >= len(old):
-                self.add_row(*(seen(table.cell(row, at, layout)) for at in places))
+                self.add_row(*(shown_as(table.cell(row, at, layout)) for at in places))
             elif row != old[number]:
                 for at in places:
                     index = layout.widths[at][0]
                     if row.cells[index] != old[number].cells[index]:
-                        cell = seen(table.cell(row, at, layout))
+                        cell = shown_as(table.cell(row, at, layout))
                         self.update_cell_at((number, at), cell)  # type: ignore[arg-type]
         for _ in range(len(old) - len(table.rows)):
             self.remove_row(self.ordered_rows[-1].key)
@@ -125,7 +126,7 @@ class PaneView(Vertical):
         return self.size.width - 1
 
     def show(self, pane: Pane, *, tall: bool) -> None:
-        """Draw the pane; if it is not as ``tall`` as there is room, it takes the rows that it needs."""
+        """Draw the pane. A ``tall`` one fills the room; another is as high as its content."""
         self._about = pane.about
         table = pane.table if pane.table is not None and pane.table.rows else None
         self._lines.show([fit(line, self.room) for line in pane.head])

@@ -1,9 +1,10 @@
 """Environments of Gymnasium with discrete actions, as text: env = "asyncrl.episodes.adapters.gymnasium:Gymnasium".
 
-episode.options: ``env_id`` (FrozenLake-v1), ``actions`` (their names by number; default: the numbers), ``prompt`` (text
-before the first observation; default: the row's prompt, whose messages begin the conversation), and arguments of
-gymnasium.make. The last action that a message names is taken; a message without one costs a turn. Each step's reward is
-that of its turn. An observation without a text picture is shown as JSON. Source: gymnasium 1.4.
+episode.options: ``env_id`` (FrozenLake-v1), ``actions``, ``prompt``, and arguments of gymnasium.make. ``actions`` are
+names by number; by default the numbers. ``prompt`` is the text before the first observation; by default that of the
+row, whose messages begin the conversation. The last action that a message names is taken; a message without one costs a
+turn. Each step's reward is that of its turn. An observation without a text picture is shown as JSON. Source: gymnasium
+1.4.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class Gymnasium:
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, by_length))})(?!\w)", re.IGNORECASE)
 
     def reset(self, task: Task) -> str | list[dict[str, Any]]:
-        """The prompt, the first observation and the rules, in one message."""
-        seen, _ = self._env.reset(seed=task.seed % 2**31)
+        """Reset the environment by the task's seed; returns the prompt, the first observation and the rules in one
+        message."""
+        observation, _ = self._env.reset(seed=task.seed % 2**31)
         rules = f"Answer with one action of: {', '.join(self._names)}."
-        board = f"{self._shown(seen)}\n{rules}"
+        board = f"{self._shown(observation)}\n{rules}"
         if self._prompt is not None:
             return f"{self._prompt}\n{board}"
         *before, last = task.messages
@@ -52,18 +54,19 @@ class Gymnasium:
         return [*before, {**last, "content": joined}]
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-        """The action that the message names last."""
+        """Take the action that the message names last; returns the observation, the reward and whether the episode has
+        ended."""
         named = self._pattern.findall(message["content"])
         if not named:
             return f"There is no action in it. Answer with one of: {', '.join(self._names)}.", None, False
         lowered = [name.lower() for name in self._names]
-        seen, reward, ended, cut, _ = self._env.step(self._first + lowered.index(named[-1].lower()))
-        return self._shown(seen), float(reward), bool(ended or cut)
+        observation, reward, ended, truncated, _ = self._env.step(self._first + lowered.index(named[-1].lower()))
+        return self._shown(observation), float(reward), bool(ended or truncated)
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Close the environment."""
         self._env.close()
 
-    def _shown(self, seen: Any) -> str:
+    def _shown(self, observation: Any) -> str:
         picture = self._env.render() if self._env.render_mode == "ansi" else None
-        return picture if isinstance(picture, str) else result_text(seen)
+        return picture if isinstance(picture, str) else result_text(observation)

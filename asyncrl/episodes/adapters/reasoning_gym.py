@@ -1,8 +1,8 @@
 """Tasks of reasoning-gym with several tries: env = "asyncrl.episodes.adapters.reasoning_gym:ReasoningGym".
 
-With data.source = "reasoning_gym" the row is the task; else episode.options names it: ``task`` (chain_sum) and
-``task_options``; which item it is follows from the seed. Of ``tries`` answers the
-last counts; ``tag`` encloses an answer. Source: reasoning-gym 0.1.25.
+With data.source = "reasoning_gym" the row is the task. Otherwise episode.options names it: ``task`` (chain_sum) and
+``task_options``; the seed then chooses the item. The policy has ``tries`` answers, and the last one counts. ``tag``
+encloses an answer. Source: reasoning-gym 0.1.25.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReasoningGym:
         self._item: Any = None
 
     def reset(self, task: Task) -> str:
-        """The question."""
+        """Make the item that the row, or the seed, names; returns its question."""
         row = task.row
         name, options, seed, size, index = self._task, self._options, task.seed % 2**31, 1, 0
         # A row of another source may have columns of the same names, of other meanings.
@@ -50,7 +50,7 @@ class ReasoningGym:
         return f"{self._item['question']}\nGive the answer in <{self._tag}>...</{self._tag}>."
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-        """A try. Only the one that ends the episode has a reward."""
+        """Score an answer. The episode ends with that score if it is full, or if no try is left."""
         self._tries -= 1
         answer = extract_answer(message["content"], tag_name=self._tag)
         score = float(self._scorer.score_answer(answer, self._item))

@@ -25,19 +25,19 @@ class SkyRLGym:
         self._env: Any = None
 
     def reset(self, task: Task) -> list[dict[str, Any]]:
-        """Make it for the row."""
+        """Make the environment for the row; returns its first messages."""
         extras = {"max_turns": self._max_turns, **task.row}
         self._env = skyrl_gym.make(self._id, env_config=self._config, extras=extras)
         messages, _ = self._env.init(_beginning(task))
         return list(messages)
 
     def step(self, message: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
-        """An action is the text of a message."""
-        said = self._env.step(message["content"])
-        return list(said["observations"]), float(said["reward"]), bool(said["done"])
+        """Take the text of the message as the action."""
+        outcome = self._env.step(message["content"])
+        return list(outcome["observations"]), float(outcome["reward"]), bool(outcome["done"])
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Close the environment."""
         if self._env is not None:
             self._env.close()
 

@@ -17,11 +17,11 @@ import textarena
 
 from asyncrl.episodes.playing.client import Task
 
-_dice = threading.Lock()
+_random_lock = threading.Lock()
 
 
 class TextArena:
-    """One game. Games draw from Python's one generator; each is given a state of its own, so that seeds hold."""
+    """One game. Games draw from Python's global random generator, so each saves and restores its own state of it."""
 
     def __init__(self, env_id: str, **options: Any) -> None:
         # The plain game says only news; wrappers under its other names repeat the whole conversation.
@@ -29,28 +29,29 @@ class TextArena:
         self._state: Any = None
 
     def reset(self, task: Task) -> str:
-        """The rules."""
-        with self._own_dice():
+        """Start the game by the task's seed; returns its rules."""
+        with self._own_random_state():
             self._game.reset(num_players=1, seed=task.seed)
-            return self._said()
+            return self._new_text()
 
     def step(self, message: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-        """A move."""
-        with self._own_dice():
+        """Play the message as a move; returns the game's text, the reward and whether the game has ended."""
+        with self._own_random_state():
             done, _ = self._game.step(message["content"])
             if not done:
-                return self._said(), None, False
+                return self._new_text(), None, False
             rewards, _ = self._game.close()
             return "", float(rewards[0]), True
 
-    def _said(self) -> str:
+    def _new_text(self) -> str:
         _, observed = self._game.get_observation()
         own = textarena.ObservationType.PLAYER_ACTION
         return "\n".join(text for _, text, kind in observed if kind != own)
 
     @contextmanager
-    def _own_dice(self) -> Iterator[None]:
-        with _dice:
+    def _own_random_state(self) -> Iterator[None]:
+        """Give the generator this game's state for the context, and then the earlier state again."""
+        with _random_lock:
             others = random.getstate()
             if self._state is not None:
                 random.setstate(self._state)

@@ -42,7 +42,7 @@ class AnthropicMessages:
     """The dialect of Anthropic's Messages."""
 
     def parse(self, body: Body) -> ChatRequest:
-        flagged = strict_tools(body) | {"messages.is_error": any(map(_tells_of_error, objects(body, "messages")))}
+        flagged = strict_tools(body) | {"messages.is_error": any(map(_has_error_result, objects(body, "messages")))}
         ignored, relaxed = review(body | flagged, MESSAGES, nested=("tool_choice", "output_config"))
         tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(objects(body, "tools"))]
         messages: list[Body] = []
@@ -90,27 +90,27 @@ class MessageEvents:
 
     def __init__(self, stamp: Stamp) -> None:
         self._stamp = stamp
-        self._told = 0
-        """Characters of the content."""
+        self._sent = 0
+        """Characters of the content that were sent."""
         self._blocks = 0
         """Blocks that have begun."""
         self._begun = False
 
     def text(self, choice: int, text: str) -> bytes:
-        begin = b"" if self._told else self._begin() + self._start({"type": "text", "text": ""})
-        self._told += len(text)
+        begin = b"" if self._sent else self._begin() + self._start({"type": "text", "text": ""})
+        self._sent += len(text)
         return begin + self._delta({"type": "text_delta", "text": text})
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
         (reply,) = replies
         parts = [self._begin()]
-        if self._told:
+        if self._sent:
             parts.append(self._text_rest(reply))
         if reply.reasoning:
             thinking = {"type": "thinking_delta", "thinking": reply.reasoning}
             empty = {"type": "thinking", "thinking": "", "signature": ""}
             parts += [self._start(empty), self._delta(thinking), self._stop()]
-        if reply.content and not self._told:
+        if reply.content and not self._sent:
             parts += [self._start({"type": "text", "text": ""}), self._text_rest(reply)]
         for call in reply.tool_calls:
             parts.append(self._start(_tool_use(call, {})))
@@ -130,7 +130,7 @@ class MessageEvents:
         return _event("message_start", message=_message(self._stamp))
 
     def _text_rest(self, reply: ChatReply) -> bytes:
-        rest = reply.content[self._told :]
+        rest = reply.content[self._sent :]
         return (self._delta({"type": "text_delta", "text": rest}) if rest else b"") + self._stop()
 
     def _start(self, block: Body) -> bytes:
@@ -145,7 +145,7 @@ class MessageEvents:
 
 
 def _messages(given: Body, where: str) -> list[Body]:
-    """One message of a request as messages of chat completions."""
+    """Translate one message of a request into messages of chat completions. Raises ChatRefused."""
     role, content = given.get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
         raise ChatRefused(f"{where}.role", f"must be user, assistant or system, not {role!r}")
@@ -168,7 +168,7 @@ def _messages(given: Body, where: str) -> list[Body]:
     return results + ([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])
 
 
-def _tells_of_error(given: Body) -> bool:
+def _has_error_result(given: Body) -> bool:
     content = given.get("content")
     return isinstance(content, list) and any(
         isinstance(each, dict) and each.get("is_error") is True for each in content
@@ -207,7 +207,7 @@ def _ended(reply: ChatReply) -> Body:
 
 
 def _message(stamp: Stamp) -> Body:
-    """The message before it has any content."""
+    """The body of an answer that has no content yet."""
     return {
         "id": f"msg_{stamp.number}",
         "type": "message",

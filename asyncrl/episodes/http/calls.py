@@ -1,12 +1,13 @@
 """The calls of the policy that HTTP requests wait for, and their retries.
 
-A call outlives the connection that made it, by a grace in which a marked retry may join it. Then it is cancelled, which
-keeps its sampled tokens; a later retry makes the same call and continues them. Outcomes are kept for a while and answer
-retries too. The task ``watch`` forgets calls.
+A listener of a call is a request that waits for it. If the last listener's connection breaks, the call continues for
+``Patience.grace_s``, in which a marked retry may join it. Then it is cancelled, which keeps its sampled tokens; a later
+retry makes the same call and continues them. Outcomes are kept for ``Patience.kept_s`` and answer retries too. The task
+``watch`` cancels and forgets calls.
 
-Invariant: a request without the mark of a retry is a new sample, even if its body was seen before. A marked one gets a
-call of the same body: first one without a listener, whose connection broke; then the newest answered one; then one with
-a listener. Memory is bounded by the number of calls in a session and by the time since they ended.
+Invariant: a request without the mark of a retry (endpoint.py) is a new sample, even if its body was seen before. A
+marked one gets a call of the same body. The first choice is a call that lost its connection, then the newest answered
+one, then one with a listener. Memory is bounded by the number of calls in a session and by the time since they ended.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from asyncrl.messages.episodes import Chat, ChatDelta, ChatReply
 from asyncrl.observe.logging import Logger
 
 MOST_KEPT = 16
-"""Calls of a session without a listener, kept for retries."""
+"""Ended calls of a session that are kept for retries."""
 
 Outcome = Sequence[ChatReply] | Exception
 MOST_OPEN = 1024
-"""Calls of a session at a time."""
+"""Calls of a session that may be open at a time."""
 WATCH_SHARE = 0.25
-"""Share of the shorter of grace and keeping that is the pause between two looks."""
+"""Pause between two checks of ``watch``, as a share of the shorter of ``grace_s`` and ``kept_s``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Patience:
     client_timeout_s: float = 60.0
     """Longest wait for a client that neither sends nor reads."""
     grace_s: float = 10.0
-    """Time in which a retry may join a call that nobody listens to any more."""
+    """Time for which a call continues after its last connection broke, so that a retry may join it."""
     kept_s: float = 60.0
     """Time for which the outcome of a call is kept."""
 
@@ -54,7 +55,7 @@ USUAL = Patience()
 
 @dataclass(eq=False, kw_only=True)
 class Call:
-    """One request to the policy, whose n choices are as many calls of the core."""
+    """One request to the policy for n choices; each choice is one ``Core.chat``."""
 
     number: int
     """Number within the session, from 0."""
@@ -68,22 +69,24 @@ class Call:
     outcome: Outcome | None = None
     """The replies, one for each choice, or the error in their place."""
     delivered: bool = False
+    """Whether a client has received the whole answer."""
     listeners: set[asyncio.Event] = field(default_factory=set)
-    """Events that are set when there is more of the call."""
+    """An event of each listener, set at new text and at the end."""
     left: float = 0.0
-    """Time when the last listener left, or the call ended without any."""
+    """Loop time (s) when a listener last left, or the call ended."""
 
     @property
     def settled(self) -> bool:
-        """Whether the outcome is one that a retry is to be given too."""
+        """Whether a retry gets this outcome: the replies or a refusal. After another error a retry asks the policy
+        again."""
         return not isinstance(self.outcome, Exception | None) or isinstance(self.outcome, EpisodeOver | ChatRefused)
 
     def hear(self, choice: int, delta: ChatDelta) -> None:
-        """Add the new text of ``delta``. One behind a gap adds nothing: the reply has it all."""
+        """Add the new text of ``delta`` to a choice. A delta behind a gap adds nothing: the reply has all text."""
         text = self.texts[choice]
-        known = len(text) - delta.offset
-        if 0 <= known < len(delta.text):
-            self.texts[choice] = text + delta.text[known:]
+        overlap = len(text) - delta.offset
+        if 0 <= overlap < len(delta.text):
+            self.texts[choice] = text + delta.text[overlap:]
             self.wake()
 
     def wake(self) -> None:
@@ -99,18 +102,19 @@ class CallBook:
         self.calls: list[Call] = []
         """Calls of the session, oldest first."""
         self.nodes: dict[int, int] = {}
-        """Nodes of the first choices by call number, for ids that were given out before the node was known."""
+        """Nodes of the first choices by call number: a stream has an id before its node is known, made of the call's
+        number."""
         self._next = 0
 
     def new(self, identity: bytes, *, choices: int, created: int) -> Call:
-        """A call for a new sample."""
+        """Add a call for a new sample."""
         call = Call(number=self._next, identity=identity, created=created, texts=[""] * choices)
         self._next += 1
         self.calls.append(call)
         return call
 
     def retried(self, identity: bytes) -> Call | None:
-        """The call that a marked retry is of, if it is still known."""
+        """The call that a marked retry repeats, chosen as the module says; None if no such call is known."""
         same = [call for call in self.calls if call.identity == identity]
         unheard = [call for call in same if not call.listeners and not call.delivered]
         if unheard:
@@ -123,11 +127,11 @@ class CallBook:
         return sum(1 for call in self.calls if call.running or call.listeners)
 
     def given_up(self, now: float, *, grace_s: float) -> Iterator[Call]:
-        """Calls under way that no retry has come for in time."""
+        """Running calls whose last listener left at least ``grace_s`` ago."""
         return (call for call in self.calls if call.running and not call.listeners and now - call.left >= grace_s)
 
     def forget(self, now: float, *, kept_s: float) -> None:
-        """Drop those that have ended too long ago, and the oldest of too many."""
+        """Drop calls that ended at least ``kept_s`` ago, and the oldest of more than MOST_KEPT."""
         ended = [call for call in self.calls if not call.running and not call.listeners]
         surplus = len(ended) - MOST_KEPT
         dropped = {call for at, call in enumerate(ended) if at < surplus or now - call.left >= kept_s}
@@ -175,7 +179,11 @@ class PolicyCalls:
         return len(self._books), sum(len(book.calls) for book in self._books.values())
 
     def find(self, key: str, asked: ChatRequest, identity: bytes, *, retried: bool, untrained: bool) -> Call:
-        """The call that a request is. It is under way, unless its outcome is known. Raises TooManyCalls."""
+        """The call that answers a request: one that a marked retry repeats, or a new one. It runs, unless its outcome
+        is known.
+
+        Raises TooManyCalls.
+        """
         book = self._books.setdefault(key, CallBook())
         call = book.retried(identity) if retried else None
         if call is None:
@@ -190,7 +198,7 @@ class PolicyCalls:
 
     @contextmanager
     def listening(self, call: Call) -> Iterator[asyncio.Event]:
-        """An event that is set whenever there is more of the call, during the context."""
+        """Make a listener of the call for the context: yields an event that is set at new text and at the end."""
         news = asyncio.Event()
         call.listeners.add(news)
         try:
@@ -200,12 +208,12 @@ class PolicyCalls:
             call.left = asyncio.get_running_loop().time()
 
     def node(self, key: str, number: int) -> int | None:
-        """The node that answered a call."""
+        """The node of a call's answer; None if it is not known."""
         book = self._books.get(key)
         return None if book is None else book.nodes.get(number)
 
     async def watch(self) -> None:
-        """Give up and forget calls, while the endpoint lives; the actor owns this task."""
+        """Cancel calls after their grace, and forget old ones, while the endpoint lives; the actor owns this task."""
         grace_s, kept_s = self._patience.grace_s, self._patience.kept_s
         pause = WATCH_SHARE * min(grace_s, kept_s)
         while True:
@@ -213,11 +221,11 @@ class PolicyCalls:
             now = asyncio.get_running_loop().time()
             for key, book in list(self._books.items()):
                 for call in book.given_up(now, grace_s=grace_s):
-                    # It has another grace for its end.
+                    # The cancelled call has another grace in which to end.
                     call.left = now
                     self._tasks[call].cancel()
                 book.forget(now, kept_s=kept_s)
-                # A session lasts until its calls have ended.
+                # The book of an ended session stays until its calls have ended.
                 if not self._core.knows(key) and not book.open():
                     del self._books[key]
 
@@ -230,6 +238,8 @@ class PolicyCalls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _start(self, key: str, book: CallBook, call: Call, asked: ChatRequest, untrained: bool) -> None:
+        """Run a call as a task. If a retry joins it while it is cancelled, it is started again."""
+
         def ended(task: asyncio.Task[None]) -> None:
             del self._tasks[call]
             call.running = False
@@ -255,6 +265,8 @@ class PolicyCalls:
                 self._log.exception("a call of an episode failed", call=call.number)
 
     async def _ask(self, key: str, call: Call, asked: ChatRequest, untrained: bool) -> list[ChatReply]:
+        """Ask the policy for all choices of a call at once; returns a reply for each. Raises the first error."""
+
         def chat(choice: int) -> Chat:
             return Chat(
                 session=key,
@@ -275,7 +287,7 @@ class PolicyCalls:
                     group.create_task(self._core.chat(key, chat(at), partial(call.hear, at))) for at in range(asked.n)
                 ]
         except ExceptionGroup as failed:
-            told = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
+            refusals = [error for error in failed.exceptions if isinstance(error, EpisodeOver | ChatRefused)]
             # Prefer an error that the client may see.
-            raise (told[0] if told else failed.exceptions[0]) from None
+            raise (refusals[0] if refusals else failed.exceptions[0]) from None
         return [each.result() for each in chats]

@@ -77,12 +77,12 @@ class ChatCompletionEvents:
     def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._head = _head(stamp, "chat.completion.chunk")
         self._usage = asked.include_usage
-        self._told: dict[int, int] = {}
-        """Characters of the content of each choice that has begun."""
+        self._sent: dict[int, int] = {}
+        """Characters of the content that were sent, for each choice that has begun."""
 
     def text(self, choice: int, text: str) -> bytes:
-        begin = b"" if choice in self._told else self._chunk(choice, {"role": "assistant", "content": ""})
-        self._told[choice] = self._told.get(choice, 0) + len(text)
+        begin = b"" if choice in self._sent else self._chunk(choice, {"role": "assistant", "content": ""})
+        self._sent[choice] = self._sent.get(choice, 0) + len(text)
         return begin + self._chunk(choice, {"content": text})
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
@@ -95,13 +95,14 @@ class ChatCompletionEvents:
         return event(openai_failure(failure))
 
     def _rest(self, choice: int, reply: ChatReply) -> list[bytes]:
+        """The chunks of a choice that were not sent yet, up to its finish reason."""
         parts = []
-        if choice not in self._told:
+        if choice not in self._sent:
             empty = None if reply.tool_calls and not reply.content else ""
             parts.append(self._chunk(choice, {"role": "assistant", "content": empty}))
         if reply.reasoning:
             parts.append(self._chunk(choice, {"reasoning_content": reply.reasoning}))
-        if rest := reply.content[self._told.get(choice, 0) :]:
+        if rest := reply.content[self._sent.get(choice, 0) :]:
             parts.append(self._chunk(choice, {"content": rest}))
         for at, call in enumerate(reply.tool_calls):
             opened: Body = {"index": at, **call.in_message()}
@@ -113,8 +114,8 @@ class ChatCompletionEvents:
         return parts
 
     def _chunk(self, choice: int, delta: Body, finish_reason: str | None = None) -> bytes:
-        told = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return event(self._head | {"choices": [told]} | ({"usage": None} if self._usage else {}))
+        part = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return event(self._head | {"choices": [part]} | ({"usage": None} if self._usage else {}))
 
 
 def check_messages(messages: Sequence[Body]) -> None:

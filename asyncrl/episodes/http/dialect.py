@@ -2,9 +2,10 @@
 
 Invariant: translators are pure, so that the same body and the same replies give the same bytes. A wish of a program
 that cannot be met is refused with ChatRefused, which names the field as the program wrote it, before any sampling. No
-field is ignored silently. A field that would change sampling is ignored with a notice, because the learner's log-probs
-are those of the run's sampling. A field that would mask the sampler's support is relaxed with a notice, because the
-learner's support is not masked. A field that cannot be served, or is unknown, is refused by name.
+field is ignored silently. A field that would change probabilities, such as temperature, is ignored with a notice: the
+learner's log-probs are those of the run's sampling. A field that would exclude tokens, such as a schema, is relaxed
+with a notice: sampling stays free, because the learner excludes none. A field that cannot be served, or is unknown, is
+refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Treatment = Literal["honoured", "harmless", "ignored", "relaxed", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """One request, understood. ``messages`` and ``tools`` are those of OpenAI's chat completions."""
+    """One request in the form that all dialects share. ``messages`` and ``tools`` are those of OpenAI's chat
+    completions."""
 
     messages: list[Body]
     tools: list[Body] = field(default_factory=list)
@@ -70,12 +72,11 @@ class ReplyStream(Protocol):
     """The event stream of one reply: ``text`` any number of times, then ``end`` or ``failed``, once."""
 
     def text(self, choice: int, text: str) -> bytes:
-        """More of the content of a choice, from the beginning on and without gaps."""
+        """The events for more content of a choice; the texts of a choice come in order and without gaps."""
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
-        """The end of the stream: everything that was not sent yet. Each reply's content begins with the texts of its
-        choice.
-        """
+        """The events for content that was not sent yet, and the end of the stream. Each reply's content begins with the
+        texts of its choice."""
 
     def failed(self, failure: Failure) -> bytes:
         """The last event of a stream that has failed."""
@@ -135,7 +136,7 @@ REFUSED = Field("refused", neutral=(False, 0, {}, []))
 STRICT = Field("relaxed", neutral=(False,))
 """A tool whose arguments are to keep to their schema."""
 PLAIN_TEXT = Field("relaxed", neutral=({"type": "text"},))
-"""A schema of the answer."""
+"""The form of the answer, such as a JSON schema."""
 STATEFUL = Field("refused", problem="is not supported here: send the whole conversation with each request")
 
 SAMPLING = {
@@ -207,9 +208,9 @@ MESSAGES = {
 
 
 def review(body: Body, table: dict[str, Field], *, nested: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
-    """The fields of ``body`` that are ignored, and those that are relaxed. Raises ChatRefused.
+    """Check the fields of ``body`` against ``table``; returns the names of those ignored and of those relaxed.
 
-    The ``nested`` ones are objects whose own fields are in the table as OUTER.INNER.
+    Fields in ``nested`` are objects, whose own fields are in the table as OUTER.INNER. Raises ChatRefused.
     """
     flat: Body = {}
     for name, value in body.items():
@@ -248,7 +249,7 @@ def flag(body: Body, name: str) -> bool:
 
 
 def whole(body: Body, name: str, *, most: int = LARGEST) -> int | None:
-    """A field that is a number from 1 on. Raises ChatRefused."""
+    """A field that is a whole number from 1 to ``most``; None if it is unset. Raises ChatRefused."""
     value = body.get(name)
     if value is None:
         return None

@@ -1,11 +1,12 @@
 """The policy for programs: the APIs of OpenAI and Anthropic over HTTP, on this host's loopback.
 
 Invariant: a request reaches only the conversation of its own key, and no key is in a log. A request is checked first.
-Then it waits as long as the policy needs and is kept alive, so no client sees a pause, a new version of the weights or
-the death of an engine. A client that neither reads nor sends is closed.
+Then it waits as long as the policy needs, and signs of life keep its connection open. So no client sees a pause, new
+weights or the death of an engine. A client that neither reads nor sends is closed.
 
-A failure is a status until one is sent; after that it is a closed connection or an event of the stream. A call of an
-episode that is over gets status 400, so that no client tries again.
+A failure before the first byte of the answer is an HTTP status; later it is a closed connection or an event of the
+stream. A call of an episode that is over gets status 400, so that no client tries again. A request is a marked retry if
+it has an Idempotency-Key or its client counts a retry.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SERVED: dict[str, Dialect] = {
 REWARD = ("/asyncrl/reward", "/v1/asyncrl/reward")
 """Paths for rewards; a client with the base URL of OpenAI's API finds the second."""
 MOST_COUNTED = 256
-"""Names that are counted separately: programs choose some of them."""
+"""Counted names from which on refused fields share one name: programs choose the names of fields."""
 COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?(call)?(\d{1,18})", re.ASCII)
 """An id that was given to an answer."""
 LARGE_BODY = 256 << 10
@@ -107,6 +108,7 @@ class PolicyEndpoint:
         await self.calls.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request. Each kind of error becomes an answer with a status, or cuts the connection."""
         # A finished write has handed everything to the kernel (http_answer.py).
         if request.transport is not None:
             request.transport.set_write_buffer_limits(0)
@@ -131,7 +133,7 @@ class PolicyEndpoint:
             raise self._aborted(request) from None
 
     def _aborted(self, request: web.BaseRequest) -> ConnectionError:
-        """Cut the connection. The server takes the error for one of the client's."""
+        """Cut the connection; returns an error to raise, which the server takes for the client's."""
         if request.transport is not None:
             request.transport.abort()
         return ConnectionResetError("aborted")
@@ -177,6 +179,7 @@ class PolicyEndpoint:
         return await self._send(request, {"completion": f"chatcmpl-{credited}", "node": credited, "value": value})
 
     async def _chat(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
+        """Serve a request for an answer: check it, find or start its call, and send the answer."""
         dialect = SERVED[request.path]
         self.counts[request.path] += 1
         body, identity = await self._body(request)
@@ -219,6 +222,7 @@ class PolicyEndpoint:
             raise RejectedRequest(Failure(status=400, message=problem, code="invalid_json")) from None
 
     async def _read(self, request: web.BaseRequest) -> bytearray:
+        """The body. Raises RejectedRequest if it is too long, CutConnection if the client sends too slowly."""
         most = self._max_request_bytes
         raw = bytearray()
         try:
@@ -263,7 +267,7 @@ class PolicyEndpoint:
         self._notify(f"agents: {name}", self._first.setdefault(name, text), count=self.counts[name])
 
     def _failure_of(self, error: Exception) -> Failure:
-        """The failure that the client receives for an error of the core."""
+        """Count an error of the core, and return the failure that the client receives for it."""
         if isinstance(error, EpisodeOver):
             self.counts["over"] += 1
             return Failure(status=400, message=str(error), code=EpisodeOver.code)
@@ -271,9 +275,9 @@ class PolicyEndpoint:
             name = _outer(error.field)
             if f"refused/{name}" not in self.counts and len(self.counts) >= MOST_COUNTED:
                 name = "other fields"
-            said = _shortened(str(error))
-            self._count(f"refused/{name}", f"an agent's request was refused (400): {said}")
-            return Failure(status=400, message=said, code=ChatRefused.code, param=_shortened(error.field))
+            text = _shortened(str(error))
+            self._count(f"refused/{name}", f"an agent's request was refused (400): {text}")
+            return Failure(status=400, message=text, code=ChatRefused.code, param=_shortened(error.field))
         return Failure(status=500, message="the policy could not be asked")
 
 
@@ -306,7 +310,10 @@ def digest(raw: bytearray, salt: str) -> bytes:
 
 
 def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[float, int | None]:
-    """The value of a reward, and the node it is for; None: the one answered last. Raises ChatRefused."""
+    """Read the body of a reward: its value and the node that gets it. Without a node it is for the newest answer.
+
+    ``node_of_call`` gives the node for a call's number. Raises ChatRefused.
+    """
     for name in body.keys() - {"value", "completion"}:
         raise ChatRefused(name, "is not a field that is known here")
     value, completion = body.get("value"), body.get("completion")
@@ -318,8 +325,8 @@ def reward_of(body: Body, node_of_call: Callable[[int], int | None]) -> tuple[fl
         raise ChatRefused("value", str(error)) from None
     if completion is None:
         return reward, None
-    found = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
-    node = None if found is None else node_of_call(int(found[2])) if found[1] else int(found[2])
+    match = COMPLETION.fullmatch(completion) if isinstance(completion, str) else None
+    node = None if match is None else node_of_call(int(match[2])) if match[1] else int(match[2])
     if node is None:
         raise ChatRefused("completion", f"{completion!r} is not the id of an answer of this episode")
     return reward, node

@@ -32,7 +32,10 @@ class CutConnection(Exception):
 
 @asynccontextmanager
 async def _in_time(timeout_s: float) -> AsyncIterator[None]:
-    """A deadline on writing. The kernel holds no more than its buffer, so it is one on the reader."""
+    """Raise CutConnection if a write in the context takes longer than ``timeout_s``.
+
+    The kernel's buffer is bounded, so a slow write means that the client does not read.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -72,10 +75,10 @@ class HttpAnswer:
         self._keep_alive_s, self._timeout_s = patience.keep_alive_s, patience.client_timeout_s
         self._response: web.StreamResponse | None = None
         self._sent = [0] * asked.n
-        """Characters of the content of each choice."""
+        """Characters of each choice's content that were sent."""
 
     async def whole(self, news: asyncio.Event) -> web.StreamResponse:
-        """One body of JSON. Raises CutConnection."""
+        """Wait for the outcome, and send it as one body of JSON. Raises CutConnection."""
         while self._call.running:
             if not await self._more(news):
                 await self._write(BLANK, JSON)
@@ -93,24 +96,24 @@ class HttpAnswer:
         return await self._fail(self._explain(outcome))
 
     async def stream(self, news: asyncio.Event) -> web.StreamResponse:
-        """A stream of events. Raises CutConnection."""
+        """Send content as events while it is sampled, then the end or the failure. Raises CutConnection."""
         events: ReplyStream | None = None
         while self._call.running:
             alive = await self._more(news)
-            fresh = self._fresh()
-            if fresh and events is None:
+            unsent = self._take_unsent()
+            if unsent and events is None:
                 events = self._dialect.events(self._asked, self._stamp())
-            if fresh and events is not None:
-                await self._write(b"".join(events.text(choice, text) for choice, text in fresh), EVENT_STREAM)
+            if unsent and events is not None:
+                await self._write(b"".join(events.text(choice, text) for choice, text in unsent), EVENT_STREAM)
             elif not alive:
                 await self._write(COMMENT, EVENT_STREAM)
         outcome = self._call.outcome
         assert outcome is not None
         events = events or self._dialect.events(self._asked, self._stamp())
         if not isinstance(outcome, Exception):
-            told = zip(outcome, self._call.texts, self._sent, strict=True)
+            choices = zip(outcome, self._call.texts, self._sent, strict=True)
             # Text that is sent cannot be taken back: a reply that does not begin with it fails the stream.
-            if all(reply.content.startswith(text[:sent]) for reply, text, sent in told):
+            if all(reply.content.startswith(text[:sent]) for reply, text, sent in choices):
                 return await self._finish(events.end(outcome))
             outcome = ValueError("the answer is not what was streamed of it")
         if self._response is None:
@@ -127,13 +130,14 @@ class HttpAnswer:
         news.clear()
         return True
 
-    def _fresh(self) -> list[tuple[int, str]]:
-        """Choices with content that is not sent yet, and that content."""
-        fresh = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
+    def _take_unsent(self) -> list[tuple[int, str]]:
+        """The content that was not sent yet, as (choice, text); it counts as sent from now on."""
+        unsent = [(at, text[self._sent[at] :]) for at, text in enumerate(self._call.texts)]
         self._sent = [len(text) for text in self._call.texts]
-        return [(at, text) for at, text in fresh if text]
+        return [(at, text) for at, text in unsent if text]
 
     def _stamp(self) -> Stamp:
+        """The identity of the reply: numbered by its node, or by its call before the node is known."""
         outcome = self._call.outcome
         known = outcome is not None and not isinstance(outcome, Exception)
         number = str(outcome[0].node) if known else f"call{self._call.number}"  # type: ignore[index]

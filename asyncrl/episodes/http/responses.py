@@ -75,13 +75,13 @@ class ResponseEvents:
     def __init__(self, asked: ChatRequest, stamp: Stamp) -> None:
         self._asked, self._stamp = asked, stamp
         self._sequence = 0
-        self._told = ""
-        """Text of the content."""
+        self._sent = ""
+        """Text of the content that was sent."""
         self._begun = False
         self._message_begun = False
 
     def text(self, choice: int, text: str) -> bytes:
-        self._told += text
+        self._sent += text
         return self._begin() + self._begin_message(0) + self._delta(0, text)
 
     def end(self, replies: Sequence[ChatReply]) -> bytes:
@@ -126,7 +126,7 @@ class ResponseEvents:
     def _message(self, at: int, item: Body) -> bytes:
         text = item["content"][0]["text"]
         parts = [self._begin_message(at)]
-        if rest := text[len(self._told) :]:
+        if rest := text[len(self._sent) :]:
             parts.append(self._delta(at, rest))
         place = self._place(at) | {"content_index": 0}
         parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
@@ -174,13 +174,13 @@ class ResponseEvents:
         return self._event("response.output_item.done", output_index=at, item=item)
 
     def _event(self, kind: str, **facts: Any) -> bytes:
-        told = event({"type": kind, "sequence_number": self._sequence, **facts}, kind)
+        encoded = event({"type": kind, "sequence_number": self._sequence, **facts}, kind)
         self._sequence += 1
-        return told
+        return encoded
 
 
 def _messages(body: Body) -> list[Body]:
-    """The input as messages of chat completions."""
+    """Translate the input into messages of chat completions. Raises ChatRefused."""
     if isinstance(body.get("input"), str):
         return [{"role": "user", "content": body["input"]}]
     messages: list[Body] = []

@@ -86,7 +86,7 @@ class PolicyHandler(Protocol):
         ...
 
     def reward(self, node: int | None, value: float) -> None:
-        """Credit a turn, if the session is not over."""
+        """Give a turn the reward ``value``; ignored if the session is over."""
         ...
 
 
@@ -112,7 +112,7 @@ class Client:
         untrained: bool = False,
         **template_options: Any,
     ) -> Reply:
-        """The policy's answer to ``messages``, which are all of the conversation, from its beginning.
+        """Ask the policy for the message that follows ``messages``, the whole conversation from its beginning.
 
         ``tools`` are as in OpenAI's chat completions; nothing that is sampled for an ``untrained`` call is trained;
         ``template_options`` go to the chat template. Raises EpisodeOver, and ChatRefused for an invalid call.
@@ -143,7 +143,10 @@ class Client:
         )
 
     def reward(self, value: float) -> None:
-        """Credit the turn that was answered last; a second value replaces the first. Raises ValueError."""
+        """Set the reward of the newest turn, not counting untrained calls; a second value replaces the first.
+
+        Raises ValueError before the first turn, and BadOutcome for an invalid value.
+        """
         if self._node is None:
             raise ValueError("there is no turn to reward yet: the policy has not answered")
         self._policy.reward(self._node, read_number(value, "gave the turn reward"))
@@ -163,7 +166,8 @@ class BlockingClient:
     def chat(self, messages: Sequence[Message], *args: Any, **kwargs: Any) -> Any:
         """Ask the policy, as Client.chat: returns a Reply, or on the worker's event loop an awaitable of one.
 
-        A coroutine that a plain function has returned runs there, as with a decorator that is not asynchronous.
+        The second case arises if a plain function, such as a decorator, returns a coroutine, which then runs on the
+        loop.
         """
         asked = self._client.chat(messages, *args, **kwargs)
         if _running_loop() is self._loop:
@@ -171,7 +175,7 @@ class BlockingClient:
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
     def reward(self, value: float) -> None:
-        """Credit a turn, as Client.reward."""
+        """Set the reward of the newest turn, as Client.reward."""
         self._client.reward(value)
 
 

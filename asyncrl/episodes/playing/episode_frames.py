@@ -1,7 +1,8 @@
 """Messages between the episode host and its workers over a socket pair.
 
 The host sends EpisodeSetup and the worker Ready (workers/user_code.py). Then each Play is answered by one Ended, in any
-order. In between the worker asks (Asked, Rewarded), is answered, and reports that its event loop turns (Alive).
+order. In between the worker sends the episode's calls (Asked) and rewards (Rewarded). Alive shows that its event loop
+runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class EpisodeSetup(msgspec.Struct, frozen=True, array_like=True, tag="setup"):
     model: str
     base_url: str
     alive_s: float
+    """Seconds between two Alive."""
     close_timeout_s: float
+    """Seconds in which tasks that an episode has left behind may end."""
     max_output_bytes: int
     max_request_bytes: int
 
@@ -47,7 +50,8 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag="answered"):
 
 
 class Denied(msgspec.Struct, frozen=True, array_like=True, tag="denied"):
-    """Refusal of an Asked: the episode is over, ``field`` of the call is refused, or the policy is unreachable."""
+    """Refusal of an Asked: because the episode is ``over``, because of ``field``, or else because the policy is
+    unreachable."""
 
     session: str
     call: str
@@ -76,7 +80,7 @@ class GaveUp(msgspec.Struct, frozen=True, array_like=True, tag="gave_up"):
 
 
 class Rewarded(msgspec.Struct, frozen=True, array_like=True, tag="rewarded"):
-    """A turn is credited."""
+    """The user's code gives a turn the reward ``value``; ``node`` is the number of the turn's answer."""
 
     session: str
     node: int | None
@@ -92,7 +96,7 @@ class Printed(msgspec.Struct, frozen=True, array_like=True, tag="printed"):
 
 
 class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
-    """A call of a tool, with its error and the kind of that. ``mistaken``: the policy is at fault."""
+    """A tool was called; ``error`` is empty if that worked. ``mistaken``: the policy has called it wrongly."""
 
     session: str
     tool: str
@@ -102,7 +106,7 @@ class Noted(msgspec.Struct, frozen=True, array_like=True, tag="noted"):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
-    """An episode has ended, well where ``error`` is empty; ``kind`` is that of the error, without its text."""
+    """An episode has ended; ``error`` is empty if it succeeded. Errors of the same ``kind`` are counted together."""
 
     session: str
     reward: float | None = None
@@ -110,11 +114,11 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     error: str = ""
     kind: str = ""
     left: int = 0
-    """Tasks that it has left behind and that did not end by being cancelled."""
+    """Tasks of its event loop that still run although they were cancelled."""
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """The event loop of the worker turns."""
+    """The event loop of the worker runs."""
 
 
 ToWorker = EpisodeSetup | Play | Answered | Denied | StopEpisode

@@ -37,11 +37,14 @@ STOPPED = "it was stopped"
 LINES_BYTES = 8192
 """Text without a line's end is held back up to this size."""
 CHAT_PLACE = re.compile(r"\$\[1\]\.")
-"""Place of a call in its frame."""
+"""Beginning of a field's path in msgspec's errors, which is left out of the error for the user."""
 
 
 class EpisodePrinter:
-    """Output of one episode. ``send`` gets text and the bytes dropped since the last; callable from any thread."""
+    """Passes the first ``limit`` bytes of an episode's output on, by lines.
+
+    ``send`` receives text and the number of bytes dropped since its last call. It may be called from any thread.
+    """
 
     def __init__(self, limit: int, send: Callable[[str, int], None]) -> None:
         self._left, self._send = limit, send
@@ -49,7 +52,7 @@ class EpisodePrinter:
         self._size = self._dropped = 0
 
     def write(self, text: str) -> None:
-        """Take in text."""
+        """Add text; bytes beyond the limit are dropped and counted."""
         # Half of a surrogate pair, which could not be sent, is written out.
         data = text.encode(errors="backslashreplace")
         if len(data) > self._left:
@@ -79,7 +82,8 @@ current: ContextVar[EpisodePrinter | None] = ContextVar("current", default=None)
 
 
 class Apart:
-    """A standard stream whose text goes to the episode that runs; bytes go to the worker's own output."""
+    """A standard stream whose text goes to the episode that writes it. Bytes, and text of no episode, go to the
+    worker's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -124,7 +128,7 @@ class PlayedEpisode:
         """Whether the user's code runs."""
 
     async def chat(self, chat: Chat) -> ChatReply:
-        """Ask the policy, as client.Policy."""
+        """Send a call of the policy to the host and wait for its answer, as PolicyHandler says."""
         if self.over:
             raise EpisodeOver(self.over)
         answer = self._waiting[chat.call] = asyncio.get_running_loop().create_future()
@@ -140,12 +144,12 @@ class PlayedEpisode:
             del self._waiting[chat.call]
 
     def reward(self, node: int | None, value: float) -> None:
-        """Credit a turn, as client.Policy; callable from any thread."""
+        """Send a turn's reward to the host, as PolicyHandler says; callable from any thread."""
         if not self.over:
             self._worker.send_soon(frames.Rewarded(self.key, node, value))
 
     def answer(self, call: str, reply: ChatReply | Exception) -> None:
-        """Take in the host's answer to a call."""
+        """Give the host's answer, or its refusal, to the call that waits for it."""
         answer = self._waiting.get(call)
         if answer is None or answer.done():
             return
@@ -155,7 +159,7 @@ class PlayedEpisode:
             answer.set_result(reply)
 
     def end(self, reason: str) -> None:
-        """Call the policy no more."""
+        """End the open calls with EpisodeOver, and refuse later ones."""
         self.over = self.over or reason
         for call in list(self._waiting):
             self.answer(call, EpisodeOver(reason))
@@ -165,7 +169,7 @@ _session: ContextVar[PlayedEpisode | None] = ContextVar("session", default=None)
 
 
 class EpisodeWorker:
-    """The worker's side of the socket, and the episodes that it plays."""
+    """Plays episodes for the host at the other end of the socket."""
 
     def __init__(self, setup: frames.EpisodeSetup, player: Player, writer: asyncio.StreamWriter) -> None:
         self._setup, self._player, self._writer = setup, player, writer
@@ -176,7 +180,7 @@ class EpisodeWorker:
         self._episodes: dict[str, asyncio.Task[None]] = {}
 
     def take(self, message: frames.ToWorker) -> None:
-        """Take in a message of the host."""
+        """Act on a message of the host."""
         match message:
             case frames.Play(key, task):
                 session = self._sessions[key] = PlayedEpisode(self, key)
@@ -206,7 +210,7 @@ class EpisodeWorker:
                 f"are {len(body)} bytes, {self._setup.max_request_bytes} are allowed (episode.max_request_bytes)",
             )
         try:
-            # As the host will read it, where an invalid call would end this worker instead of being refused.
+            # Decoded as the host does it: there an invalid call would end this worker instead of being refused.
             self._decoder.decode(body)
         except msgspec.ValidationError as error:
             problem, _, place = str(error).partition(" - at ")
@@ -237,12 +241,13 @@ class EpisodeWorker:
         self._writer.write(framed(body))
 
     async def beat(self) -> None:
-        """Say that the event loop turns."""
+        """Send Alive every ``alive_s``, for as long as the event loop runs."""
         while True:
             self.send(frames.Alive())
             await asyncio.sleep(self._setup.alive_s)
 
     async def _play(self, key: str, session: PlayedEpisode, task: Task) -> None:
+        """Run the user's code for one task, end the tasks that it left behind, and report the outcome."""
         if session.over:
             self._over(frames.Ended(key, error=STOPPED))
             return
@@ -273,7 +278,8 @@ class EpisodeWorker:
         self._write(body)
 
     async def _outcome(self, key: str, session: PlayedEpisode, printer: EpisodePrinter, playing: Any) -> frames.Ended:
-        """The outcome of an episode. Nothing that the user's code raises, SystemExit included, may end the worker."""
+        """Await the user's code and return its outcome. Nothing that it raises, SystemExit included, may end the
+        worker."""
         current.set(printer)
         _session.set(session)
         session.running = True
@@ -299,17 +305,18 @@ class EpisodeWorker:
             _session.set(None)
 
     async def _end_tasks(self, session: PlayedEpisode) -> int:
-        """End tasks that the episode has left behind; returns the number of those that do not end."""
-        left = [task for task in session.tasks if not task.done()]
-        for task in left:
+        """Cancel the tasks that the episode has left behind; returns how many still run after ``close_timeout_s``."""
+        leftover = [task for task in session.tasks if not task.done()]
+        for task in leftover:
             task.cancel()
-        if not left:
+        if not leftover:
             return 0
-        _, deaf = await asyncio.wait(left, timeout=self._setup.close_timeout_s)
-        return len(deaf)
+        _, still_running = await asyncio.wait(leftover, timeout=self._setup.close_timeout_s)
+        return len(still_running)
 
 
 def _owned_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
+    """Make a task, and add it to those of the episode whose code makes it."""
     task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **kwargs)
     if (session := _session.get()) is not None:
         session.tasks.add(task)
@@ -323,7 +330,7 @@ def _denial(message: frames.Denied) -> Exception:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Serve the host until it hangs up."""
+    """Load the user's code as the host says, then play episodes until the host hangs up."""
     reader, writer = await asyncio.open_connection(sock=connection)
     messages = _messages(reader)
     setup = await anext(messages, None)
@@ -333,8 +340,8 @@ async def serve(connection: socket.socket) -> None:
     def note(tool: str, error: Exception | None, mistaken: bool) -> None:
         """Report a call of a tool, by the episode whose code runs."""
         if (session := _session.get()) is not None:
-            told = ("", "") if error is None else (describe(error), kind_of(error))
-            worker.send_soon(frames.Noted(session.key, tool, *told, mistaken))
+            error_and_kind = ("", "") if error is None else (describe(error), kind_of(error))
+            worker.send_soon(frames.Noted(session.key, tool, *error_and_kind, mistaken))
 
     try:
         player = resolve(setup.kind, setup.code, setup.options, note)

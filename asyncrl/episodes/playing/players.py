@@ -48,7 +48,8 @@ Note = Callable[[str, Exception | None, bool], None]
 
 
 def resolve(kind: str, code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """The player of an EpisodeConfig of this kind, whose function, env or tools are ``code``. Raises NotCallable."""
+    """Load the user's ``code``, which is a function, env or tools by ``kind``, and return its player. Raises
+    NotCallable."""
     if kind == "function":
         (spec,) = code
         function = load(spec, "episode.function")
@@ -82,7 +83,8 @@ def _load_class(spec: str, key: str) -> Callable[..., Any]:
 
 
 def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
-    """A player with tools. Options are arguments of the classes."""
+    """Load tools and return their player; ``options`` are arguments of the classes. Raises NotCallable with all
+    problems."""
     functions: list[Tool] = []
     classes: list[Callable[[Task], Any]] = []
     names: list[str] = []
@@ -116,6 +118,7 @@ def _tools(code: list[str], options: dict[str, Any], note: Note) -> Player:
 
 
 def _maker(make: Callable[..., Any], options: dict[str, Any], names: list[str]) -> Callable[[Task], Any]:
+    """A function that makes an object of the user's class for a task, with the arguments in ``names``."""
     return lambda task: make(**{name: task if name == "task" else options[name] for name in names})
 
 
@@ -123,7 +126,7 @@ def env_player(make: Callable[..., Any], options: dict[str, Any]) -> Player:
     """A player in environments that ``make`` makes: the user's ``reset(task)`` and ``step(message)``, plain or async.
 
     ``reset`` returns the first messages, or the text of one of the user. ``step`` is given the policy's message (role,
-    content, tool_calls) and returns (messages or text, reward, done[, info]): the environment's answer to it, the
+    content, tool_calls) and returns (messages or text, reward, done[, info]). These are the environment's answer, the
     reward of the turn or None, and whether the episode has ended. The reward of an episode is the sum of those of its
     turns. Each episode has an object of its own, whose ``close``, if it has one, is called however the episode ends.
     """
@@ -147,6 +150,7 @@ def env_player(make: Callable[..., Any], options: dict[str, Any]) -> Player:
 
 
 def _step(value: Any) -> tuple[Any, Any, bool]:
+    """Check the value of the user's ``step`` and split it into answer, reward and done. Raises TypeError."""
     if not isinstance(value, tuple) or len(value) not in (3, 4):
         raise TypeError(
             f"step() returned {reprlib.repr(value)}; (messages or text, reward or None, done[, info]) is expected"
@@ -154,19 +158,21 @@ def _step(value: Any) -> tuple[Any, Any, bool]:
     return value[0], value[1], bool(value[2])
 
 
-def _messages(said: Any, method: str) -> list[Mapping[str, Any]]:
-    if said is None:
+def _messages(value: Any, method: str) -> list[Mapping[str, Any]]:
+    """The value of the user's ``reset`` or ``step`` as messages; text becomes a message of the user. Raises
+    TypeError."""
+    if value is None:
         return []
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
     messages: list[Any] = [None]
-    if isinstance(said, Mapping):
-        messages = [said]
-    elif isinstance(said, list | tuple):
-        messages = list(said)
+    if isinstance(value, Mapping):
+        messages = [value]
+    elif isinstance(value, list | tuple):
+        messages = list(value)
     if not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise TypeError(
-            f"{method}() said {reprlib.repr(said)}; text, a message with a role, or a list of such is expected"
+            f"{method}() said {reprlib.repr(value)}; text, a message with a role, or a list of such is expected"
         )
     return messages
 
@@ -177,7 +183,10 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The value of a call: asynchronous code runs on the event loop, plain code in a thread."""
+    """Call a function and return its value: asynchronous code runs on the event loop, plain code in a thread.
+
+    If the call is cancelled, it still waits for the thread's end.
+    """
     if is_async(function):
         return await function(*args, **kwargs)
     context, loop = contextvars.copy_context(), asyncio.get_running_loop()
@@ -195,11 +204,11 @@ async def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def function_player(function: Callable[..., Any], options: dict[str, Any], names: list[str]) -> Player:
-    """A player that calls ``function`` with those of task, client and ``options`` that are among ``names``."""
-    waits = not is_async(function)
+    """A player that calls ``function`` with those of ``options``, task and client that ``names`` lists."""
+    is_plain = not is_async(function)
 
     async def play(task: Task, client: Client) -> Any:
-        given = {**options, "task": task, "client": client.blocking() if waits else client}
+        given = {**options, "task": task, "client": client.blocking() if is_plain else client}
         return await call(function, **{name: given[name] for name in names})
 
     return play
@@ -210,7 +219,10 @@ class WrongArguments(ValueError):
 
 
 class Tool:
-    """A tool as the policy sees it, and its call. Raises pydantic's errors for a function that has no schema."""
+    """A function that the policy can call, with the JSON schema of its arguments.
+
+    Raises pydantic's errors for a function that has no schema.
+    """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name, self._function = name, function
@@ -231,7 +243,10 @@ class Tool:
         }
 
     async def call(self, arguments: str) -> str:
-        """The call's result as text. Raises WrongArguments, and the tool's own errors."""
+        """Check the arguments, JSON text, call the function, and return its value as text.
+
+        Raises WrongArguments, and the function's own errors.
+        """
         try:
             args, kwargs = self._adapter.validate_json(arguments)
         except ValidationError as error:
@@ -286,7 +301,10 @@ def methods(made: object) -> list[tuple[str, Callable[..., Any]]]:
 
 
 def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], note: Note) -> Player:
-    """A player with these tools. The policy's answers are scored by reward.function."""
+    """A player that asks the policy and runs the tools that it calls, until an answer calls none.
+
+    Each episode makes its own objects of the classes and closes them. reward.function scores the conversation.
+    """
 
     async def play(task: Task, client: Client) -> None:
         objects: list[Any] = []
@@ -301,10 +319,10 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
             while (reply := await client.chat(messages, tools=schemas)).tool_calls:
                 messages.append(reply.message)
                 for called in reply.tool_calls:
-                    said = await _result(tools, called, note)
+                    result = await _result(tools, called, note)
                     # The policy may have a tool write half of a surrogate pair, which no message can hold.
-                    said = said.encode(errors="backslashreplace").decode()
-                    messages.append({"role": "tool", "tool_call_id": called.id, "content": said})
+                    result = result.encode(errors="backslashreplace").decode()
+                    messages.append({"role": "tool", "tool_call_id": called.id, "content": result})
         finally:
             # If one fails to close, the others are closed all the same.
             async with AsyncExitStack() as closing:
@@ -316,10 +334,11 @@ def tools_player(functions: list[Tool], classes: list[Callable[[Task], Any]], no
 
 
 async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
+    """Run one tool call and report it to ``note``; returns its result, or its error, as text for the policy."""
     try:
         if called.name not in tools:
             raise LookupError(f"there is no tool {called.name!r}; there are {', '.join(tools)}")
-        said = await tools[called.name].call(called.arguments)
+        result = await tools[called.name].call(called.arguments)
     except EpisodeOver:
         # The end of the episode is not an error of the tool, and the policy is not asked again.
         raise
@@ -328,4 +347,4 @@ async def _result(tools: dict[str, Tool], called: ToolCall, note: Note) -> str:
         note(called.name, error, mistaken)
         return f"error: {error}" if mistaken else f"error: {type(error).__name__}: {error}"
     note(called.name, None, False)
-    return said
+    return result

@@ -126,8 +126,8 @@ class _SessionWatch(CallWatch):
         self, session: Session, request: Chat, clock: Clock, hosts: EpisodeHosts, text: GrowingText | None
     ) -> None:
         self._session, self._call, self._clock, self._hosts, self._text = session, request.call, clock, hosts, text
-        self._told = 0
-        """Characters that were sent."""
+        self._sent = 0
+        """Characters of the answer that were sent to the host."""
 
     def entered(self, phase: Phase) -> None:
         self._session.stages.enter(self._call, phase, self._clock.now())
@@ -140,9 +140,9 @@ class _SessionWatch(CallWatch):
         if self._text is not None and (more := self._text.more(response.tokens)):
             session = self._session
             self._hosts.tell(
-                session.host, ChatDelta(session=session.key, call=self._call, offset=self._told, text=more)
+                session.host, ChatDelta(session=session.key, call=self._call, offset=self._sent, text=more)
             )
-            self._told += len(more)
+            self._sent += len(more)
 
 
 class Sessions:
@@ -384,7 +384,11 @@ class Sessions:
         )
 
     def _text_of(self, request: Chat, tools: Sequence[Any], response: Response) -> GrowingText | None:
-        """The text to be sent as it is sampled; None where the agent asks for none, or it has more than the answer."""
+        """The decoder for the text of a call that is sent as it is sampled; None if only the whole answer is sent.
+
+        The whole answer is sent if the agent did not ask to stream, or if it may hold tool calls, reasoning or stop
+        strings.
+        """
         if not request.stream or tools or response.stops != Stops() or self._renderer.report.reasoning_parser != "none":
             return None
         return GrowingText(self._renderer.text)
@@ -402,19 +406,19 @@ class GrowingText:
         """The first token that is decoded."""
         self._read = 0
         """The first token behind the last one that ended with a whole character."""
-        self._told = 0
-        """Characters behind that one which were returned."""
+        self._returned = 0
+        """Characters behind that token that were returned."""
 
     def more(self, tokens: Sequence[int]) -> str:
         """The text that is new with ``tokens``, all there are by now."""
-        before = len(self._decode(tokens[self._context : self._read])) + self._told
+        before = len(self._decode(tokens[self._context : self._read])) + self._returned
         text = self._decode(tokens[self._context :])
         whole = text.rstrip("\N{REPLACEMENT CHARACTER}")
         new = whole[before:]
         if len(whole) == len(text):
-            self._context, self._read, self._told = self._read, len(tokens), 0
+            self._context, self._read, self._returned = self._read, len(tokens), 0
         else:
-            self._told += len(new)
+            self._returned += len(new)
         return new
 
 

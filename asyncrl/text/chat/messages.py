@@ -98,6 +98,7 @@ def normalise_tools(tools: Sequence[Any], *, field: str = "tools") -> list[Tool]
 
 
 def _message(given: Any, field: str) -> Message:
+    """One message in the form that templates know. Raises ChatRefused."""
     given = object_of(given, field)
     role = _text(given.get("role"), f"{field}.role")
     role = SAME_ROLE.get(role, role)
@@ -293,6 +294,7 @@ def _without_empty(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_known(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse a field that is not in ``known``; the error says what it may have been meant for. Raises ChatRefused."""
     for key in given:
         if key in known:
             continue
@@ -306,8 +308,8 @@ def _require_known(given: Mapping[str, Any], known: Collection[str], where: str)
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
     if content in (None, []) and not any(key in message for key in ("tool_calls", *REASONING)):
-        said = "has no part" if content == [] else "is null or missing"
-        raise ChatRefused(f"{where}.content", f"{said}; give it text or a list of text parts")
+        problem = "has no part" if content == [] else "is null or missing"
+        raise ChatRefused(f"{where}.content", f"{problem}; give it text or a list of text parts")
     if not isinstance(content, list):
         return
     for number, part in enumerate(content):

@@ -1,8 +1,8 @@
 """The renderers of the package ``renderers`` (PyPI), one for each of some twenty families, in place of the template.
 
-Renderers are programs where a template is text, and know what the template of their family does. The family is
-named by the configuration, never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's
-bridge puts behind an answer. Fails with ConfigError where the package or the family is not there.
+A renderer is Python code that does the work of a family's chat template. The family is named by the configuration,
+never guessed. Invariant: as Renderer has it; an extension is the tokens that the package's bridge puts behind an
+answer. Fails with ConfigError where the package or the family is not there.
 """
 
 from __future__ import annotations
@@ -96,32 +96,33 @@ class PackageRenderer:
         options = options or {}
         prompt = self.render([QUESTION], tools, options)
         try:
-            found = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
+            response = self._renderer(options).parse_response(list(ids), tools=list(tools) or None, prompt_ids=prompt)
         except Exception:
             # No text of a model may make the parser fail.
             return Parsed(self._tokenizer.decode(ids), malformed=1)
-        calls, content = [], found.content or ""
-        for call in found.tool_calls:
+        calls, content = [], response.content or ""
+        for call in response.tool_calls:
             made = make_call(call.name, call.arguments) if tools and call.status == "ok" else None
             if made is not None:
                 calls.append(made)
             else:
                 content = "\n".join(text for text in (content, call.raw) if text)
-        malformed = len(found.tool_calls) - len(calls) if tools else 0
-        unfinished = found.reasoning_complete is False
-        return Parsed(content, found.reasoning_content or None, calls, malformed, unfinished)
+        malformed = len(response.tool_calls) - len(calls) if tools else 0
+        unfinished = response.reasoning_complete is False
+        return Parsed(content, response.reasoning_content or None, calls, malformed, unfinished)
 
     def _renderer(self, options: Mapping[str, Any]) -> Any:
         return self._made(json.dumps({**self._chat.template_options, **options}, sort_keys=True))
 
     def _make(self, options: str) -> Any:
+        """Make the package's renderer for ``options``, which are JSON text. Raises ConfigError."""
         try:
             from pydantic import TypeAdapter
             from renderers import create_renderer
             from renderers.configs import RendererConfig
         except ImportError as error:
-            told = f"needs the package renderers ({error}): pip install 'asyncrl[renderers]'"
-            raise ConfigError([f"chat.renderer: {told}"]) from None
+            problem = f"needs the package renderers ({error}): pip install 'asyncrl[renderers]'"
+            raise ConfigError([f"chat.renderer: {problem}"]) from None
         given: dict[str, Any] = {"name": self._chat.renderer.removeprefix(PREFIX), **json.loads(options)}
         if self._chat.history == "sampled":
             given["thinking_retention"] = "all"
@@ -145,6 +146,7 @@ class PackageRenderer:
             raise ChatRefused("messages", f"the renderer refuses them: {error}") from None
 
     def _examine(self, shape: Shape) -> TurnCheck:
+        """Check a kind of turn: compare an answer and its extension with a single render (probe.py)."""
         before, answer, tail = example(shape)
         tools = TOOLS if shape.with_tools else ()
         try:

@@ -46,7 +46,7 @@ class AnswerParser(Protocol):
     """Reads one of the forms in which models answer."""
 
     markers: frozenset[str] | None
-    """Special tokens whose text it looks for; None: any. The others are left out of the text before."""
+    """Special tokens that must stay in the text that it reads; None keeps all of them, and others are left out."""
 
     def __call__(
         self,
@@ -170,12 +170,12 @@ def make_call(name: Any, arguments: Any) -> ParsedCall | None:
 
 
 EngineParsers = Callable[[str | None, str | None], AnswerParser]
-"""Maker of a parser of an inference engine, by the name of its parser of calls, of that of reasoning, or of both."""
+"""Makes a parser of an inference engine from the names of its parser of calls and of its parser of reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """The parsers of a model."""
+    """The parser of a model's answers, and the names of its parts for calls and for reasoning."""
 
     tools: str
     reasoning: str

@@ -93,7 +93,8 @@ class TurnCheck:
 
 
 def examine(template: ChatTemplate, shape: Shape, history: History, options: Mapping[str, Any]) -> TurnCheck:
-    """The verdict on a kind of turn: the worst over the beginnings before the answer, and over its endings."""
+    """Check a kind of turn, after several beginnings and with several endings of the answer; returns the worst
+    verdict."""
     tools = TOOLS if shape.with_tools else ()
     found: TurnCheck | None = None
     refusal = "the template refuses every beginning"
@@ -129,6 +130,7 @@ def _known_endings(template: ChatTemplate) -> list[str]:
 
 
 def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: History) -> TurnCheck:
+    """The verdict on a learnt turn: compare the tokens of its parts with those of the whole text."""
     if shape.ended and not turn.end:
         return TurnCheck("fork", "the template writes no token behind an answer that ends it for the model")
     if turn.dropped and history == "template":
@@ -144,7 +146,8 @@ def _judge(template: ChatTemplate, turn: ChatTurn, shape: Shape, history: Histor
 
 
 def extension_ids(template: ChatTemplate, turn: ChatTurn, *, ended: bool, close: str = "") -> list[int]:
-    """The tokens behind an answer, which has its end or has not; ``close`` is put in front where it has not."""
+    """The context tokens behind a sampled answer. One that was cut (not ``ended``) gets its end token, after
+    ``close``."""
     if ended:
         # The end goes in front, so that the tokenizer does not take the rest for the beginning of a text.
         return template.ids(turn.end + turn.after)[1:]
@@ -258,7 +261,7 @@ def make_report(
     seam: str,
     notes: Sequence[str] = (),
 ) -> ChatReport:
-    """Check every case, those with reasoning only if there is a parser for it."""
+    """Check every case of CASES with ``examine``, those with reasoning only if there is a parser for it."""
     cases = [(name, shape) for name, shape in CASES if not shape.reasoning or reasoning_parser != "none"]
     found = [(name, examine(shape)) for name, shape in cases]
     return ChatReport(

@@ -5,7 +5,7 @@ played. Invariant: a prompt passes only if the model reads all of it. A last mes
 refused, never answered by a second one.
 
 ``ShownCheck`` finds the parts of a conversation that a chat template does not show to the model. The conversation is
-rendered once more with a made-up word in place of each text; a missing word is a part that the model would never read.
+rendered once more with a made-up word in place of each text. A missing word is a part that the model would never read.
 The answer depends on the kinds of messages alone, so it is kept for each kind. There are two exceptions. Reasoning may
 be left out of earlier answers by a template that shows it elsewhere: the model is served so. Ids of calls, and the name
 of the tool in a result, only repeat what the call says.
@@ -52,8 +52,9 @@ CHANGES = {
 
 Render = Callable[[Sequence[Message], Sequence[Tool]], str]
 Missing = tuple[int, str, str]
-"""Place of a message, or -1 for tools; the field below it; and the problem."""
+"""(index of a message, or -1 for the tools; path of the field in it; problem) of a part that is not shown."""
 UNKNOWN: Missing = (0, "", "")
+"""Marks a kind of conversation that is not checked yet."""
 
 
 def read_prompt(given: Any, field: str, *, continues: bool) -> Prompt:
@@ -112,6 +113,8 @@ class PromptEncoder:
         return self._tokenizer.encode_prompt(prompt), prompt
 
     def _rendered(self, prompt: Prompt, tools: Sequence[Tool]) -> str:
+        """Check that the template shows all of a prompt, and render it; a last answer is left open. Raises
+        ChatRefused."""
         if self._tokenizer.template_text(with_tools=False) is None:
             # It raises the ConfigError that names the model's folder.
             self._tokenizer.render_chat(conversation(prompt, None))
@@ -143,8 +146,9 @@ class ShownCheck:
     """The check of one template.
 
     ``render`` gives the text of a conversation; ``writes_calls`` and ``shows_reasoning`` say whether it can show them
-    at all. ``by_answer``: each answer is trained behind the messages before it, as in a supervised conversation, so a
-    part counts as shown if the model reads it there. Some templates show the system message only before the last user.
+    at all. ``by_answer`` is for supervised conversations, where each answer is trained behind the messages before it. A
+    part then counts as shown if the model reads it before any answer. Some templates show the system message only
+    before the last user.
     """
 
     def __init__(self, render: Render, *, writes_calls: bool, shows_reasoning: bool, by_answer: bool = False) -> None:
@@ -173,7 +177,7 @@ class ShownCheck:
         marked = _Marked(messages, tools)
         missing = self._known.get(marked.kind, UNKNOWN)
         if missing is UNKNOWN:
-            missing = self._missing(marked)
+            missing = self._first_missing(marked)
             if len(self._known) >= MOST_KEPT:
                 self._known.clear()
             self._known[marked.kind] = missing
@@ -186,7 +190,8 @@ class ShownCheck:
             raise ChatRefused("data.system", problem)
         raise ChatRefused(f"{field}[{place - system}]{part}", problem)
 
-    def _missing(self, marked: _Marked) -> Missing | None:
+    def _first_missing(self, marked: _Marked) -> Missing | None:
+        """The first part whose word the rendered text lacks; None if all are shown."""
         for place, message in enumerate(marked.messages):
             if message.get("tool_calls") and not self._writes_calls:
                 return place, ".tool_calls", CALLS_LEFT_OUT
@@ -235,6 +240,7 @@ class _Marked:
             tuple((message["role"], message["content"] == "") for message in self.messages),
             tuple(self.words),
         )
+        """Everything that the result of the check depends on: roles, and the fields that hold text."""
 
     def _word(self, place: int, part: str) -> str:
         word = f"qkz{len(self.words)}shown"

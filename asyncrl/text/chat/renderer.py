@@ -1,9 +1,9 @@
 """Renders messages to tokens through the model's template, extends sampled answers, and parses them.
 
-Invariant: an extension is returned only for kinds of turns that the check of the template found exact: the answer's own
-ids with the extension equal a single render. Otherwise the result is None, and the caller renders the conversation
-again. Sampled ids are never encoded again. Thread-safe. Raises ChatRefused for a conversation that the template
-refuses, and ConfigError at the start.
+An extension is the tokens between a sampled answer and the next one. Invariant: it is returned only for kinds of turns
+that the check of the template (probe.py) found exact. Then the answer's own ids and the extension equal a single render
+of the conversation. Otherwise the caller renders the conversation again. Sampled ids are never encoded again.
+Thread-safe. Raises ChatRefused for a conversation that the template refuses, and ConfigError at the start.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class TemplateRenderer:
         self._template = template
         self._parsers = parsers
         self._history: History = chat.history
-        # By the JSON text of the options. Two threads may find the same, and none waits for another's check.
+        # Keyed by the options as JSON text. Two threads may check the same at once: neither waits for the other.
         self._finding = lru_cache(KEPT)(self._examine)
         self._opens_thinking = lru_cache(KEPT)(self._opens)
         keep = parsers.parser.markers
-        self._unseen = frozenset(
+        self._hidden_ids = frozenset(
             id for text, id in template.tokenizer.special_ids.items() if keep is not None and text not in keep
         )
         end, seam, note = _seam(template)
@@ -160,14 +160,16 @@ class TemplateRenderer:
     def parse(self, ids: Sequence[int], tools: Sequence[Tool], options: Mapping[str, Any] | None = None) -> Parsed:
         options = options or {}
         thinking = self._opens_thinking(bool(tools), _key(options))
-        return self._parsers.parser(self.text(ids), tools, thinking=thinking, ids=self._words(ids), options=options)
+        return self._parsers.parser(
+            self.text(ids), tools, thinking=thinking, ids=self._without_end(ids), options=options
+        )
 
     def text(self, ids: Sequence[int]) -> str:
         # Special tokens that the parser looks for stay as text; the others are left out.
-        seen = [id for id in self._words(ids) if id not in self._unseen]
-        return self._template.tokenizer.decode(seen, keep_special=True)
+        kept = [id for id in self._without_end(ids) if id not in self._hidden_ids]
+        return self._template.tokenizer.decode(kept, keep_special=True)
 
-    def _words(self, ids: Sequence[int]) -> Sequence[int]:
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
         """The tokens of an answer without the one that ends it."""
         return ids[:-1] if ids and ids[-1] in self._template.end_ids else ids
 
@@ -208,7 +210,10 @@ def make_renderer(
 
 
 def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: EngineParsers | None = None) -> Parsers:
-    """The parsers that ``chat`` names; without ``engine_parsers`` an engine's read nothing, as suffices for a check."""
+    """Choose the parsers that ``chat`` names, or for "auto" those that fit the template.
+
+    Without ``engine_parsers`` those of an engine are replaced by ones that find nothing, which is enough for a check.
+    """
     notes: list[str] = []
     tools, reasoning = chat.tool_parser, chat.reasoning_parser
     if reasoning == "auto":
@@ -233,7 +238,10 @@ def choose_parsers(template: ChatTemplate, chat: ChatConfig, engine_parsers: Eng
 
 
 def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
-    """The parser's name, json if the calls that the template writes are read back, else none; and a note."""
+    """Find the parser of calls by the template's own form of them; returns its name, or "none" and a note for the user.
+
+    The name is "json" if JsonCallParser reads the calls that the template has written.
+    """
     if not template.writes_calls:
         return "none", "the template writes no calls of tools: set chat.tool_parser to the form that the model uses"
     before, answer, tail = example(Shape(tail=("tool", "tool")))
@@ -253,7 +261,10 @@ def _recognise_calls(template: ChatTemplate) -> tuple[str, str]:
 
 
 def _seam(template: ChatTemplate) -> tuple[str, str, str]:
-    """The end of an answer, the text that the template writes behind it, and a note where nothing stops at that end."""
+    """The text that ends an answer, the text that the template writes behind it, and a note for the user.
+
+    The note is empty unless sampling goes past that end. All three are empty if the template shows no such turn.
+    """
     before, answer, tail = example(Shape(tail=("user",), with_tools=False))
     try:
         turn = learn_turn(template, before, answer, tail, (), {})

@@ -44,8 +44,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Collection[int], *, path: str = "the model") -> None:
         if tokenizer.template_text(with_tools=False) is None:
-            told = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
-            raise ConfigError([f"model.path: {told}chat_template.jinja into its folder"])
+            problem = f"{path} has no chat template, and episodes are chats; take a model that has one, or put "
+            raise ConfigError([f"model.path: {problem}chat_template.jinja into its folder"])
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         texts = ((tokenizer.decode([id], keep_special=True), id) for id in sorted(self.end_ids))
@@ -65,6 +65,7 @@ class ChatTemplate:
         self._learn()
 
     def _learn(self) -> None:
+        """Render small conversations to find the form in which the template takes text, calls and their ids."""
         asked_in_parts = _WORDED | {"content": [{"type": "text", "text": _NAME}]}
         self._as_parts = _NAME not in self._tried([_WORDED], ()) and _NAME in self._tried([asked_in_parts], ())
         asked = [_USER, _call("call_0_0")]
@@ -82,6 +83,7 @@ class ChatTemplate:
         self._learn_reasoning()
 
     def _learn_reasoning(self) -> None:
+        """Find the field of reasoning that the template shows, or whether its generation prompt opens a reasoning."""
         for key in REASONING:
             plain = {"role": "assistant", "content": "q", key: _NAME}
             called = _call("call_0_0", "f") | {key: _NAME}
@@ -124,6 +126,7 @@ class ChatTemplate:
         return (min(found)[0], min(found)[2]) if found else None
 
     def _shown(self, message: Message) -> Message:
+        """The message in the form that this template takes, as ``_learn`` has found it."""
         calls = message.get("tool_calls")
         if calls and not self.writes_calls:
             content = "\n".join(text for text in (message["content"], write_calls(calls)) if text)

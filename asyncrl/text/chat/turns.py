@@ -6,8 +6,8 @@ the token that ends an answer, so training matches the contexts that the model w
 token: an answer with its text is refused.
 
 A conversation with made-up words in known places is rendered twice: up to the question, and with the answer and the
-rest. If the first text begins the second, the rest splits into the words that the model samples, the token that ends
-them, and the context of the next answer.
+rest. If the first text begins the second, the rest has three parts. They are the words that the model samples, the
+token that ends them, and the context of the next answer.
 
 Raises ChatRefused, which names the part of the message, if the template refuses the conversation. ``learn_turn``
 returns the reason if the answer is not found in it.
@@ -105,7 +105,7 @@ def learn_turn(
 
 
 def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], base: str) -> str:
-    """Text of the template before the words of an answer without reasoning or calls."""
+    """Text that the template writes between ``base`` and the words of an answer without reasoning or calls."""
     plain: Message = {"role": "assistant", "content": ANSWER}
     later = [message for message in tail if message["role"] != "tool"] or [{"role": "user", "content": NEXT}]
     try:
@@ -116,6 +116,7 @@ def _plain_head(text: Any, before: Sequence[Message], tail: Sequence[Message], b
 
 
 def _common_head(prompt: str, head: str) -> str | None:
+    """The shorter of generation prompt and head, if it begins the other; else None."""
     if prompt.startswith(head):
         return head
     return prompt if head.startswith(prompt) else None
@@ -132,7 +133,10 @@ def _dropped_thought(excess: str, thinks: bool, lead: str, is_dropped: bool) -> 
 def _split(
     template: ChatTemplate, rest: str, place: int, text: Any, before: Sequence[Message], answer: Message
 ) -> tuple[str, str, str] | str:
-    """The words of the answer, its end, and the text after it; ``place`` follows the last known word of the answer."""
+    """Split ``rest`` into the words of the answer, its end, and the text after it; or return why that is impossible.
+
+    ``place`` is the index behind the last known word of the answer.
+    """
     limit = rest.find(NEXT, place)
     behind = rest[place : limit if limit >= 0 else len(rest)]
     if (found := template.first_end(behind)) is not None:
@@ -158,7 +162,7 @@ def answer_ids(
     tools: Sequence[Tool],
     options: Mapping[str, Any],
 ) -> list[int]:
-    """The tokens of ``answer`` to ``before``, its end included. Raises ChatRefused."""
+    """The tokens of ``answer``, with its end, as the policy would sample them after ``before``. Raises ChatRefused."""
     asked = template.text(before, tools, options)
     whole = template.text([*before, answer], tools, options, generate=False)
     written = _written(answer)
@@ -202,8 +206,8 @@ def _behind(asked: str, whole: str, answer: Message) -> str | None:
     # The generation prompt opens the reasoning, and the template leaves it out of an answer.
     thought, rest = answer.get("reasoning_content", "").strip("\n"), whole[len(head) :]
     if not thought:
-        told = f"has no reasoning, and the generation prompt opens it by {THINK}; give the message reasoning_content"
-        raise ChatRefused(FIELD, told)
+        problem = f"has no reasoning, and the generation prompt opens it by {THINK}; give the message reasoning_content"
+        raise ChatRefused(FIELD, problem)
     return f"{thought}\n{END_THINK}\n\n{rest}"
 
 

@@ -1,10 +1,10 @@
 """The conversations of ``sft.data``: read, checked, made into tokens, and dealt out to steps.
 
-Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, its number), so a
+Invariant: the conversations of a supervised step are a pure function of (all conversations, run.seed, its number). So a
 resumed run continues with the next conversations. Each epoch has every conversation once.
 
-Fails with DataError, which names file and line of the first row that cannot be used, and with ConfigError if the
-model's chat template cannot be used.
+Fails with DataError, which names file and line of the first unusable row, and with ConfigError if the model's chat
+template cannot be used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Conversations:
         return [self.rows[order.at(position)[1]] for position in range(first, first + self.batch)]
 
     def epochs(self, number: int) -> float:
-        """Times that all conversations have been trained after supervised step ``number``."""
+        """How many times all conversations have been trained after supervised step ``number``; may be a fraction."""
         return number * self.batch / len(self.rows)
 
 
@@ -70,7 +70,7 @@ def make_encoder(config: Config, tokenizer: Tokenizer) -> Encoder:
 def load_conversations(
     config: Config, tokenizer: Tokenizer | None = None, *, goes_on: Callable[[], bool] = lambda: True
 ) -> Conversations:
-    """Read and encode every row, or the rows before ``goes_on`` says no. Raises DataError or ConfigError."""
+    """Read and encode the rows, in order, until ``goes_on`` returns False. Raises DataError or ConfigError."""
     sft = config.sft
     assert sft.data is not None
     tokenizer = tokenizer_of(config) if tokenizer is None else tokenizer
@@ -99,8 +99,8 @@ def load_conversations(
         if not goes_on():
             break
     if not rows:
-        told = f"none of its {skipped} rows can be used, the first: {first_skipped}" if skipped else "holds no rows"
-        raise DataError(told, path=sft.data, fix="give a file of conversations")
+        problem = f"none of its {skipped} rows can be used, the first: {first_skipped}" if skipped else "holds no rows"
+        raise DataError(problem, path=sft.data, fix="give a file of conversations")
     return Conversations(
         rows=rows,
         fingerprint=digest.hexdigest(),

@@ -47,7 +47,7 @@ class Encoded:
 
 
 class Encoder:
-    """Encoder of a run's rows; ``renderer`` is None for a model without a chat template."""
+    """Encodes the rows of a run. A model without a chat template has no ``renderer``."""
 
     def __init__(self, config: Config, tokenizer: Tokenizer, renderer: Renderer | None) -> None:
         self._tokenizer, self._renderer = tokenizer, renderer
@@ -78,6 +78,7 @@ class Encoder:
         return self._template == "plain"
 
     def _plain(self, row: Mapping[str, Any]) -> list[Encoded]:
+        """The sequence of a prompt and its completion as plain text; empty for a completion without tokens."""
         prompt, completion = row["prompt"], row["completion"]
         for key, value in (("prompt", prompt), ("completion", completion)):
             if not isinstance(value, str):
@@ -95,6 +96,7 @@ class Encoder:
         return [Encoded(np.array([*ids, *answer], np.int32), trained)] if answer else []
 
     def _chat(self, row: Mapping[str, Any]) -> list[Encoded]:
+        """The sequences of a conversation, after a check that the template shows all of it."""
         if self._renderer is None or self._shown is None:
             raise BadConversation("needs a chat template, and the model has none")
         given = row["messages"] if "messages" in row else _of_prompt(row)
@@ -107,11 +109,12 @@ class Encoder:
         return _lay_out(self._renderer, messages, [1] * before + weights, tools, first=before)
 
     def _fitted(self, whole: Encoded) -> Encoded:
+        """The sequence, cut at the longest length if sft.on_long allows it. Raises LongConversation."""
         if len(whole.ids) <= self._longest:
             return whole
         if not self._cuts:
-            told = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
-            raise LongConversation(told)
+            problem = f"takes {len(whole.ids)} tokens, and the longest sequence is {self._longest}"
+            raise LongConversation(problem)
         return Encoded(whole.ids[: self._longest], whole.trained[whole.trained < self._longest])
 
 
@@ -130,35 +133,38 @@ def _shown_check(config: Config, tokenizer: Tokenizer, renderer: Renderer) -> Sh
 def _lay_out(
     renderer: Renderer, messages: Sequence[Message], weights: Sequence[int], tools: Sequence[Tool], *, first: int
 ) -> list[Encoded]:
-    """The sequences; ``first`` is the place of the row's own first message."""
-    found: list[Encoded] = []
+    """Lay a conversation out as sequences: one continues as long as the template allows it, then another begins.
+
+    ``weights`` has 1 for each message that is trained, else 0. ``first`` is the index of the row's own first message.
+    """
+    sequences: list[Encoded] = []
     ids: list[int] = []
     trained: list[int] = []
-    said: list[int] = []
-    last = -1
+    last_answer: list[int] = []
+    last_at = -1
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         if not number:
             raise ChatRefused("messages[0]", "is an answer to nothing")
-        between = messages[last + 1 : number]
-        context = renderer.extension(between, tools, {}, last_ids=said, finish="stop") if last >= 0 else None
+        between = messages[last_at + 1 : number]
+        context = renderer.extension(between, tools, {}, last_ids=last_answer, finish="stop") if last_at >= 0 else None
         if context is None:
             if trained:
-                found.append(_encoded(ids, trained))
+                sequences.append(_encoded(ids, trained))
             ids, trained = renderer.render(messages[:number], tools, {}), []
         else:
             ids += context
         try:
-            said = renderer.answer(messages[:number], message, tools, {})
+            last_answer = renderer.answer(messages[:number], message, tools, {})
         except ChatRefused as error:
             raise ChatRefused(f"messages[{number - first}]", error.problem) from None
         if weights[number]:
-            trained += range(len(ids), len(ids) + len(said))
-        ids, last = [*ids, *said], number
+            trained += range(len(ids), len(ids) + len(last_answer))
+        ids, last_at = [*ids, *last_answer], number
     if trained:
-        found.append(_encoded(ids, trained))
-    return found
+        sequences.append(_encoded(ids, trained))
+    return sequences
 
 
 def _encoded(ids: Sequence[int], trained: Sequence[int]) -> Encoded:
