@@ -1,14 +1,16 @@
-"""Decisions on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
+"""Decides on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
 
-A message of a caller is a question, which is parked until it has an answer, or a report. Both change phases by the
-table in replicas.py. Times are arguments, in seconds on any monotonic clock; call ``pass_time`` at ``next_deadline``.
+A message of a caller is either a question, which is parked until it has an answer, or a report. Both move replicas from
+phase to phase by the table in replicas.py. To stage a version is to fetch and verify it while the engine generates.
+Times are arguments, in seconds on any monotonic clock; the caller calls ``pass_time`` at ``next_deadline``.
 
 Invariants:
 
 * Versions only grow. At most ``weights.versions_held`` are needed: the newest, and those that a replica stages or waits
-  for. If replicas stage more versions, the one of the most senior replica stays and the others stage the newest
-  instead. A staging ends, by its deadline at the latest, and a replica that is outrun keeps its seniority. So every
-  replica is the most senior one in time and reaches a newer version, however slow it is.
+  for (that it "pins"). If replicas pin more versions, that of the most senior replica is kept: the one that has tried
+  for longest to reach a newer version. The others are outrun: their version is let go, and they stage the newest
+  instead. A staging ends, by its deadline at the latest, and an outrun replica keeps its seniority. So every replica
+  becomes the most senior one in time and reaches a newer version, however slow it is.
 * At most ``max_paused`` replicas pause at once for shm or stream, in the order of asking among those that wait now.
 * A replica is offered a newer version only while it has no update under way.
 * A replica that holds its pause past its deadline loses it: its rollouter has the same deadline and replaces the
@@ -56,7 +58,10 @@ from asyncrl.parameter_server.replicas import (
 
 
 class Conductor:
-    """The decisions of a parameter server. ``first_epoch`` is above every epoch of an earlier one of this run."""
+    """Makes the decisions of a parameter server.
+
+    ``first_epoch`` is above every broadcast epoch of earlier parameter servers of this run.
+    """
 
     def __init__(self, weights: WeightsConfig, *, first_epoch: int = 1) -> None:
         self._weights = weights
@@ -67,18 +72,21 @@ class Conductor:
         self.newest = -1
         """The newest version that is published."""
         self.condemned = -1
-        """The newest version whose bytes went bad here."""
+        """The newest version whose bytes here have changed; -1 for none."""
 
     # --- versions ---
 
     def is_new(self, version: int) -> bool:
-        """Whether a version is above the newest; False if it is the newest. Raises VersionReused."""
+        """Return True if a version is above the newest, False if it is the newest. Raises VersionReused below."""
         if version < self.newest:
             raise VersionReused(version, self.newest)
         return version > self.newest
 
     def publish(self, version: int) -> None:
-        """Offer a version that is held now. Raises VersionReused."""
+        """Make a version that is held now the newest, outrun replicas if too many are pinned, and wake idle ones.
+
+        Raises VersionReused.
+        """
         if not self.is_new(version):
             raise VersionReused(version, self.newest)
         self.newest = version
@@ -94,7 +102,7 @@ class Conductor:
                 self.replicas.wake(replica.name)
 
     def condemn(self, version: int) -> None:
-        """Offer a version no longer: the bytes held of it are not those that were published."""
+        """Stop offering this version and older ones: its bytes here are not those that were published."""
         self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
@@ -109,7 +117,8 @@ class Conductor:
     def ask(self, name: str, incarnation: int, request: Request, now: float, *, same_host: bool = False) -> Question:
         """Open a caller's question: NextUpdate, RequestLoad or one of a broadcast.
 
-        ``same_host``: whether the caller can open the segments that are held here.
+        The request is a NextUpdate, RequestLoad, AnnounceBroadcast or WatchBroadcast. ``same_host``: whether the caller
+        can open the segments that are held here.
         """
         question = Question(name, incarnation, request)
         if isinstance(request, AnnounceBroadcast):
@@ -123,7 +132,7 @@ class Conductor:
                 self._settle(now)
             return question
         replica = self._hear(name, incarnation, now)
-        # The question of a replaced incarnation stays closed.
+        # A question of a replaced incarnation is not opened.
         if replica is not None:
             self.replicas.open(question)
             if isinstance(request, NextUpdate):
@@ -135,7 +144,7 @@ class Conductor:
         return question
 
     def answer(self, question: Question, now: float) -> Message | None:
-        """The answer, which is to ask again where the question is closed; None while there is no answer."""
+        """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again"."""
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
             return request.reply()
@@ -151,9 +160,10 @@ class Conductor:
         return None if offer is None else Update(offer=offer)
 
     def _next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
+        """Record what a replica says of itself when it asks for the next update, and make it idle."""
         serving, is_behind = request.serving, replica.phase is Phase.BEHIND
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
-            # The replica's report was lost.
+            # The replica serves its target, so its report of the commit was lost.
             self._commit(replica, now)
         # An engine never goes back to an older version: only a new engine serves one.
         if serving < replica.serving:
@@ -164,21 +174,25 @@ class Conductor:
         if replica.phase is Phase.ANNOUNCED and is_other_engine:
             self._move(replica, ReplicaEvent.FAILED, "has another engine", now)
         else:
-            # It asks again instead of for its pause: the segments that it was offered may not exist.
+            # A staging replica that asks for another update may not have found the segments that it was offered.
             if replica.phase is Phase.STAGING:
                 self._hosts.found_nothing(replica)
             self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
         replica.workers = request.workers
 
     def _offer(self, replica: Replica, now: float) -> Offer | None:
-        """Version for the asking replica to take next; under shm and stream the shell fills in the manifest."""
+        """Decide which version an asking replica takes next, and by which transport; None: it waits.
+
+        It opens segments of the parameter server on the same host, or else those of another replica there. Otherwise it
+        waits for a replica of its host that fetches, or fetches itself. The actor fills in the manifest.
+        """
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.part(replica)
             return Offer(version=replica.target, transport=part.group.backend, broadcast=part)
         newest = self.newest
         if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.condemned:
             return None
-        # A replica that cannot read this host's memory, for any reason, is served over the wire.
+        # A replica that has failed too often with segments of this host, for any reason, is served over the network.
         may_open = replica.same_host and replica.failed_attempts < self._weights.max_attempts
         replica.source_paths = ()
         if may_open and self._weights.transport in ("auto", "shm"):
@@ -196,6 +210,7 @@ class Conductor:
         return msgspec.structs.replace(offer, share=True, turn=turn, sources=sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
+        """Record that a replica stages ``version`` from now on, and make the offer."""
         self.replicas.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.staging_since = version, now
         replica.outrun, replica.fetches, replica.waits_for = False, False, ""
@@ -205,7 +220,11 @@ class Conductor:
         return Offer(version=version, transport=transport)
 
     def _request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
-        """Asking again keeps a replica's turn, and its pause: under ``drain`` the last response may take long."""
+        """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
+
+        A repeat keeps the replica's turn. If it holds its pause already, the deadline starts again, since with
+        ``drain`` the last response may take long.
+        """
         version, paths = request.version, tuple(request.paths)
         if request.epoch is not None:
             if self.broadcast.is_current(version, request.epoch):
@@ -219,7 +238,7 @@ class Conductor:
                 self.replicas.restart_phase(replica)
 
     def _may_load(self, replica: Replica, request: RequestLoad) -> bool | None:
-        """Whether the asking replica may load; None while that is open."""
+        """Return whether the asking replica may load; None while that is undecided."""
         if request.epoch is None:
             return (replica.phase is Phase.LOADING and replica.target == request.version) or None
         if not self.broadcast.is_current(request.version, request.epoch):
@@ -229,31 +248,37 @@ class Conductor:
     # --- reports, deaths, time ---
 
     def report(self, name: str, incarnation: int, report: ReportUpdate, now: float) -> bool:
-        """Take the end of an update; False for a repeated or late report, which changes nothing."""
+        """Record that a replica's update has succeeded or failed.
+
+        Returns False for a repeated or late report, which changes nothing.
+        """
         replica, version = self._hear(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
-        # ``follow`` counts failed attempts by the target, which an idle phase lacks.
+        # ``follow`` counts failed attempts by target, and an idle replica has none.
         replica.target = version
         if not report.committed:
             counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}", now)
         elif counted := self._commit(replica, now):
             replica.serving = version
             if version > replica.held_version:
-                # The version came another way, and the one held before is let go.
+                # The version came by another transport, so the replica has closed the one that it held before.
                 replica.held_version, replica.held_paths = -1, ()
         self._settle(now)
         return counted
 
     def answered(self, question: Question, now: float) -> None:
-        """Note that a question is answered, possibly with the request to ask again."""
+        """Record that a question is answered, possibly with "ask again", and close it."""
         if self.replicas.is_open(question):
             self.replicas.close(question.name)
             if (replica := self.replicas.by_name.get(question.name)) is not None:
                 replica.heard = now
 
     def withdrew(self, question: Question, now: float) -> None:
-        """Note that a caller has cancelled its question, for example because its engine died."""
+        """Record that a caller has cancelled its question, for example because its engine died.
+
+        An update of the replica that is under way has failed then.
+        """
         if not self.replicas.is_open(question):
             return
         self.replicas.close(question.name)
@@ -267,7 +292,7 @@ class Conductor:
         self._settle(now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
-        """Note that this incarnation of a replica, or of the learner, is dead."""
+        """Record that this incarnation of a replica, or of the learner, is dead."""
         self.replicas.close_of_dead(name, incarnation)
         replica = self.replicas.by_name.get(name)
         if replica is not None and replica.incarnation <= incarnation:
@@ -278,9 +303,9 @@ class Conductor:
         self._settle(now)
 
     def next_deadline(self) -> float | None:
-        """Time at which time alone changes something."""
+        """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
         deadlines = []
-        # The first of a phase is the first that can be late: all have the same time since they entered it.
+        # The first replica of a phase has the earliest deadline: all have the same time from when they entered it.
         if (loading := self.replicas.first(Phase.LOADING)) is not None:
             deadlines.append(loading.paused_since + self._weights.deadline_s)
         if (staging := self.replicas.first(Phase.STAGING)) is not None:
@@ -290,7 +315,7 @@ class Conductor:
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
-        """Take back pauses, give up stagings, and end a broadcast, that are past their deadline."""
+        """Give up stagings, take back pauses, and end a broadcast that are past their deadlines."""
         for replica in list(self.replicas.of(Phase.STAGING)):
             waited_s = now - replica.staging_since
             if waited_s >= self._weights.stage_deadline_s:
@@ -313,7 +338,7 @@ class Conductor:
         return max(1, math.floor(self._weights.max_paused_fraction * len(self.replicas.by_name)))
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start, and the present numbers of replicas by state."""
+        """Return the counts since the start, and the present numbers of replicas by state, by metric name."""
         return {
             **{name: self.replicas.counts[name] for name in COUNTED},
             "replicas": len(self.replicas.by_name),
@@ -325,7 +350,10 @@ class Conductor:
     # --- the inside ---
 
     def _hear(self, name: str, incarnation: int, now: float) -> Replica | None:
-        """The replica of a message; None if a newer incarnation has replaced it."""
+        """Find or add the replica that sent a message, and record the time.
+
+        A newer incarnation replaces the older one. Returns None for a message of a replaced incarnation.
+        """
         replica = self.replicas.by_name.get(name)
         if replica is not None and replica.incarnation < incarnation:
             self.left(name, replica.incarnation, now)
@@ -339,13 +367,17 @@ class Conductor:
         return replica
 
     def _commit(self, replica: Replica, now: float) -> bool:
+        """Record that a replica serves its target; returns False if that changes nothing."""
         if not self.replicas.move(replica, ReplicaEvent.COMMITTED):
             return False
         self.broadcast.advance(now)
         return True
 
     def _move(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
-        """Apply a replica's own message; a broadcast that the replica leaves with it is over for all."""
+        """Apply a replica's own message to its phase; returns False if that changes nothing.
+
+        If the replica leaves a broadcast by it, the broadcast ends for all; ``why`` is the reason.
+        """
         before = replica.phase
         if not self.replicas.move(replica, event):
             return False
@@ -354,12 +386,12 @@ class Conductor:
         return True
 
     def _settle(self, now: float) -> None:
-        """Take the steps that a message, or time, has made possible."""
+        """Take the steps that have become possible: begin or end a broadcast, and grant pauses to waiting replicas."""
         self.broadcast.advance(now)
         free = self.max_paused - self.replicas.count(Phase.LOADING)
         if free <= 0:
             return
-        # A replica between two questions keeps its turn, but the others do not wait for it.
+        # A waiting replica without an open question keeps its turn, but is passed over.
         asking = (replica for replica in self.replicas.of(Phase.WAITING) if self.replicas.asks(replica.name))
         for replica in list(islice(asking, free)):
             self.replicas.move(replica, ReplicaEvent.GRANTED)
@@ -367,7 +399,10 @@ class Conductor:
 
 
 def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: int) -> set[int]:
-    """The versions to let go. ``staging`` are version and seniority of each replica that stages; lower is senior."""
+    """Choose the versions to let go, so that at most ``most`` stay: those in ``kept``, and those of senior replicas.
+
+    ``staging`` has the version and seniority of each replica that pins one; a lower number is more senior.
+    """
     seniority: dict[int, int] = {}
     for version, order in staging:
         if version not in kept:

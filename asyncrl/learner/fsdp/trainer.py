@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in backend.py).
 
-Rank 0 sends commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. updates.py has
-the part of a rank in a step.
+The learner actor calls the methods of rank 0. Each sends a command to the other ranks, which run ``follow``. Then all
+ranks work together. updates.py has the part of a rank in a step.
 
 Invariant: on CPU, with the same ranks and threads, the same calls give the same bits. Fails as backend.py says.
 """
@@ -152,7 +152,7 @@ class Trainer:
         reference: Scorer | None = None
         if objective.needs_reference or kl.in_reward:
             if self._config.sft.warm_steps and kl.path is None:
-                # Only with a user's own loss: for the others, the configuration was checked.
+                # Only a user's own loss gets here: the configuration is checked for the other losses.
                 told = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
                 raise ConfigError([f"learner.kl.path: {told} sft.warm_steps lead away from it; name a folder"])
             if self._config.lora.is_on and kl.path is None:
@@ -166,7 +166,7 @@ class Trainer:
 
     def train(self, plan: StepPlan) -> dict[str, float]:
         if not plan.updates:
-            # Momentum alone would move the weights. The other ranks get no command.
+            # An empty step would still move the weights by momentum. So the other ranks get no command.
             return {}
         parcels = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
         command = Train(
@@ -179,11 +179,11 @@ class Trainer:
         self._ranks.commands.send(command)
         kind, step = self._next(plan.warm)
         self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
-        # The other ranks have theirs; rank 0 computes from the plan.
+        # The parcels have been sent. Rank 0 takes its own micro-batches from the plan.
         del parcels
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
-        # The update that was refused was computed, none after it was.
+        # The refused update was computed too; no later one was.
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
         metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
@@ -212,7 +212,10 @@ class Trainer:
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
 
     def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
-        """Log-probs by the reference of all ranks' micro-batches, padded: float64 [world size, tokens]."""
+        """All ranks together: score each rank's micro-batches with the reference model.
+
+        Returns the log-probs of all ranks, float64 [world size, command.tokens], nats; each row is padded with 0.
+        """
         name = "scoring by the reference"
         with self._phase(name):
             scored = self._updates.refer(batches, command.temperature)
@@ -220,7 +223,7 @@ class Trainer:
             return self._ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
     def _next(self, warm: bool) -> tuple[str, int]:
-        """Kind of the step to come, and its number, counted from 1."""
+        """Return the kind of the next step, for messages, and its number, counted from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
@@ -297,7 +300,7 @@ class Trainer:
             if isinstance(command, Train):
                 self._follow_step(command)
             elif isinstance(command, Reference):
-                # Without a local name, so that a used parcel is freed before the next command.
+                # The micro-batches get no local name, so that their memory is freed before the next command.
                 self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
             elif isinstance(command, Gather):
                 with self._phase("copy"):
@@ -307,10 +310,10 @@ class Trainer:
             elif isinstance(command, See):
                 self._look(Path(command.path))
             elif isinstance(command, Save):
-                # Rank 0 learns how it ends.
+                # The other ranks ignore the future: the result of the save reaches rank 0 (dcp.write).
                 self._save(command)
             elif isinstance(command, LoadCheckpoint):
-                # Nothing was changed: rank 0 continues with another one.
+                # Nothing has changed; rank 0 gets the same error and sends the next checkpoint.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
             else:
@@ -323,7 +326,7 @@ class Trainer:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
 
     def _pack(self, of_ranks: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
-        """A parcel for each rank; that of rank 0, which has the micro-batches, is empty."""
+        """Pack each rank's micro-batches into a parcel; rank 0 has its own already, so its parcel is empty."""
         return [np.empty(0, np.uint8), *map(pack, of_ranks[1:])]
 
     def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
@@ -345,7 +348,7 @@ class Trainer:
         self._store = None
 
     def _enter_phase(self, name: str) -> None:
-        # Set by the actor after this backend was made.
+        # Looked up at each call: the actor sets ``on_phase`` after it has made this backend.
         self.on_phase(name)
 
     @contextlib.contextmanager
@@ -385,11 +388,14 @@ class Trainer:
             )
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
-        """This rank's part of a step; the same result on all ranks."""
+        """All ranks together: take a step with this rank's micro-batches, and count it.
+
+        The result is the same on all ranks. The last warm step and the first step of the run reset the optimizer.
+        """
         kind, step = self._next(command.warm)
         sft = self._config.sft
         if not command.warm and not self.steps:
-            # A run that is resumed with fewer warm steps has not taken a last one.
+            # A run that resumes with fewer warm steps may not have reached the reset after the last one, below.
             self._optimizer.state.clear()
         try:
             result = self._updates.step(

@@ -1,15 +1,16 @@
 """A rank's part of a step: scoring passes, then updates of the weights.
 
-    score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
-              the weights as they are, the proximal policy, where more than one update follows; by the reference also
-              before the step is planned, where the rewards need it
-    update    forward and backward of each micro-batch, those of the conversations of ``[sft]`` after those of
-              the policy; one exchange of sums among the ranks; the optimizer
+    score     log-probs without a gradient: of the reference and the teacher if the objective needs them; of the policy
+              before its first update (the "proximal" policy) if the step has several updates
+    update    forward and backward of each micro-batch: first the policy's, then the supervised ones, which are
+              conversations of ``[sft]``; one exchange of sums among the ranks; one step of the optimizer
 
-It keeps: the gradient does not depend on how the batch was cut, since the denominator is the update's over all ranks
-and local losses are multiplied by the world size against FSDP's mean; from the sums every rank computes the same loss,
-gradient norm and metrics, and takes or refuses the same update; a refused update changes nothing, and no other follows
-it.
+If rewards need the reference, ``refer`` scores with it before the step is planned.
+
+Invariants: the gradient does not depend on how the batch was cut. The denominator is that of the whole update, over all
+ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. From the sums every rank
+computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if one
+of these is not finite. It changes nothing, and the step ends.
 
 Fails with ConfigError when the user's loss raises.
 """
@@ -39,20 +40,20 @@ SUPERVISED_TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RefusedUpdate:
-    """An update that was not taken."""
+    """An update that was not taken because a number was not finite."""
 
     what: str
     """Name of the number that is not finite: the loss, SUPERVISED_LOSS, or the gradient norm."""
     update: int
     """Number of the update in the step, counted from 0."""
     sequences: list[int]
-    """Sequences of the update, or of its supervised term, with a loss that is not finite, ascending; none where only
-    the gradient was."""
+    """Sequences whose loss is not finite, ascending indices into the update, or into its supervised term. Empty if only
+    the gradient norm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Metrics of the updates that were taken, and the update that was not."""
+    """Mean metrics of the updates that were taken, and the update that was refused, if any."""
 
     metrics: dict[str, float]
     refused: RefusedUpdate | None
@@ -60,7 +61,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Log-probs of a micro-batch without a gradient, float32 [N] each; None where the step needs none."""
+    """Log-probs of a micro-batch by each model, without a gradient: float32 [N], nats; None if the step needs none."""
 
     proximal: Tensor | None
     reference: Tensor | None
@@ -73,14 +74,14 @@ Scorer = Policy | WithoutAdapters
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """Frozen models, where the objective asks for them."""
+    """The frozen models, each None if the objective does not need it."""
 
     reference: Scorer | None = None
     teacher: Scorer | None = None
 
 
 class Updates:
-    """A rank's part of every step."""
+    """Takes the steps of one rank; all ranks call each method together."""
 
     def __init__(
         self,
@@ -108,7 +109,12 @@ class Updates:
         fresh: bool,
         rate: float,
     ) -> StepResult:
-        """Take a step, named for errors: this rank's micro-batches, one update's after the other's."""
+        """Take one step: score what the updates need, then take each update until one is refused.
+
+        ``step`` names the step in errors. ``batches`` are this rank's micro-batches, update by update, as ``shapes``
+        counts them. ``fresh``: whether the newest published weights are the ones that are trained; the metrics then
+        compare the engines' log-probs with the policy's. ``rate`` is the learning rate.
+        """
         rows = [self._row(batch) for batch in batches]
         mine, taught = _parts(shapes)
         scored = self._score([rows[i] for part in mine for i in part], temperature, several=len(shapes) > 1)
@@ -132,7 +138,7 @@ class Updates:
         return StepResult(_mean(metrics), None)
 
     def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Log-probs by the reference, in a pass of its own: float32 [N] for each micro-batch, nats."""
+        """Score micro-batches with the reference alone. Returns float32 [N] for each of them, log-probs in nats."""
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
             scorer = self._scorers.reference
@@ -148,6 +154,8 @@ class Updates:
         )
 
     def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:
+        """Score rows with each model that the step needs, one pass per model; ``several``: more than one update."""
+
         def by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
             if scorer is None:
                 return [None] * len(rows)
@@ -169,7 +177,7 @@ class Updates:
         return logprobs
 
     def _cut_up(self, scorer: Scorer) -> None:
-        """Let a frozen model keep nothing whole: no backward pass of it comes, and the policy needs the room."""
+        """Reshard a frozen model: it has no backward pass, and the policy needs the memory of its gathered weights."""
         if isinstance(scorer, Policy) and scorer is not self._policy:
             scorer.reshard()
 
@@ -185,7 +193,12 @@ class Updates:
         fresh: bool,
         first: bool,
     ) -> dict[str, float] | tuple[str, list[int]]:
-        """Metrics of an update, or the name of the number that was not finite and the sequences with one."""
+        """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
+
+        ``members`` are this rank's micro-batches of the policy, ``taught`` its supervised ones. Returns the metrics, or
+        for a refused update the name of the number that is not finite and the sequences that have it. ``first``: no
+        update of this step came before, so the current policy is the proximal one.
+        """
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
             done = [
@@ -193,7 +206,7 @@ class Updates:
                 for member in members
             ]
             said = [self._teach(*member, shape) for member in taught]
-            # All ranks have the same names: each has as many micro-batches, fillers among them.
+            # All ranks have the same names: each has the same number of micro-batches, some of them empty fillers.
             names = list(done[0].named) if done else []
             named = [_sum([d.named[each] for d in done]) for each in names]
             gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
@@ -205,7 +218,7 @@ class Updates:
             everyone = self._ranks.all_gather(values, f"the sums of {name}")
         totals = _totals(everyone[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
-        # The norm takes the squares of the first replica alone: all replicas have the same gradient.
+        # The norm sums over the shards of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
             math.fsum(everyone[:, 0]),
             math.fsum(everyone[:, 1]),
@@ -250,6 +263,7 @@ class Updates:
         fresh: bool,
         first: bool,
     ) -> _Accumulated:
+        """Add the gradient of the policy's loss on one micro-batch."""
         logprobs, entropies = self._policy.score(row, temperature)
         tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
         loss, named = self._objective(tokens, denominator)
@@ -259,7 +273,11 @@ class Updates:
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
     def _teach(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
-        """Add the gradient of a micro-batch of conversations; its loss is a share of the mean, without coefficient."""
+        """Add the gradient of the supervised loss on one micro-batch.
+
+        The gradient has the factor ``shape.coefficient``; the returned loss, this micro-batch's share of the mean over
+        the update, does not.
+        """
         assert shape.supervised is not None
         logprobs, _ = self._policy.score(row, SUPERVISED_TEMPERATURE)
         weights = torch.from_numpy(batch.weights).to(self._ranks.device)
@@ -289,10 +307,13 @@ class Updates:
         )
 
     def _not_finite(self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
-        """All ranks together: the sequences of the update with a token whose loss is not finite, ascending."""
+        """All ranks together: find the sequences of the update with a token whose loss is not finite.
+
+        Returns their indices in the update, ascending, the same on all ranks.
+        """
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
-            # The sum is finite only where all three are.
+            # This expression is finite only if all three values are.
             bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
             indices = batch.sequences[batch.segments[bad]]
             flags[indices[indices >= 0]] = 1.0
@@ -302,17 +323,18 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class _Accumulated:
-    """Loss and sums of a micro-batch, left when its gradient has been added."""
+    """Results of a micro-batch whose gradient has been added."""
 
     loss: Tensor
     statistics: Tensor
-    """The fields of TokenSums."""
+    """The fields of TokenSums, in order."""
     named: dict[str, Tensor]
+    """Further sums that the objective reports, by name."""
     logprobs: Tensor
 
 
 def _parts(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
-    """Places of each update's micro-batches of the policy, and of its supervised ones."""
+    """Split a rank's list of micro-batches: for each update the indices of the policy's, and of the supervised ones."""
     policy, taught, start = [], [], 0
     for shape in shapes:
         behind = start + shape.policy.micro_batches
@@ -334,7 +356,7 @@ def _totals(rows: list[list[float]]) -> TokenSums:
 
 
 def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step: of one update as they are, of several their means, counts added and extremes kept."""
+    """Combine the metrics of a step's updates: the mean of each, but the sum of counts and the maximum of maxima."""
     if len(updates) <= 1:
         return dict(*updates)
     found = {}

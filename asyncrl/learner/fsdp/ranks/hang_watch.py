@@ -1,15 +1,15 @@
 """Detects that the learner's ranks hang, and names the waiting rank, what it waits for, and the ranks it waits on.
 
 Under gloo a collective that not all ranks enter raises in time; under NCCL it spins until a signal ends the process. So
-each rank writes its Position to the store every BEAT_S, and reads those of the others in a long wait. A wait of the
-training thread without progress for longer than the limit ends the process with an error. Progress is the end of a
-wait, and each ``mark`` once the device has reached it.
+each rank writes its Position to the ranks' store every BEAT_S. During a long wait it also reads the positions of the
+others. A wait is a block of code around collectives, with a name. If the training thread makes no progress in a wait
+for longer than the limit, the process ends with an error. Progress is the end of a wait, or a ``mark`` in it that the
+device has reached.
 
 Invariant: the watch enters no collective, and its thread that reads the clock calls no other process. If all ranks
 compute at the same place, no rank is to blame, and without NCCL that is not a hang, however long it lasts.
 
-Fails by ending the process (``end_process``). A store that does not answer counts as silence of learner/0, which holds
-it.
+Fails by ending the process (``end_process``). If the store does not answer, learner/0 is to blame, which holds it.
 """
 
 from __future__ import annotations
@@ -34,30 +34,33 @@ from asyncrl.observe.logging import write_text
 BEAT_S = 2.0
 """Seconds between two positions that a rank writes, and between two looks at the clock."""
 SILENT_S = 15.0
-"""Seconds without a new position after which a rank has stopped."""
+"""Seconds without a new position after which a rank counts as stopped."""
 AFTER_S = 5.0
-"""Seconds past the limit in which a collective may still raise by itself."""
+"""Seconds past the limit that a collective has to raise by itself, before the process is ended."""
 ASK_FROM = 0.5
-"""Share of its limit that a wait has lasted before the other ranks are looked at."""
+"""Share of the limit after which a waiting rank begins to read the positions of the others."""
 MOST_NAMED = 4
 """Most ranks that an error names."""
 _LOG = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Place of a rank's training thread, written by the rank itself."""
+    """Where a rank's training thread is; the rank writes it to the store."""
 
     beat: int
-    """Counts up while the process lives."""
+    """Number of this position, from 1; it grows as long as the process lives."""
     waits: int
-    """Waits begun so far; all ranks begin the same ones."""
+    """Number of waits begun so far; all ranks begin the same waits in the same order."""
     what: str
     """Name of the present wait; empty outside of waits."""
 
 
 @dataclass
 class Others:
-    """The positions of the other ranks, and the ranks to blame for a wait. Pure: the caller passes the time."""
+    """Remembers the positions of the other ranks, and finds the ranks to blame for a wait.
+
+    Pure: the caller reads the store, and passes the time in seconds.
+    """
 
     rank: int
     world_size: int
@@ -66,11 +69,11 @@ class Others:
     _asked: float | None = None
 
     def ask(self, now: float) -> None:
-        """Record that the store is asked for the positions."""
+        """Record that the caller begins to read the positions from the store."""
         self._asked = now if self._asked is None else self._asked
 
     def note(self, positions: dict[int, Position], now: float) -> None:
-        """Record the positions that the store holds."""
+        """Record the positions that were read, by rank."""
         self._asked = None
         for rank, position in positions.items():
             known = self._seen.get(rank)
@@ -79,11 +82,14 @@ class Others:
             self._seen[rank] = position
 
     def blame(self, waits: int, what: str, now: float) -> list[str]:
-        """Ranks that have stopped, or are not at the wait of this rank; one text each."""
+        """Find the ranks that have stopped, or have not reached the wait of this rank. Returns one text for each.
+
+        ``waits`` and ``what`` are those of this rank's own Position. If the store does not answer, rank 0 is to blame.
+        """
         if self.rank and self._asked is not None and now - self._asked > SILENT_S:
             return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
         found = list[str]()
-        # No position was read so far.
+        # No position has been read yet.
         if not self._seen:
             return found
         for rank in range(self.world_size):
@@ -94,7 +100,7 @@ class Others:
                 found.append(f"learner/{rank} (never heard of)")
             elif (silence := now - self._fresh[rank]) > SILENT_S:
                 found.append(f"learner/{rank} (silent for {silence:.0f} s, last {_place(seen)})")
-            # A rank that is ahead waits for others itself.
+            # A rank that has begun more waits than this one is not to blame: it waits itself.
             elif (seen.waits, seen.what) != (waits, what) and seen.waits <= waits:
                 found.append(f"learner/{rank} ({_place(seen)})")
         return found
@@ -105,7 +111,7 @@ def _place(position: Position) -> str:
 
 
 def in_words(blamed: list[str]) -> str:
-    """Ranks that an error names."""
+    """Join the texts of ``Others.blame`` for an error, at most MOST_NAMED of them."""
     if not blamed:
         return "the other ranks of the learner"
     more = f" and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
@@ -113,7 +119,7 @@ def in_words(blamed: list[str]) -> str:
 
 
 def end_process(error: DeadlineExceeded) -> NoReturn:
-    """End this process at once; the node agent reports the error, which is its last output."""
+    """Log and print the error, and end this process at once; the node agent reports the last output."""
     _LOG.error("%s", error)
     write_text(f"{error.who}: {error}\n")
     # The training thread is in a call that nothing ends, and an orderly exit would wait for it.
@@ -127,7 +133,10 @@ class _Wait:
 
 
 class HangWatch:
-    """The watch of one rank; it watches the thread that creates it."""
+    """Watches the waits of one rank's training thread, which is the thread that creates the watch.
+
+    Two threads of its own run until ``stop``: one writes and reads positions, one reads the clock.
+    """
 
     def __init__(
         self,
@@ -157,7 +166,7 @@ class HangWatch:
 
     @contextmanager
     def wait(self, what: str) -> Iterator[None]:
-        """Context of a wait; the waits of other threads are not watched."""
+        """Context that names a wait; on any thread but the watched one it does nothing. Contexts may be nested."""
         if threading.get_ident() != self._watched:
             yield
             return
@@ -173,7 +182,7 @@ class HangWatch:
                     self._waits[-1].began = time.monotonic()
 
     def mark(self) -> None:
-        """Record progress within a wait: now, and once the device has done its present work."""
+        """Record progress within a wait: now, and again once the device has done the work queued so far."""
         if self._on_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
@@ -182,7 +191,7 @@ class HangWatch:
         self._moved()
 
     def blamed(self) -> list[str]:
-        """Ranks that this rank waits on now; empty on any thread but the watched one."""
+        """Return texts on the ranks to blame for the present wait; empty on any thread but the watched one."""
         return self._blame() if threading.get_ident() == self._watched else []
 
     def _blame(self) -> list[str]:
@@ -197,11 +206,13 @@ class HangWatch:
             thread.join(BEAT_S)
 
     def _moved(self) -> None:
+        """Restart the clock of the innermost wait."""
         with self._lock:
             if self._waits:
                 self._waits[-1].began = time.monotonic()
 
     def _tell(self) -> None:
+        """Thread: write this rank's position every BEAT_S; in a long wait also read those of the others."""
         beat = 0
         while not self._stopped.wait(BEAT_S):
             beat += 1
@@ -209,7 +220,7 @@ class HangWatch:
                 own = Position(beat, self._begun, self._waits[-1].what if self._waits else "")
             try:
                 self._store.set(f"position/{self._rank}", msgspec.msgpack.encode(own))  # type: ignore[arg-type]
-                # Not all the time, which would keep the store busy.
+                # Positions of others are read in a long wait only, or the store would be busy all the time.
                 if self._lasted() > self._timeout_s * ASK_FROM:
                     with self._lock:
                         self._others.ask(time.monotonic())
@@ -236,8 +247,9 @@ class HangWatch:
             return time.monotonic() - self._waits[-1].began if self._waits else 0.0
 
     def _look(self) -> None:
+        """Thread: every BEAT_S record the marks that the device has reached, and end the process if it hangs."""
         while not self._stopped.wait(BEAT_S):
-            # Only this thread removes marks, so the first stays the first without the lock.
+            # No lock is needed to look at the first mark: only this thread removes marks.
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
                 self._moved()

@@ -1,10 +1,10 @@
-"""Reads a model into the shards of the ranks.
+"""Reads a model from its files, each rank its own rows.
 
-Each rank maps the files into memory, reads its own rows, a layer at a time, and casts them to float32 in host memory.
-Each byte is read from storage once per host, or once in all if a host has only a part of the shards. No rank holds more
-than its shards and one layer. If transformers must convert a weight across rows, each rank reads it whole, a layer at a
-time; only the first read goes to storage. transformers itself reads, renames, converts and ties weights and computes
-buffers, as in its ``from_pretrained``.
+A weight is cut by rows, as FSDP2 will shard it (shard_plan.py). Each rank maps the files into memory, reads its own
+rows, a layer at a time, and casts them to float32 in host memory. Each byte is read from storage once per host, or once
+in all if a host has only a part of the shards. No rank holds more than its shards and one layer. If transformers must
+convert a weight across rows, each rank reads it whole, a layer at a time; only the first read goes to storage.
+transformers itself reads, renames, converts and ties weights and computes buffers, as in its ``from_pretrained``.
 
 If any rank cannot read a model like this (``shard_plan.obstacle``), rank 0 reads it whole and sends each rank its rows.
 
@@ -47,26 +47,28 @@ from asyncrl.learner.fsdp.weights.shard_plan import (
 
 _LOG = logging.getLogger(__name__)
 UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""Errors that transformers raises where a model cannot be loaded."""
+"""Types of errors that transformers raises when it cannot load a model."""
 
 
 @dataclass
 class Loaded:
-    """This rank's part of a model that was read."""
+    """This rank's rows of a model, and what is needed to build the model around them."""
 
     config: ModelConfig
     values: dict[str, Tensor]
-    """This rank's rows of each parameter, and the buffers, by the names of Policy. In host memory; taken from it."""
+    """This rank's rows of each parameter, and the buffers, by the names of Policy, in host memory. ``sharding.fill``
+    removes what it copies."""
     tied: dict[str, str]
+    """Names of tied weights, each with the name of the weight that it shares."""
     conversions: Any
-    """Conversions by which transformers turns names and shapes of the checkpoint into its own."""
+    """Conversions by which transformers turned the checkpoint's names and shapes into its own."""
 
     def empty(self) -> Policy:
-        """A new policy without memory, for the tensors of ``values``."""
+        """Build a policy on device "meta", with exactly the parameters of ``values`` and the weights tied as loaded."""
         policy = empty_policy(self.config)
         model = policy.model
         for name in model.all_tied_weights_keys.keys() - self.tied.keys():
-            # Tied by the configuration, and not by the checkpoint.
+            # The configuration ties this weight, but the checkpoint has a value of its own for it.
             _replace(model, name, nn.Parameter(model.get_parameter(name).detach().clone()))
         model.all_tied_weights_keys = dict(self.tied)
         model._weight_conversions = self.conversions
@@ -74,7 +76,11 @@ class Loaded:
 
 
 def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
-    """All ranks together: the model that ``config`` names; ``mesh`` is of their host memory. Raises ConfigError."""
+    """All ranks together: read the model that ``config`` names, each rank its rows. Raises ConfigError.
+
+    Each rank checks the files first. If any rank cannot read them in shards, rank 0 reads the model whole and sends the
+    rows. ``mesh`` is the mesh of all ranks for tensors in host memory.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -104,6 +110,7 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
 
 
 def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> str | None:
+    """Call ``judge`` (``refusal`` or ``obstacle``) with the file names and the config.json of the model's folder."""
     folder = Path(config.path or "")
     try:
         settings = json.loads((folder / "config.json").read_text())
@@ -114,7 +121,7 @@ def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, 
 
 
 def _read(config: ModelConfig, mesh: DeviceMesh) -> Policy:
-    """The model with this rank's rows. Raises ConfigError."""
+    """Read the model in shards: this rank's rows of each weight. Raises ConfigError."""
     policy, path = empty_policy(config), model_folder(config)
     try:
         info = _fill(policy.model, _files(path), mesh)
@@ -131,7 +138,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
-    """Read this rank's rows into a model on meta; the loading information of ``from_pretrained``."""
+    """Read this rank's rows from ``files`` into a model on device "meta", a layer at a time.
+
+    Parameters that can be read by rows become shards first. Others are read whole and then cut. Returns the loading
+    information of ``from_pretrained``.
+    """
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model, dot_natural_key
@@ -151,7 +162,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
             found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
             _cut_whole(model, mesh)
             if info is not None:
-                # Each group lacks the weights of the others: missing weights are in no group.
+                # Weights of other groups count as missing in each group; really missing are those in no group.
                 found.missing_keys &= info.missing_keys
                 found.unexpected_keys |= info.unexpected_keys
                 found.mismatched_keys |= info.mismatched_keys
@@ -164,7 +175,10 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class _Slice:
-    """A tensor in a file, in the form that transformers reads; each read copies, so that the file is read once."""
+    """A tensor in a safetensors file, with the interface that transformers reads; each read returns a copy.
+
+    Without the copy, the result would be a view of the file, which later use would read again.
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -177,12 +191,15 @@ class _Slice:
 
 
 def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
-    """For each weight of the checkpoint, the model's weight that it becomes a part of, or the first of several; and the
-    parameters whose rows come from the same rows of the checkpoint."""
+    """Match the weights of the checkpoint (``names``) with those of the model.
+
+    Returns the model's name for each name in the checkpoint: that of the weight that it becomes, or the first of
+    several. Also returns the parameters that can be read by rows (``converts_rows``).
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    # Renaming leaves its traces in them.
+    # A copy of its own: renaming changes the state of these objects.
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -202,7 +219,7 @@ def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, 
 
 
 def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Make these parameters shards, so that transformers reads only these rows."""
+    """Replace these parameters by empty shards, so that transformers reads this rank's rows only."""
     for name in names:
         parameter = model.get_parameter(name)
         rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))
@@ -210,13 +227,13 @@ def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
 
 
 def _cut_whole(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's rows of the parameters that have been read whole."""
+    """Replace each parameter that has been read whole by this rank's rows of it."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor) or parameter.is_meta:
             continue
         rows = own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
         cut = _shard(parameter.detach()[rows.start : rows.stop].clone(), parameter, mesh)
-        # transformers looks here for weights that are left to initialise.
+        # By this attribute transformers knows that the weight needs no initial value.
         cut._is_hf_initialized = True  # type: ignore[attr-defined]
         _replace(model, name, cut)
 
@@ -233,7 +250,10 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
-    """All ranks together: leave each its rows of rank 0's model, tensor by tensor; the others' is without memory."""
+    """All ranks together: distribute rank 0's whole model, tensor by tensor; each rank keeps its rows.
+
+    On the other ranks ``policy`` is on device "meta" before. Buffers become whole on every rank.
+    """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
     # A tied weight has several names and is handed out once.
@@ -256,10 +276,9 @@ def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
 
 
 def load_policy(config: ModelConfig) -> Policy:
-    """The whole model in float32 on the CPU, in evaluation mode: no dropout, so that ratios compare like with
-    like.
+    """Load the whole model in float32 on the CPU. Raises ConfigError.
 
-    Raises ConfigError.
+    It is in evaluation mode, without dropout, so that log-probs of different passes can be compared.
     """
     import transformers
 
@@ -280,12 +299,12 @@ def load_policy(config: ModelConfig) -> Policy:
 
 
 def cannot_load(path: Path, error: Exception) -> ConfigError:
-    """The error when transformers cannot make a model of its folder."""
+    """Return the error for a model that transformers cannot load; it names ``model.path``."""
     return ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"])
 
 
 def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
-    """Raise ConfigError for a model that lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
+    """Raise ConfigError if a model lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
     # transformers would use random numbers in their place.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
@@ -296,17 +315,17 @@ def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> Non
 
 
 def _not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters that hold NaN or infinity on this rank; such a model learns nothing."""
+    """Return the names of the parameters that hold NaN or infinity in this rank's part."""
 
     def is_finite(weights: Tensor) -> bool:
-        # A sum would overflow, and a mask for each number would take as much memory again.
+        # A sum might overflow, and a mask of the same shape would take much memory.
         return not weights.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(weights))
 
     return [name for name, weights in model.named_parameters() if not is_finite(local(weights))]
 
 
 def empty_policy(config: ModelConfig) -> Policy:
-    """The model of ``config`` without memory behind its parameters (device meta). Raises ConfigError."""
+    """Build the model of ``config`` on device "meta", without memory for its parameters. Raises ConfigError."""
     import transformers
 
     path = model_folder(config)
@@ -323,7 +342,7 @@ def empty_policy(config: ModelConfig) -> Policy:
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The folder of the model. Raises ConfigError naming model.path if it is not there."""
+    """Return the folder of the model. Raises ConfigError naming model.path if it holds no config.json."""
     assert config.path is not None
     path = Path(config.path)
     if not (path / "config.json").is_file():
