@@ -59,10 +59,10 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         If they cannot be read, reads the files themselves.
         """
         try:
-            found = msgspec.json.decode((run_dir / DIGESTS).read_bytes(), type=dict[str, str])
+            recorded_digests = msgspec.json.decode((run_dir / DIGESTS).read_bytes(), type=dict[str, str])
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return cls.of(config)
-        return cls(settings=config.model_dump(mode="json"), files=found)
+        return cls(settings=config.model_dump(mode="json"), files=recorded_digests)
 
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
         """Compare this origin with ``config``. Returns the changes that matter to a resume.
@@ -70,14 +70,14 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
         ``now`` is the origin of ``config``; without it, it is made here, which reads files.
         """
         now = Origin.of(config) if now is None else now
-        found = changes(self.settings, config)
-        named = {change.key for change in found}
+        changed = changes(self.settings, config)
+        changed_keys = {change.key for change in changed}
         if self.files.get(MODEL, "") == now.files.get(MODEL):
-            found = [_of_same_model(change) if change.key == MODEL else change for change in found]
+            changed = [_of_same_model(change) if change.key == MODEL else change for change in changed]
         for key, digest in now.files.items():
-            if self.files.get(key, digest) != digest and key not in named:
-                found.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
-        return Comparison(found, may_lose_prompts="data" in config.resume.allow)
+            if self.files.get(key, digest) != digest and key not in changed_keys:
+                changed.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
+        return Comparison(changed, may_lose_prompts="data" in config.resume.allow)
 
 
 @dataclass(frozen=True, slots=True)

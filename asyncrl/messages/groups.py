@@ -195,8 +195,8 @@ def fits(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> bool:
 
 
 def _seal(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> str:
-    said = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]
-    return hmac.new(key, msgspec.msgpack.encode(said), hashlib.sha256).hexdigest()
+    sealed_fields = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]
+    return hmac.new(key, msgspec.msgpack.encode(sealed_fields), hashlib.sha256).hexdigest()
 
 
 def after_death(deaths: int, *, alone: bool) -> int:

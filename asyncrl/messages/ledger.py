@@ -186,11 +186,11 @@ class Ledger:
     def record(self, kind: Kind, epoch: int, index: int) -> None:
         """Record the outcome of an open prompt, and forget its deaths."""
         assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
-        at = self._alone(epoch)
+        at = self._isolate(epoch)
         self._runs[at].concluded.add(index)
         # The pair (at, at + 1) comes first: if it joins, ``at`` stays valid.
-        self._join(at)
-        self._join(at - 1)
+        self._join_if_equal(at)
+        self._join_if_equal(at - 1)
         self._counts[kind] += 1
         self.attempts.pop(f"{epoch}-{index}", None)
 
@@ -226,7 +226,7 @@ class Ledger:
         at = self._at(epoch)
         return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
 
-    def _alone(self, epoch: int) -> int:
+    def _isolate(self, epoch: int) -> int:
         """Split or insert runs so that one run holds this epoch alone. Returns the index of that run."""
         at = self._at(epoch)
         if at < 0 or epoch >= self._runs[at].end:
@@ -240,7 +240,7 @@ class Ledger:
         # The run of the epoch comes after the part before it, if there is such a part.
         return at + (run.first < epoch)
 
-    def _join(self, at: int) -> None:
+    def _join_if_equal(self, at: int) -> None:
         """Join the runs at indices ``at`` and ``at`` + 1 if they can join; ignores indices out of range."""
         if 0 <= at < len(self._runs) - 1 and self._runs[at].joins(self._runs[at + 1]):
             self._runs[at].end = self._runs.pop(at + 1).end

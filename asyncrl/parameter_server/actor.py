@@ -224,14 +224,14 @@ class ParameterServer(Actor):
         self._changed()
         lot = self._lots.setdefault(caller.name, ParkingLot())
         try:
-            found = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
+            answer = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
         except asyncio.CancelledError:
             self._conductor.withdrew(question, self._now())
             self._changed()
             raise
         self._conductor.answered(question, self._now())
         self._changed()
-        return request.reply() if found is None else found
+        return request.reply() if answer is None else answer
 
     def _changed(self) -> None:
         """Apply the effects of a change in the conductor: log, wake calls, close versions, update metrics and timer."""

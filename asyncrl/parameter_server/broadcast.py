@@ -122,14 +122,14 @@ class BroadcastControl:
 
     def _members(self, announcement: AnnounceBroadcast, now: float) -> list[Replica]:
         """Find the replicas that can take part, in order of rank: idle, present, and serving an older version."""
-        found = [
+        members = [
             replica
             for replica in self._replicas.of(Phase.SERVING)
             if 0 <= replica.serving < announcement.version
             and may_broadcast(self._weights.transport, announcement.backend, on_gpu=replica.on_gpu)
             and (self._replicas.asks(replica.name) or now - replica.heard < AWAY_S)
         ]
-        return sorted(found, key=lambda replica: replica.name)
+        return sorted(members, key=lambda replica: replica.name)
 
     def _open(
         self, learner: tuple[str, int], announcement: AnnounceBroadcast, members: list[Replica], now: float

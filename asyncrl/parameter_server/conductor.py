@@ -129,9 +129,9 @@ class Conductor:
             self.replicas.open(question)
             if isinstance(request, FailBroadcast):
                 self.broadcast.failed(request.version, request.epoch, request.error, now)
-                self._settle(now)
+                self._take_steps(now)
             return question
-        replica = self._hear(name, incarnation, now)
+        replica = self._find_or_add(name, incarnation, now)
         # A question of a replaced incarnation is not opened.
         if replica is not None:
             self.replicas.open(question)
@@ -140,7 +140,7 @@ class Conductor:
             else:
                 assert isinstance(request, RequestLoad), request
                 self._request_load(replica, request, now)
-            self._settle(now)
+            self._take_steps(now)
         return question
 
     def answer(self, question: Question, now: float) -> Message | None:
@@ -252,7 +252,7 @@ class Conductor:
 
         Returns False for a repeated or late report, which changes nothing.
         """
-        replica, version = self._hear(name, incarnation, now), report.version
+        replica, version = self._find_or_add(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
         # ``follow`` counts failed attempts by target, and an idle replica has none.
@@ -264,7 +264,7 @@ class Conductor:
             if version > replica.held_version:
                 # The version came by another transport, so the replica has closed the one that it held before.
                 replica.held_version, replica.held_paths = -1, ()
-        self._settle(now)
+        self._take_steps(now)
         return counted
 
     def answered(self, question: Question, now: float) -> None:
@@ -289,7 +289,7 @@ class Conductor:
         replica.heard = SILENT
         if replica.phase not in IDLE_PHASES:
             self._move(replica, ReplicaEvent.FAILED, "has given up", now)
-        self._settle(now)
+        self._take_steps(now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
         """Record that this incarnation of a replica, or of the learner, is dead."""
@@ -300,7 +300,7 @@ class Conductor:
             self.replicas.remove(replica)
             self.broadcast.member_lost(name, replica.phase, "is gone", now)
         self.broadcast.left(name, incarnation, now)
-        self._settle(now)
+        self._take_steps(now)
 
     def next_deadline(self) -> float | None:
         """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
@@ -328,7 +328,7 @@ class Conductor:
                 self.replicas.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
                 self.replicas.move(replica, ReplicaEvent.OVERDUE)
         self.broadcast.pass_time(now)
-        self._settle(now)
+        self._take_steps(now)
 
     # --- metrics ---
 
@@ -349,7 +349,7 @@ class Conductor:
 
     # --- the inside ---
 
-    def _hear(self, name: str, incarnation: int, now: float) -> Replica | None:
+    def _find_or_add(self, name: str, incarnation: int, now: float) -> Replica | None:
         """Find or add the replica that sent a message, and record the time.
 
         A newer incarnation replaces the older one. Returns None for a message of a replaced incarnation.
@@ -385,7 +385,7 @@ class Conductor:
             self.broadcast.member_lost(replica.name, before, why, now)
         return True
 
-    def _settle(self, now: float) -> None:
+    def _take_steps(self, now: float) -> None:
         """Take the steps that have become possible: begin or end a broadcast, and grant pauses to waiting replicas."""
         self.broadcast.advance(now)
         free = self.max_paused - self.replicas.count(Phase.LOADING)

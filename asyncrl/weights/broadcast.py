@@ -153,7 +153,7 @@ class _Epoch:
         Raises TimeoutError after the timeout, and _Stopped once the epoch is stopped; the thread is left behind then.
         """
         done: Future[T] = Future()
-        threading.Thread(target=_settle, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
+        threading.Thread(target=_complete, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
         futures: list[Future[Any]] = [done, self._stopped]
         try:
             wait(futures, self.timeout_s, FIRST_COMPLETED)
@@ -167,7 +167,7 @@ class _Epoch:
             self.check()
             raise
         finally:
-            # As in _settle.
+            # As in _complete.
             del done, futures
 
     def check(self) -> None:
@@ -191,7 +191,7 @@ class _Epoch:
         # On a thread, since the host of the store may be frozen.
         counting = Future[int]()
         work = (counting, lambda: self._store.add(_received(version), 1))
-        threading.Thread(target=_settle, args=work, name="asyncrl: count of members", daemon=True).start()
+        threading.Thread(target=_complete, args=work, name="asyncrl: count of members", daemon=True).start()
 
     def wait_for_members(self, version: int) -> None:
         """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
@@ -270,7 +270,7 @@ def _received(version: int) -> str:
     return f"received {version}"
 
 
-def _settle(done: Future[T], work: Callable[[], T]) -> None:
+def _complete(done: Future[T], work: Callable[[], T]) -> None:
     """Call ``work`` and put its result or error into ``done``."""
     try:
         done.set_result(work())

@@ -148,7 +148,7 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises WeightsCorrupt if a name occurs twice, a bucket is empty, or a tensor is not aligned, overlaps another or
     does not fit into its bucket.
     """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, bucket in enumerate(manifest.buckets):
         if not bucket.size:
             raise WeightsCorrupt("it is empty", version=manifest.version, bucket=index)
@@ -156,13 +156,13 @@ def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
         # An empty tensor may have the offset of the next one. Sorted first, it does not count as overlapping that one.
         for spec in sorted(bucket.tensors, key=lambda spec: (spec.offset, math.prod(spec.shape))):
             problem = _spec_problem(spec, bucket, end)
-            if problem is None and spec.name in found:
+            if problem is None and spec.name in layouts:
                 problem = "occurs twice"
             if problem is not None:
                 raise WeightsCorrupt(f"{spec.name} {problem}", version=manifest.version, bucket=index)
-            found[spec.name] = (spec.dtype, spec.shape)
+            layouts[spec.name] = (spec.dtype, spec.shape)
             end = spec.offset + size_of(spec)
-    return found
+    return layouts
 
 
 def _spec_problem(spec: TensorSpec, bucket: Bucket, end: int) -> str | None:

@@ -153,8 +153,8 @@ class Trainer:
         if objective.needs_reference or kl.in_reward:
             if self._config.sft.warm_steps and kl.path is None:
                 # Only a user's own loss gets here: the configuration is checked for the other losses.
-                told = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
-                raise ConfigError([f"learner.kl.path: {told} sft.warm_steps lead away from it; name a folder"])
+                problem = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
+                raise ConfigError([f"learner.kl.path: {problem} sft.warm_steps lead away from it; name a folder"])
             if self._config.lora.is_on and kl.path is None:
                 reference = WithoutAdapters(self.policy)
             else:
@@ -177,7 +177,7 @@ class Trainer:
             warm=plan.warm,
         )
         self._ranks.commands.send(command)
-        kind, step = self._next(plan.warm)
+        kind, step = self._next_step(plan.warm)
         self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
         # The parcels have been sent. Rank 0 takes its own micro-batches from the plan.
         del parcels
@@ -222,7 +222,7 @@ class Trainer:
             ours = np.concatenate([values.cpu().numpy() for values in scored])
             return self._ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
-    def _next(self, warm: bool) -> tuple[str, int]:
+    def _next_step(self, warm: bool) -> tuple[str, int]:
         """Return the kind of the next step, for messages, and its number, counted from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
@@ -278,7 +278,7 @@ class Trainer:
             raise refused(folder, error) from error
         try:
             self._ranks.commands.send(See(str(probe)))
-            problems = self._look(probe)
+            problems = self._check_visible(probe)
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()
@@ -308,7 +308,7 @@ class Trainer:
             elif isinstance(command, ScoreProbe):
                 self._score_probe(command.sequences)
             elif isinstance(command, See):
-                self._look(Path(command.path))
+                self._check_visible(Path(command.path))
             elif isinstance(command, Save):
                 # The other ranks ignore the future: the result of the save reaches rank 0 (dcp.write).
                 self._save(command)
@@ -320,7 +320,7 @@ class Trainer:
                 return
 
     def _follow_step(self, command: Train) -> None:
-        kind, step = self._next(command.warm)
+        kind, step = self._next_step(command.warm)
         result = self._step(command, self._receive(command.parcel_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
@@ -359,7 +359,7 @@ class Trainer:
         finally:
             self.on_phase("")
 
-    def _look(self, path: Path) -> list[str]:
+    def _check_visible(self, path: Path) -> list[str]:
         problem = None if path.exists() else f"learner/{self._rank} does not see a file that learner/0 wrote there"
         return self._ranks.agree(problem, "the folder of checkpoints")
 
@@ -392,7 +392,7 @@ class Trainer:
 
         The result is the same on all ranks. The last warm step and the first step of the run reset the optimizer.
         """
-        kind, step = self._next(command.warm)
+        kind, step = self._next_step(command.warm)
         sft = self._config.sft
         if not command.warm and not self.steps:
             # A run that resumes with fewer warm steps may not have reached the reset after the last one, below.

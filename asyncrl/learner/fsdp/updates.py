@@ -116,24 +116,24 @@ class Updates:
         compare the engines' log-probs with the policy's. ``rate`` is the learning rate.
         """
         rows = [self._row(batch) for batch in batches]
-        mine, taught = _parts(shapes)
-        scored = self._score([rows[i] for part in mine for i in part], temperature, several=len(shapes) > 1)
+        policy_parts, supervised_parts = _split_batches(shapes)
+        scored = self._score([rows[i] for part in policy_parts for i in part], temperature, several=len(shapes) > 1)
         metrics: list[dict[str, float]] = []
         for number, shape in enumerate(shapes):
-            found = self._update(
+            outcome = self._update(
                 step,
                 shape,
-                [(batches[i], rows[i], scored.pop(0)) for i in mine[number]],
-                [(batches[i], rows[i]) for i in taught[number]],
+                [(batches[i], rows[i], scored.pop(0)) for i in policy_parts[number]],
+                [(batches[i], rows[i]) for i in supervised_parts[number]],
                 rate=rate,
                 temperature=temperature,
                 fresh=fresh and not number,
                 first=not number,
             )
-            if isinstance(found, dict):
-                metrics.append(found)
+            if isinstance(outcome, dict):
+                metrics.append(outcome)
             else:
-                what, sequences = found
+                what, sequences = outcome
                 return StepResult(_mean(metrics), RefusedUpdate(what, number, sequences))
         return StepResult(_mean(metrics), None)
 
@@ -142,11 +142,11 @@ class Updates:
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
             scorer = self._scorers.reference
-            found = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
-        self._cut_up(scorer)
+            logprobs = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
+        self._reshard_frozen(scorer)
         # The reference may have scored with the weights of the policy.
         self._policy.reshard()
-        return found
+        return logprobs
 
     def _row(self, batch: MicroBatch) -> PackedRow:
         return make_row(
@@ -156,19 +156,19 @@ class Updates:
     def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:
         """Score rows with each model that the step needs, one pass per model; ``several``: more than one update."""
 
-        def by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
+        def score_by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
             if scorer is None:
                 return [None] * len(rows)
             with torch.no_grad(), self._ranks.waiting(name):
                 self._on_phase(name)
-                found = [self._score_row(scorer, row, temperature) for row in rows]
-            self._cut_up(scorer)
-            return list(found)
+                logprobs = [self._score_row(scorer, row, temperature) for row in rows]
+            self._reshard_frozen(scorer)
+            return list(logprobs)
 
-        proximal = by(self._policy if several else None, "scoring by the proximal policy")
-        wanted = self._scorers.reference if self._objective.needs_reference else None
-        reference = by(wanted, "scoring by the reference")
-        teacher = by(self._scorers.teacher, "scoring by the teacher")
+        proximal = score_by(self._policy if several else None, "scoring by the proximal policy")
+        reference_scorer = self._scorers.reference if self._objective.needs_reference else None
+        reference = score_by(reference_scorer, "scoring by the reference")
+        teacher = score_by(self._scorers.teacher, "scoring by the teacher")
         return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
 
     def _score_row(self, scorer: Scorer, row: PackedRow, temperature: float) -> Tensor:
@@ -176,7 +176,7 @@ class Updates:
         self._ranks.mark()
         return logprobs
 
-    def _cut_up(self, scorer: Scorer) -> None:
+    def _reshard_frozen(self, scorer: Scorer) -> None:
         """Reshard a frozen model: it has no backward pass, and the policy needs the memory of its gathered weights."""
         if isinstance(scorer, Policy) and scorer is not self._policy:
             scorer.reshard()
@@ -186,7 +186,7 @@ class Updates:
         name: str,
         shape: UpdateShape,
         members: Sequence[tuple[MicroBatch, PackedRow, _Scored]],
-        taught: Sequence[tuple[MicroBatch, PackedRow]],
+        supervised_members: Sequence[tuple[MicroBatch, PackedRow]],
         *,
         rate: float,
         temperature: float,
@@ -195,41 +195,41 @@ class Updates:
     ) -> dict[str, float] | tuple[str, list[int]]:
         """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
 
-        ``members`` are this rank's micro-batches of the policy, ``taught`` its supervised ones. Returns the metrics, or
-        for a refused update the name of the number that is not finite and the sequences that have it. ``first``: no
-        update of this step came before, so the current policy is the proximal one.
+        ``members`` are this rank's micro-batches of the policy, ``supervised_members`` the supervised ones. Returns the
+        metrics; or, for a refused update, the name of the number that is not finite and the sequences that have it.
+        ``first``: no update of this step came before, so the current policy is the proximal one.
         """
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
-            done = [
+            results = [
                 self._accumulate(*member, shape.policy.denominator, temperature=temperature, fresh=fresh, first=first)
                 for member in members
             ]
-            said = [self._teach(*member, shape) for member in taught]
+            supervised_results = [self._accumulate_supervised(*member, shape) for member in supervised_members]
             # All ranks have the same names: each has the same number of micro-batches, some of them empty fillers.
-            names = list(done[0].named) if done else []
-            named = [_sum([d.named[each] for d in done]) for each in names]
+            names = list(results[0].named) if results else []
+            named = [_sum([d.named[each] for d in results]) for each in names]
             gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
             square = torch.nn.utils.get_total_norm(gradients).double().square()
-            ours = _totals([d.statistics.tolist() for d in done])
+            own_sums = _totals([d.statistics.tolist() for d in results])
             self._on_phase("sums of all ranks")
-            losses = [_sum([d.loss for d in done]), _sum([d.loss for d in said])]
-            values = [*losses, float(square), *named, *(getattr(ours, item.name) for item in fields(ours))]
-            everyone = self._ranks.all_gather(values, f"the sums of {name}")
-        totals = _totals(everyone[:, 3 + len(names) :].tolist())
+            losses = [_sum([d.loss for d in results]), _sum([d.loss for d in supervised_results])]
+            values = [*losses, float(square), *named, *(getattr(own_sums, item.name) for item in fields(own_sums))]
+            of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
+        totals = _totals(of_ranks[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
         # The norm sums over the shards of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
-            math.fsum(everyone[:, 0]),
-            math.fsum(everyone[:, 1]),
-            math.sqrt(math.fsum(everyone[: self._ranks.shards, 2])),
+            math.fsum(of_ranks[:, 0]),
+            math.fsum(of_ranks[:, 1]),
+            math.sqrt(math.fsum(of_ranks[: self._ranks.shards, 2])),
         )
         try:
             if not math.isfinite(loss):
-                return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in done])
+                return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in results])
             if not math.isfinite(nll):
                 assert shape.supervised is not None
-                batches, logprobs = [m[0] for m in taught], [d.logprobs for d in said]
+                batches, logprobs = [m[0] for m in supervised_members], [d.logprobs for d in supervised_results]
                 return SUPERVISED_LOSS, self._not_finite(shape.supervised, batches, logprobs)
             if not math.isfinite(norm):
                 return "gradient norm", []
@@ -243,14 +243,14 @@ class Updates:
         finally:
             # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()
-        found = {"policy/grad_norm": norm, "learner/lr": rate}
+        metrics = {"policy/grad_norm": norm, "learner/lr": rate}
         if members:
-            found = {"loss/policy": loss} | found | totals.metrics()
+            metrics = {"loss/policy": loss} | metrics | totals.metrics()
             for at, each in enumerate(names, start=3):
-                found[f"loss/{each}"] = math.fsum(everyone[:, at]) / max(1.0, totals.count)
+                metrics[f"loss/{each}"] = math.fsum(of_ranks[:, at]) / max(1.0, totals.count)
         if shape.supervised is not None:
-            found["loss/sft"] = nll
-        return found
+            metrics["loss/sft"] = nll
+        return metrics
 
     def _accumulate(
         self,
@@ -272,7 +272,7 @@ class Updates:
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
-    def _teach(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
+    def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
         """Add the gradient of the supervised loss on one micro-batch.
 
         The gradient has the factor ``shape.coefficient``; the returned loss, this micro-batch's share of the mean over
@@ -333,15 +333,15 @@ class _Accumulated:
     logprobs: Tensor
 
 
-def _parts(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
+def _split_batches(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
     """Split a rank's list of micro-batches: for each update the indices of the policy's, and of the supervised ones."""
-    policy, taught, start = [], [], 0
+    policy_parts, supervised_parts, start = [], [], 0
     for shape in shapes:
-        behind = start + shape.policy.micro_batches
-        policy.append(range(start, behind))
+        supervised_start = start + shape.policy.micro_batches
+        policy_parts.append(range(start, supervised_start))
         start += shape.micro_batches
-        taught.append(range(behind, start))
-    return policy, taught
+        supervised_parts.append(range(supervised_start, start))
+    return policy_parts, supervised_parts
 
 
 def _sum(values: Sequence[Tensor]) -> float:
@@ -359,13 +359,13 @@ def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's updates: the mean of each, but the sum of counts and the maximum of maxima."""
     if len(updates) <= 1:
         return dict(*updates)
-    found = {}
+    combined = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
         if name == "policy/engine_kl_tokens":
-            found[name] = math.fsum(values)
+            combined[name] = math.fsum(values)
         elif name == "policy/ratio_max":
-            found[name] = max(values)
+            combined[name] = max(values)
         else:
-            found[name] = math.fsum(values) / len(values)
-    return found
+            combined[name] = math.fsum(values) / len(values)
+    return combined

@@ -357,7 +357,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
         for count in (heads.queries, heads.keys, heads.keys)
     ]
     window = TRIED_WINDOW if windowed else None
-    told = {
+    arguments = {
         "sliding_window": window,
         "sequence_lengths": torch.tensor(pieces.lengths),
         "key_lengths": torch.tensor(pieces.key_lengths),
@@ -369,11 +369,11 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
     module = nn.Module()
     module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
-        found = _with_gradients(varlen_attention, module, values, told)
+        results = _with_gradients(varlen_attention, module, values, arguments)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    exact = _with_gradients(packed_attention, module, [x.float() for x in values], told)
-    for ours, truth in zip(found, exact, strict=True):
+    expected = _with_gradients(packed_attention, module, [x.float() for x in values], arguments)
+    for ours, truth in zip(results, expected, strict=True):
         distance = float((ours.float() - truth).norm() / truth.norm())
         # Written with ``not``, so that NaN fails too.
         if not distance <= TRIED_DISTANCE:
@@ -381,8 +381,8 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
     return None
 
 
-def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], told: dict[str, Any]) -> list[Tensor]:
+def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
     """Return the output of an attention, and the gradients of its sum of squares by query, key and value."""
     leaves = [x.detach().requires_grad_() for x in values]
-    output = attention(module, *leaves, None, **told)[0]
+    output = attention(module, *leaves, None, **arguments)[0]
     return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]

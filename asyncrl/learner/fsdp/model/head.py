@@ -105,8 +105,8 @@ class _ScoreHidden(torch.autograd.Function):
         scores = _on(hidden.device.type, _scores)
         for chunk in _chunks(len(hidden), size):
             logits = F.linear(hidden[chunk], weight, bias)
-            found = scores(logits, targets[chunk], temperature, softcap)
-            logprobs[chunk], entropies[chunk], normalisers[chunk] = found
+            chunk_scores = scores(logits, targets[chunk], temperature, softcap)
+            logprobs[chunk], entropies[chunk], normalisers[chunk] = chunk_scores
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalisers)
         ctx.temperature, ctx.softcap, ctx.size, ctx.entropy_gradient = temperature, softcap, size, entropy_gradient
         if not entropy_gradient:
@@ -174,12 +174,12 @@ def _slopes(
     logs = capped.float() / temperature - normalisers[:, None]
     p = logs.exp()
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    found = of_logprobs[:, None] * ((tokens == targets[:, None]).float() - p)
+    gradient = of_logprobs[:, None] * ((tokens == targets[:, None]).float() - p)
     if of_entropies is not None:
-        found = found - of_entropies[:, None] * p * (_finite(logs) + entropies[:, None])
+        gradient = gradient - of_entropies[:, None] * p * (_finite(logs) + entropies[:, None])
     if softcap is not None:
-        found = found * (1 - (capped.float() / softcap) ** 2)
-    return (found / temperature).to(logits.dtype)
+        gradient = gradient * (1 - (capped.float() / softcap) ** 2)
+    return (gradient / temperature).to(logits.dtype)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

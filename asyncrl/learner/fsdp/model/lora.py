@@ -100,7 +100,7 @@ def target_names(model: nn.Module, lora: LoraConfig) -> list[str]:
     """Return the ends of layer names that PEFT's ``target_modules`` needs to find the layers with an adapter."""
     if isinstance(lora.targets, list):
         return lora.targets
-    return sorted({_last(name) for name in adapted_layers(model)})
+    return sorted({_own_name(name) for name in adapted_layers(model)})
 
 
 def unreached(policy: Policy, row: PackedRow) -> list[str]:
@@ -110,9 +110,9 @@ def unreached(policy: Policy, row: PackedRow) -> list[str]:
     """
     with torch.enable_grad():
         torch.autograd.backward(policy.score(row, 1.0)[0].sum())
-    found = [name for name, layer in adapted_layers(policy.model).items() if layer.lora_B.grad is None]
+    without_gradient = [name for name, layer in adapted_layers(policy.model).items() if layer.lora_B.grad is None]
     policy.zero_grad(set_to_none=True)
-    return found
+    return without_gradient
 
 
 class WithoutAdapters:
@@ -143,21 +143,21 @@ def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
 
 def _chosen(names: list[str], lora: LoraConfig) -> list[str]:
     """Return those of ``names`` that ``lora.targets`` matches. Raises ConfigError if a target matches none."""
-    there = ", ".join(sorted({_last(name) for name in names})) or "none"
+    known = ", ".join(sorted({_own_name(name) for name in names})) or "none"
     if lora.targets == "all-linear":
         if not names:
             raise ConfigError(["lora.targets: the decoder of this model has no linear layer to put an adapter on"])
         return names
-    wrong = [target for target in lora.targets if not any(_is(name, target) for name in names)]
-    if wrong:
-        told = f"{', '.join(wrong)}: no linear layer of the decoder is called so; there are {there}"
-        raise ConfigError([f"lora.targets: {told}"])
-    return [name for name in names if any(_is(name, target) for target in lora.targets)]
+    unmatched = [target for target in lora.targets if not any(_matches(name, target) for name in names)]
+    if unmatched:
+        problem = f"{', '.join(unmatched)}: no linear layer of the decoder is called so; there are {known}"
+        raise ConfigError([f"lora.targets: {problem}"])
+    return [name for name in names if any(_matches(name, target) for target in lora.targets)]
 
 
-def _is(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _last(name: str) -> str:
+def _own_name(name: str) -> str:
     return name.rpartition(".")[2]

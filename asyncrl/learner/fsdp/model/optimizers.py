@@ -77,9 +77,9 @@ def orthogonal(matrix: Tensor) -> Tensor:
     # No singular value is larger than the norm. A matrix of zeros stays one.
     found: Tensor = wide / wide.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
     for _ in range(ITERATIONS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if matrix.shape[0] > matrix.shape[1] else found
+        gram = iterate @ iterate.T
+        iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.T if matrix.shape[0] > matrix.shape[1] else iterate
 
 
 def _whole(part: Tensor, matrix: Tensor) -> Tensor:

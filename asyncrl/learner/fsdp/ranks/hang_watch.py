@@ -65,20 +65,20 @@ class Others:
     rank: int
     world_size: int
     _seen: dict[int, Position] = field(default_factory=dict)
-    _fresh: dict[int, float] = field(default_factory=dict)
-    _asked: float | None = None
+    _heard_at: dict[int, float] = field(default_factory=dict)
+    _asked_at: float | None = None
 
     def ask(self, now: float) -> None:
         """Record that the caller begins to read the positions from the store."""
-        self._asked = now if self._asked is None else self._asked
+        self._asked_at = now if self._asked_at is None else self._asked_at
 
     def note(self, positions: dict[int, Position], now: float) -> None:
         """Record the positions that were read, by rank."""
-        self._asked = None
+        self._asked_at = None
         for rank, position in positions.items():
             known = self._seen.get(rank)
             if known is None or known.beat != position.beat:
-                self._fresh[rank] = now
+                self._heard_at[rank] = now
             self._seen[rank] = position
 
     def blame(self, waits: int, what: str, now: float) -> list[str]:
@@ -86,27 +86,27 @@ class Others:
 
         ``waits`` and ``what`` are those of this rank's own Position. If the store does not answer, rank 0 is to blame.
         """
-        if self.rank and self._asked is not None and now - self._asked > SILENT_S:
-            return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
-        found = list[str]()
+        if self.rank and self._asked_at is not None and now - self._asked_at > SILENT_S:
+            return [f"learner/0 (its store has not answered for {now - self._asked_at:.0f} s)"]
+        blamed = list[str]()
         # No position has been read yet.
         if not self._seen:
-            return found
+            return blamed
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
             seen = self._seen.get(rank)
             if seen is None:
-                found.append(f"learner/{rank} (never heard of)")
-            elif (silence := now - self._fresh[rank]) > SILENT_S:
-                found.append(f"learner/{rank} (silent for {silence:.0f} s, last {_place(seen)})")
+                blamed.append(f"learner/{rank} (never heard of)")
+            elif (silence := now - self._heard_at[rank]) > SILENT_S:
+                blamed.append(f"learner/{rank} (silent for {silence:.0f} s, last {_describe(seen)})")
             # A rank that has begun more waits than this one is not to blame: it waits itself.
             elif (seen.waits, seen.what) != (waits, what) and seen.waits <= waits:
-                found.append(f"learner/{rank} ({_place(seen)})")
-        return found
+                blamed.append(f"learner/{rank} ({_describe(seen)})")
+        return blamed
 
 
-def _place(position: Position) -> str:
+def _describe(position: Position) -> str:
     return f"in {position.what}" if position.what else "outside of any wait"
 
 
@@ -159,7 +159,7 @@ class HangWatch:
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._tell, "hang-tell"), (self._look, "hang-look"))
+            for work, name in ((self._exchange_positions, "hang-tell"), (self._watch_clock, "hang-look"))
         ]
         for thread in self._threads:
             thread.start()
@@ -188,7 +188,7 @@ class HangWatch:
             event.record()
             with self._lock:
                 self._marks.append(event)
-        self._moved()
+        self._restart_clock()
 
     def blamed(self) -> list[str]:
         """Return texts on the ranks to blame for the present wait; empty on any thread but the watched one."""
@@ -205,13 +205,13 @@ class HangWatch:
         for thread in self._threads:
             thread.join(BEAT_S)
 
-    def _moved(self) -> None:
+    def _restart_clock(self) -> None:
         """Restart the clock of the innermost wait."""
         with self._lock:
             if self._waits:
                 self._waits[-1].began = time.monotonic()
 
-    def _tell(self) -> None:
+    def _exchange_positions(self) -> None:
         """Thread: write this rank's position every BEAT_S; in a long wait also read those of the others."""
         beat = 0
         while not self._stopped.wait(BEAT_S):
@@ -221,12 +221,12 @@ class HangWatch:
             try:
                 self._store.set(f"position/{self._rank}", msgspec.msgpack.encode(own))  # type: ignore[arg-type]
                 # Positions of others are read in a long wait only, or the store would be busy all the time.
-                if self._lasted() > self._timeout_s * ASK_FROM:
+                if self._waited_s() > self._timeout_s * ASK_FROM:
                     with self._lock:
                         self._others.ask(time.monotonic())
-                    found = self._read_others()
+                    positions = self._read_others()
                     with self._lock:
-                        self._others.note(found, time.monotonic())
+                        self._others.note(positions, time.monotonic())
             except (DistNetworkError, DistStoreError) as error:
                 # Rank 0 is gone or ending.
                 _LOG.debug("the ranks' store: %s", error)
@@ -235,27 +235,27 @@ class HangWatch:
     def _read_others(self) -> dict[int, Position]:
         keys = {rank: f"position/{rank}" for rank in range(self._world_size) if rank != self._rank}
         # multi_get would wait for the key of a rank that has written no position yet.
-        there = [rank for rank, key in keys.items() if self._store.check([key])]
-        said = self._store.multi_get([keys[rank] for rank in there])
+        present = [rank for rank, key in keys.items() if self._store.check([key])]
+        bodies = self._store.multi_get([keys[rank] for rank in present])
         return {
-            rank: msgspec.msgpack.decode(bytes(body), type=Position) for rank, body in zip(there, said, strict=True)
+            rank: msgspec.msgpack.decode(bytes(body), type=Position) for rank, body in zip(present, bodies, strict=True)
         }
 
-    def _lasted(self) -> float:
+    def _waited_s(self) -> float:
         """Seconds without progress in the present wait."""
         with self._lock:
             return time.monotonic() - self._waits[-1].began if self._waits else 0.0
 
-    def _look(self) -> None:
+    def _watch_clock(self) -> None:
         """Thread: every BEAT_S record the marks that the device has reached, and end the process if it hangs."""
         while not self._stopped.wait(BEAT_S):
             # No lock is needed to look at the first mark: only this thread removes marks.
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
-                self._moved()
-            lasted, blamed = self._lasted(), self._blame()
-            if lasted > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
+                self._restart_clock()
+            waited_s, blamed = self._waited_s(), self._blame()
+            if waited_s > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
                 hint = "see their logs; the limit is learner.collective_timeout_s"
                 with self._lock:
                     what = self._waits[-1].what if self._waits else ""
-                end_process(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, lasted, hint))
+                end_process(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, waited_s, hint))

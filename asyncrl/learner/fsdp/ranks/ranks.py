@@ -198,7 +198,7 @@ class Ranks:
         try:
             self._store = store if store is not None else self._client(host, port)
             # Waiting and interrupting need clients of their own: a waiting client blocks its connection.
-            self._told = self._client(host, port)
+            self._command_client = self._client(host, port)
             self._interrupter = self._client(host, port)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -216,7 +216,7 @@ class Ranks:
                 timeout_s,
                 str(error),
             ) from error
-        self.commands = CommandLine(rank, world_size, client=self._told, interrupter=self._interrupter)
+        self.commands = CommandLine(rank, world_size, client=self._command_client, interrupter=self._interrupter)
         self._watch: HangWatch | None = None
         if world_size > 1:
             self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
@@ -258,8 +258,10 @@ class Ranks:
         if not self.all_gather([float(problem is not None)], what).any():
             return []
         with self.waiting(what):
-            said = [_broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)]
-        return [words.decode() for words in said if words]
+            problems = [
+                _broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)
+            ]
+        return [words.decode() for words in problems if words]
 
     @property
     def replica(self) -> int:
@@ -338,14 +340,16 @@ class Ranks:
             self._watch.stop()
             self._watch = None
         if self.rank:
-            self._told.set(f"left/{self.rank}", "")
+            self._command_client.set(f"left/{self.rank}", "")
         else:
             try:
-                self._told.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S))
+                self._command_client.wait(
+                    [f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S)
+                )
             except DistStoreError:
                 _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
         dist.destroy_process_group()
-        del self.commands, self._store, self._told, self._interrupter
+        del self.commands, self._store, self._command_client, self._interrupter
 
 
 def _broadcast(data: bytes, source: int) -> bytes:

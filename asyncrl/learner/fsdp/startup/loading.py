@@ -84,9 +84,9 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    if refused := ranks.agree(_judged(config, refusal), "looking at what the model's folder holds"):
+    if refused := ranks.agree(_judge_folder(config, refusal), "looking at what the model's folder holds"):
         raise ConfigError([f"model.path: {config.path} cannot be trained: {refused[0]}"])
-    reasons = ranks.agree(_judged(config, obstacle), "looking at the files of the model")
+    reasons = ranks.agree(_judge_folder(config, obstacle), "looking at the files of the model")
     if reasons and not ranks.rank:
         _LOG.warning("%s: learner/0 reads it whole and hands it out: %s", config.path, reasons[0])
     policy, problem = None, None
@@ -104,12 +104,12 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
     assert policy is not None
     if reasons:
         with ranks.waiting("handing out the weights"):
-            _hand_out(policy, ranks, mesh)
+            _distribute(policy, ranks, mesh)
     model = policy.model
     return Loaded(config, parts(policy), model.all_tied_weights_keys, getattr(model, "_weight_conversions", None))
 
 
-def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> str | None:
+def _judge_folder(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> str | None:
     """Call ``judge`` (``refusal`` or ``obstacle``) with the file names and the config.json of the model's folder."""
     folder = Path(config.path or "")
     try:
@@ -154,24 +154,26 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
         for file in files:
             source = opened.enter_context(safe_open(file, framework="pt"))
             slices |= {name: _Slice(source.get_slice(name)) for name in source.keys()}  # noqa: SIM118 - no mapping
-        targets, by_rows = _targets(model, sorted(slices, key=dot_natural_key), mesh)
-        _cut_up(model, by_rows, mesh)
+        targets, by_rows = _match_names(model, sorted(slices, key=dot_natural_key), mesh)
+        _make_empty_shards(model, by_rows, mesh)
         mapping: Any = get_model_conversion_mapping(model)
         config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping)
         for group in read_together(targets):
-            found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
-            _cut_whole(model, mesh)
+            group_info, _ = convert_and_load_state_dict_in_model(
+                model, {name: slices[name] for name in group}, config, None
+            )
+            _keep_own_rows(model, mesh)
             if info is not None:
                 # Weights of other groups count as missing in each group; really missing are those in no group.
-                found.missing_keys &= info.missing_keys
-                found.unexpected_keys |= info.unexpected_keys
-                found.mismatched_keys |= info.mismatched_keys
-                found.conversion_errors |= info.conversion_errors
-            info = found
+                group_info.missing_keys &= info.missing_keys
+                group_info.unexpected_keys |= info.unexpected_keys
+                group_info.mismatched_keys |= info.mismatched_keys
+                group_info.conversion_errors |= info.conversion_errors
+            info = group_info
     if info is None:
         raise ValueError("its files hold no weights")
-    told: dict[str, Any] = model._finalize_model_loading(model, config, info).to_dict()
-    return told
+    report: dict[str, Any] = model._finalize_model_loading(model, config, info).to_dict()
+    return report
 
 
 class _Slice:
@@ -190,7 +192,7 @@ class _Slice:
         return read.clone() if read.dtype == torch.float32 else read
 
 
-def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
+def _match_names(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
     """Match the weights of the checkpoint (``names``) with those of the model.
 
     Returns the model's name for each name in the checkpoint: that of the weight that it becomes, or the first of
@@ -212,13 +214,13 @@ def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, 
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         targets[name] = target
-        told = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern or "", ())]
-        if target in parameters and converts_rows(told, len(parameters[target]), mesh.size(mesh.ndim - 1)):
+        steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern or "", ())]
+        if target in parameters and converts_rows(steps, len(parameters[target]), mesh.size(mesh.ndim - 1)):
             by_rows[target] = None
     return targets, list(by_rows)
 
 
-def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+def _make_empty_shards(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
     """Replace these parameters by empty shards, so that transformers reads this rank's rows only."""
     for name in names:
         parameter = model.get_parameter(name)
@@ -226,7 +228,7 @@ def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
         _replace(model, name, _shard(parameter.new_empty(rows, *parameter.shape[1:]), parameter, mesh))
 
 
-def _cut_whole(model: nn.Module, mesh: DeviceMesh) -> None:
+def _keep_own_rows(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter that has been read whole by this rank's rows of it."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor) or parameter.is_meta:
@@ -249,7 +251,7 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(module.get_submodule(owner), own, parameter)
 
 
-def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
+def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     """All ranks together: distribute rank 0's whole model, tensor by tensor; each rank keeps its rows.
 
     On the other ranks ``policy`` is on device "meta" before. Buffers become whole on every rank.
@@ -310,8 +312,8 @@ def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> Non
     if wrong:
         raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
     if broken := _not_finite(model):
-        told = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
-        raise ConfigError([f"model.path: {told}, the first {broken[0]}: download or copy the model again"])
+        problem = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
+        raise ConfigError([f"model.path: {problem}, the first {broken[0]}: download or copy the model again"])
 
 
 def _not_finite(model: nn.Module) -> list[str]:

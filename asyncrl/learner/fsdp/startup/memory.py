@@ -111,9 +111,9 @@ class Estimate:
 
     def __str__(self) -> str:
         parts = ("weights", "gradients", "states", "gathered", "activations", "logits")
-        told = ", ".join(f"{name} {in_gigabytes(getattr(self, name))}" for name in parts)
-        beside = f" and {in_gigabytes(self.host)} of host memory" if self.host else ""
-        return f"about {in_gigabytes(self.device)} a rank{beside}: {told}"
+        sizes = ", ".join(f"{name} {in_gigabytes(getattr(self, name))}" for name in parts)
+        host = f" and {in_gigabytes(self.host)} of host memory" if self.host else ""
+        return f"about {in_gigabytes(self.device)} a rank{host}: {sizes}"
 
 
 def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:

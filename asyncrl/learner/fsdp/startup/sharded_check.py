@@ -82,15 +82,15 @@ def confirm_scoring(
 
 def attention_window(model: Any) -> int | None:
     """Read from a model's configuration how many positions its narrowest windowed layer sees; None without one."""
-    found = []
+    sizes = []
     # A model that does not name the types of its layers may have both.
     layers = set(getattr(model, "layer_types", None) or ("sliding_attention", "chunked_attention"))
     # Some models have a window in their configuration and switch it off.
     if "sliding_attention" in layers and getattr(model, "use_sliding_window", True):
-        found.append(getattr(model, "sliding_window", None))
+        sizes.append(getattr(model, "sliding_window", None))
     if "chunked_attention" in layers:
-        found.append(getattr(model, "attention_chunk_size", None))
-    return min((size for size in found if size), default=None)
+        sizes.append(getattr(model, "attention_chunk_size", None))
+    return min((size for size in sizes if size), default=None)
 
 
 def head_shape(model: Any) -> attention.Heads:
@@ -143,12 +143,14 @@ class _Check:
 
         chunked = choice.chunked
         if chunked:
-            row, its = short.longest
-            found = self._distance(self._score([row], choice.single, chunked=True), whole[its], bounds[its])
-            if not found.agrees:
+            row, longest_slice = short.longest
+            chunked_result = self._distance(
+                self._score([row], choice.single, chunked=True), whole[longest_slice], bounds[longest_slice]
+            )
+            if not chunked_result.agrees:
                 chunked = False
-                differ = f"log-probs in chunks differ from the model's own logits {self._where} ({found})"
-                warnings.append(f"{differ}; whole logits are held")
+                finding = f"log-probs in chunks differ from the model's own logits {self._where} ({chunked_result})"
+                warnings.append(f"{finding}; whole logits are held")
         if not choice.packed:
             return Scoring(False, choice.single, chunked, warnings)
         if self._window is not None and self._length <= self._window < self._config.longest_sequence:
@@ -165,22 +167,22 @@ class _Check:
         bounds = torch.cat([bounds[:before], longer, bounds[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
 
-        def tried(row: PackedRow, kind: Attention) -> Distance:
-            return self._distance(self._score([row], kind, chunked=chunked), truth, bounds)
+        def compare(row: PackedRow, implementation: Attention) -> Distance:
+            return self._distance(self._score([row], implementation, chunked=chunked), truth, bounds)
 
         results: dict[Attention, Distance] = {}
         ways = self._ways(warnings)
-        for kind in ways:
-            results[kind] = result = tried(batch.packed, kind)
+        for implementation in ways:
+            results[implementation] = result = compare(batch.packed, implementation)
             if not result.agrees:
                 continue
-            if kind != ways[0]:
-                warnings.append(slower_packing(kind, f"{results[ways[0]]} {self._where}"))
-            shared = choice.shared and kind in ("varlen", OURS)
-            if shared and not (together := tried(batch.shared, kind)).agrees:
+            if implementation != ways[0]:
+                warnings.append(slower_packing(implementation, f"{results[ways[0]]} {self._where}"))
+            shared = choice.shared and implementation in ("varlen", OURS)
+            if shared and not (shared_result := compare(batch.shared, implementation)).agrees:
                 shared = False
-                warnings.append(no_sharing(f"{together} {self._where}"))
-            return Scoring(True, kind, chunked, warnings, shared)
+                warnings.append(no_sharing(f"{shared_result} {self._where}"))
+            return Scoring(True, implementation, chunked, warnings, shared)
         least = min(results.values(), key=lambda result: result.ratio)
         warnings.append(no_packing(self._config.learner, f"{least} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
@@ -223,27 +225,29 @@ class _Check:
         Returns the root mean square, nats. Raises ConfigError if it is too large for rounding.
         """
         loaded = torch.tensor(self._choice.truth, device=whole.device)
-        found = self._everyone(float((whole - loaded).square().mean().sqrt()))
-        if not found <= OTHER_MODEL:
-            told = f"log-probs {self._where} over {self._ranks.world_size} ranks are {found:.2g} nats from those loaded"
-            raise ConfigError([f"model.path: {path}: its {told}; no rounding explains that"])
-        return found
+        rounding = self._worst_of_ranks(float((whole - loaded).square().mean().sqrt()))
+        if not rounding <= OTHER_MODEL:
+            finding = (
+                f"log-probs {self._where} over {self._ranks.world_size} ranks are {rounding:.2g} nats from those loaded"
+            )
+            raise ConfigError([f"model.path: {path}: its {finding}; no rounding explains that"])
+        return rounding
 
-    def _score(self, rows: list[Any], kind: Attention, *, chunked: bool) -> Tensor:
-        Scoring(packed=False, attention=kind, chunked=chunked).apply(self._policy)
+    def _score(self, rows: list[Any], implementation: Attention, *, chunked: bool) -> Tensor:
+        Scoring(packed=False, attention=implementation, chunked=chunked).apply(self._policy)
         self._ranks.mark()
         return score_rows(self._policy, rows)
 
     def _distance(self, scores: Tensor, truth: Tensor, bounds: Tensor) -> Distance:
         """Return the distance from the truth, the worst of all ranks: of a position in float32, else of a stretch."""
-        found = distance(scores, truth, bounds)
+        result = distance(scores, truth, bounds)
         if not self._exact:
             squares = ((scores - truth) / bounds).double().square()
             stretches = squares.tensor_split(max(1, len(squares) // STRETCH))
-            found = Distance(found.nats, float(torch.stack([stretch.mean() for stretch in stretches]).max().sqrt()))
-        return Distance(found.nats, self._everyone(found.ratio))
+            result = Distance(result.nats, float(torch.stack([stretch.mean() for stretch in stretches]).max().sqrt()))
+        return Distance(result.nats, self._worst_of_ranks(result.ratio))
 
-    def _everyone(self, value: float) -> float:
+    def _worst_of_ranks(self, value: float) -> float:
         """Return the largest ``value`` of all ranks; infinity if any of them is not finite."""
         values = self._ranks.all_gather([value], "the check at start")[:, 0].tolist()
         return max(each if math.isfinite(each) else math.inf for each in values)

@@ -121,8 +121,8 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
             parameter.data = parameter.data.to(dtype)
     kind = plan_memory(policy, choice.scoring, config, ranks, dtype)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
-    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, kind)
-    return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
+    _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, checkpointing)
+    return policy, _confirm_scoring(policy, choice, config, ranks, dtype, config.model)
 
 
 def build_frozen(
@@ -136,21 +136,21 @@ def build_frozen(
     """
     model = config.model.model_copy(update={"path": path})
     mesh = make_mesh(ranks, ranks.device.type)
-    with _named(key):
+    with _naming_key(key):
         loaded, choice = _load(model, config, ranks, mesh)
         policy = loaded.empty()
         policy.requires_grad_(False)
         offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
         # It has no backward pass, so it keeps no activations.
-        _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, "off")
-        scoring = _confirm(policy, choice, config, ranks, dtype, model)
+        _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, "off")
+        scoring = _confirm_scoring(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
     return policy, scoring
 
 
 @contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
+def _naming_key(key: str) -> Iterator[None]:
     """Rename problems of ``model.path`` to ``key``: the code that loads a model always reports ``model.path``."""
     try:
         yield
@@ -159,7 +159,7 @@ def _named(key: str) -> Iterator[None]:
         raise ConfigError(problems, found=error.found) from error
 
 
-def _confirm(
+def _confirm_scoring(
     policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
 ) -> Scoring:
     """All ranks together: run the second part of the start-up check, and return the way of scoring that it confirms.
@@ -237,13 +237,15 @@ def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> A
         return choice
     ranks.mark()
     row, _ = make_batch(short_tokens(policy, seed), ranks.device).longest
-    if silent := unreached(policy, row):
-        told = f"the adapters of {len(silent)} layers got no gradient in the check at start, the first {silent[0]}"
-        choice.warnings.append(f"{told}: the model does not call them, and merging adds what it does not train")
+    if untrained := unreached(policy, row):
+        finding = (
+            f"the adapters of {len(untrained)} layers got no gradient in the check at start, the first {untrained[0]}"
+        )
+        choice.warnings.append(f"{finding}: the model does not call them, and merging adds what it does not train")
     return choice
 
 
-def _place(
+def _shard_and_fill(
     policy: Policy,
     values: dict[str, Tensor],
     config: LearnerConfig,
@@ -251,7 +253,7 @@ def _place(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     offload: OffloadPolicy,
-    kind: Checkpointing,
+    checkpointing: Checkpointing,
 ) -> None:
     """All ranks together: wrap the layers of ``policy`` for training, shard it, and fill it with ``values``.
 
@@ -259,7 +261,7 @@ def _place(
     """
     for layer in policy.decoder_layers():
         # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
-        layer.forward = wrap_forward(layer.forward, kind, ranks.device, compiled=config.compile)
+        layer.forward = wrap_forward(layer.forward, checkpointing, ranks.device, compiled=config.compile)
     shard(policy, mesh, dtype, offload)
     fill(policy, values, ranks, offload)
 
@@ -352,8 +354,8 @@ def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, 
         asked = learner.activation_checkpointing
     if ranks.device.type != "cuda":
         return asked or "off"
-    ours = torch.cuda.get_device_properties(ranks.device).total_memory
-    available = int(ranks.all_gather([float(ours)], "the memory of each rank's device").min())
+    own_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
+    available = int(ranks.all_gather([float(own_bytes)], "the memory of each rank's device").min())
     try:
         shape = shape_of(policy)
         load = TrainingShape(

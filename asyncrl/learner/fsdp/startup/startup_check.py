@@ -118,13 +118,13 @@ def choose_scoring(
     to the fastest way that agrees. ``on_pass`` is called before each pass.
     """
     batch = make_batch(short_tokens(policy, seed), device)
-    longest, its = batch.longest
+    longest, longest_slice = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
     on_pass()
     bounds = measure_rounding(policy, batch.single, truth, torch.float32)
 
-    def tried(row: PackedRow, at: slice, attention: Attention, chunked: bool) -> Distance | str:
+    def compare(row: PackedRow, at: slice, attention: Attention, chunked: bool) -> Distance | str:
         """Score ``row`` in one way, and compare it with the truth at the positions ``at``.
 
         Returns the distance, or the error of a model that cannot score in this way.
@@ -141,29 +141,31 @@ def choose_scoring(
         return distance(scores, truth[at], bounds[at])
 
     every = slice(len(truth))
-    chunks = tried(longest, its, "plain", True)
-    chunked = _agrees(chunks)
-    alone = tried(longest, its, "loaded", chunked)
-    single: Attention = "loaded" if _agrees(alone) else "plain"
-    found: dict[Attention, Distance | str] = {}
+    chunked_result = compare(longest, longest_slice, "plain", True)
+    chunked = _agrees(chunked_result)
+    single_result = compare(longest, longest_slice, "loaded", chunked)
+    single: Attention = "loaded" if _agrees(single_result) else "plain"
+    results: dict[Attention, Distance | str] = {}
     if config.packing != "off":
-        found = {attention: tried(batch.packed, every, attention, chunked) for attention in FOR_PACKED_ROWS}
-    packed = [attention for attention, result in found.items() if _agrees(result)]
-    together = tried(batch.shared, every, OURS, chunked) if OURS in packed else None
+        results = {attention: compare(batch.packed, every, attention, chunked) for attention in FOR_PACKED_ROWS}
+    packed = [attention for attention, result in results.items() if _agrees(result)]
+    shared_result = compare(batch.shared, every, OURS, chunked) if OURS in packed else None
 
     warnings = []
     if not chunked:
-        warnings.append(f"log-probs in chunks differ from the model's own logits ({chunks}); whole logits are held")
-    if found and not packed:
-        warnings.append(no_packing(config, str(found["plain"])))
-    elif found and packed[0] != "packed":
-        warnings.append(slower_packing(packed[0], str(found["packed"])))
-    if together is not None and not _agrees(together):
-        warnings.append(no_sharing(str(together)))
+        warnings.append(
+            f"log-probs in chunks differ from the model's own logits ({chunked_result}); whole logits are held"
+        )
+    if results and not packed:
+        warnings.append(no_packing(config, str(results["plain"])))
+    elif results and packed[0] != "packed":
+        warnings.append(slower_packing(packed[0], str(results["packed"])))
+    if shared_result is not None and not _agrees(shared_result):
+        warnings.append(no_sharing(str(shared_result)))
     if not packed and single == "plain":
-        told = f"transformers' fast attention leaves out a part of the model's ({alone})"
-        warnings.append(f"{told}; its plain one is slow")
-    shared = together is not None and _agrees(together)
+        finding = f"transformers' fast attention leaves out a part of the model's ({single_result})"
+        warnings.append(f"{finding}; its plain one is slow")
+    shared = shared_result is not None and _agrees(shared_result)
     choice = AgreeingWays(packed, single, shared, chunked, truth.tolist(), warnings)
     choice.scoring.apply(policy)
     return choice
@@ -174,10 +176,10 @@ def no_packing(config: LearnerConfig, found: str) -> str:
 
     Raises ConfigError if the configuration requires packing.
     """
-    told = f"log-probs of a packed row differ from those of single sequences ({found})"
+    finding = f"log-probs of a packed row differ from those of single sequences ({found})"
     if config.packing == "required":
-        raise ConfigError([f'learner.packing: is "required", but with this model {told}'])
-    return f"{told}; each row holds one sequence"
+        raise ConfigError([f'learner.packing: is "required", but with this model {finding}'])
+    return f"{finding}; each row holds one sequence"
 
 
 def no_sharing(found: str) -> str:

@@ -69,7 +69,7 @@ class Assembly:
         of further replicas the iterator is empty. Raises as the module says.
         """
         self._background.wait(self._ranks.timeout_s)
-        self._see_last()
+        self._raise_last_error()
         copies = self._copies[purpose]
         for each in copies:
             each.take()
@@ -87,7 +87,7 @@ class Assembly:
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
 
-    def _see_last(self) -> None:
+    def _raise_last_error(self) -> None:
         """Raise the error of the previous assembly if the ranks may be out of step after it."""
         error = self._last.exception() if self._last is not None else None
         # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
@@ -176,11 +176,11 @@ def gather_buckets(
             if ranks.rank:
                 yield {}
                 continue
-            found: dict[str, Tensor] = {}
+            bucket_tensors: dict[str, Tensor] = {}
             values = iter(full)
             for unit in ready[0]:
-                found |= unit.named(values)
-            yield found
+                bucket_tensors |= unit.named(values)
+            yield bucket_tensors
 
 
 class _Gather:

@@ -71,8 +71,8 @@ class Unit:
         """Take a whole weight from ``values`` for each weight of the unit, and return them by published name."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        found = {weight.name: next(values) for weight in self.weights}
-        return found if self.model is None else revert_weight_conversion(self.model, found)
+        named_values = {weight.name: next(values) for weight in self.weights}
+        return named_values if self.model is None else revert_weight_conversion(self.model, named_values)
 
 
 class ShardCopies:
@@ -91,7 +91,7 @@ class ShardCopies:
         """All ranks together: copy the weights as they are now. The previous copy must have been read to its end."""
         live = [weight for unit in self._live for weight in unit.weights]
         # This is a collective of all ranks, also of those that copy nothing.
-        whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
+        whole = _gather_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
         self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
@@ -138,11 +138,11 @@ def model_units(policy: Policy) -> list[Unit]:
     tied = set(model.all_tied_weights_keys)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     order = {name: i for i, name in enumerate(model.state_dict())}
-    found = []
+    weights = []
     for name, tensor in sorted(named, key=lambda item: order.get(item[0], 0)):
         if name in persistent and name not in tied and not any(p.search(name) for p in ignored):
-            found.append(replace(_read(name, tensor), adapter=adapters.get(name)))
-    return _by_layer(found, model)
+            weights.append(replace(_live_weight(name, tensor), adapter=adapters.get(name)))
+    return _by_layer(weights, model)
 
 
 def adapter_units(policy: Policy) -> list[Unit]:
@@ -151,7 +151,7 @@ def adapter_units(policy: Policy) -> list[Unit]:
     return _by_layer([matrix for adapter in adapters for matrix in (adapter.a, adapter.b)], None)
 
 
-def _read(name: str, tensor: Tensor) -> Weight:
+def _live_weight(name: str, tensor: Tensor) -> Weight:
     part = tensor.detach()
     if isinstance(part, DTensor):
         assert part.placements[-1] == Shard(0)
@@ -161,7 +161,7 @@ def _read(name: str, tensor: Tensor) -> Weight:
 
 def _adapter(name: str, layer: LoraLinear) -> _MergedAdapter:
     a, b = tensor_names(name)
-    return _MergedAdapter(_read(a, layer.lora_A), _read(b, layer.lora_B), layer.scale)
+    return _MergedAdapter(_live_weight(a, layer.lora_A), _live_weight(b, layer.lora_B), layer.scale)
 
 
 def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
@@ -178,7 +178,7 @@ def _merged(weight: Weight, adapter: _MergedAdapter, whole_a: Tensor) -> Tensor:
     return merged(rows, whole_a, b, adapter.scale).reshape(-1)
 
 
-def _whole_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
+def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
     """All ranks together: exchange the parts of the adapters' matrices A. Returns each whole A, [rank, in], in order.
 
     B needs no exchange: a rank has the same rows of B as of the weight.

@@ -160,7 +160,7 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
             raise CheckpointError(where, f"{reason} (learner/{rank})", full=full)
     if ranks.rank == 0:
         assert isinstance(staged, StagedState)
-        _guard(folder, lambda: _finish(folder, staged, reports, writer))
+        _as_checkpoint_error(folder, lambda: _write_metadata(folder, staged, reports, writer))
 
 
 def _write_own(
@@ -195,12 +195,12 @@ def _write_own(
         return _WrittenShards(None, shards, files)
 
     try:
-        return _guard(folder, work)
+        return _as_checkpoint_error(folder, work)
     except CheckpointError as error:
         return _WrittenShards((error.path, error.reason, error.full))
 
 
-def _finish(folder: Path, staged: StagedState, reports: list[_WrittenShards], writer: FileSystemWriter) -> None:
+def _write_metadata(folder: Path, staged: StagedState, reports: list[_WrittenShards], writer: FileSystemWriter) -> None:
     """Rank 0: check that all files are there, and write DCP's metadata of all shards, then contents.json.
 
     Raises CheckpointError if a file of another rank cannot be seen here.
@@ -260,7 +260,7 @@ def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) ->
         told = "%s: written under another learner.optimizer: the states of %d parameters begin anew, the first %s"
         _LOG.warning(told, folder, len(anew), anew[0])
     own = folder / f"rank_{ranks.rank:05d}.msgpack"
-    _together(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
+    _on_all_ranks(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
     return contents
 
 
@@ -273,7 +273,7 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
             check_file(folder / name, contents.files[name])
         _read(folder, policy, None)
 
-    _guard(folder, read)
+    _as_checkpoint_error(folder, read)
 
 
 def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[str]:
@@ -281,20 +281,24 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[
     anew = []
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
-    there = metadata.state_dict_metadata
+    saved_tensors = metadata.state_dict_metadata
     parameters = _trained(policy)
-    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (there, parameters)]
+    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (saved_tensors, parameters)]
     if of_adapters == [True, False]:
         reason = "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
         raise CheckpointError(str(folder), reason)
     if of_adapters == [False, True]:
         raise CheckpointError(str(folder), "holds a whole model and no adapters: set lora.rank = 0, as it was")
     weights = {f"{WEIGHTS}/{name}" for name in parameters}
-    for name in sorted(weights ^ {name for name in there if name.startswith(f"{WEIGHTS}/")}):
-        where = "the model has it, the checkpoint does not" if name not in there else "the model has none of that name"
+    for name in sorted(weights ^ {name for name in saved_tensors if name.startswith(f"{WEIGHTS}/")}):
+        where = (
+            "the model has it, the checkpoint does not"
+            if name not in saved_tensors
+            else "the model has none of that name"
+        )
         raise CheckpointError(str(folder), f"is of another model: {name}: {where}")
     for name, parameter in parameters.items():
-        saved = getattr(there[f"{WEIGHTS}/{name}"], "size", ())
+        saved = getattr(saved_tensors[f"{WEIGHTS}/{name}"], "size", ())
         if saved != parameter.shape:
             reason = f"is of another model: {name} is {list(saved)}, and {list(parameter.shape)} in the model"
             raise CheckpointError(str(folder), reason)
@@ -322,13 +326,13 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[
 
 def _tensors(policy: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
     """Return the tensors that a checkpoint holds, by name: the live ones; without an optimizer the weights alone."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(policy).items():
-        found[f"{WEIGHTS}/{name}"] = parameter.detach()
+        tensors[f"{WEIGHTS}/{name}"] = parameter.detach()
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         assert state.keys() <= set(STATES)
-        found |= {f"{key}/{name}": state[key] for key in STATES if key in state}
-    return found
+        tensors |= {f"{key}/{name}": state[key] for key in STATES if key in state}
+    return tensors
 
 
 def _trained(policy: nn.Module) -> dict[str, Tensor]:
@@ -366,27 +370,27 @@ def _restore_generators(path: Path, contents: TrainerContents, device: torch.dev
     random.setstate((version, tuple(numbers), gauss))
 
 
-def _together(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
+def _on_all_ranks(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
     """All ranks together: call ``work`` on each, and return its result. If it fails on any, all raise CheckpointError.
 
     They raise DamagedCheckpoint if every failure is damage.
     """
-    done: list[T] = []
+    results: list[T] = []
     problem = None
     try:
-        done.append(_guard(path, work))
+        results.append(_as_checkpoint_error(path, work))
     except CheckpointError as error:
         problem = msgspec.json.encode([error.path, error.reason, isinstance(error, DamagedCheckpoint)]).decode()
     problems = ranks.agree(problem, what)
     if problems:
-        found = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
+        failures = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
         # The first error that is not damage decides; False sorts first.
-        where, reason, damaged = min(found, key=lambda problem: problem[2])
+        where, reason, damaged = min(failures, key=lambda problem: problem[2])
         raise (DamagedCheckpoint if damaged else CheckpointError)(where, reason)
-    return done[0]
+    return results[0]
 
 
-def _guard(path: Path, work: Callable[[], T]) -> T:
+def _as_checkpoint_error(path: Path, work: Callable[[], T]) -> T:
     """Call ``work``, and turn every error into CheckpointError: DCP and torch raise errors of any type."""
     try:
         return work()

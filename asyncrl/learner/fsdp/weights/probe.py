@@ -80,8 +80,8 @@ def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
     candidates = entropies[sequence.begin - 1 : -1]
     if not len(candidates):
         return [len(sequence.tokens)]
-    found = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
-    return sorted(found.tolist())
+    places = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
+    return sorted(places.tolist())
 
 
 def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> PackedRow:
