@@ -242,9 +242,8 @@ class CheckpointFolder:
     def commit(self, partial: Path, *, version: int, step: int, files: Sequence[str]) -> Path:
         """Make ``partial`` the newest checkpoint: write COMPLETE, and rename the folder. Returns its new path.
 
-        The checksums of ``files`` are recorded. The caller has flushed everything inside ``partial``. Raises
-        CheckpointError if it is not committed, also if a complete checkpoint has a higher version or step; the caller
-        then discards it.
+        The checksums of ``files`` are recorded; the caller has flushed everything inside ``partial``. If it raises
+        CheckpointError, also because a complete checkpoint has a higher version or step, the caller discards it.
         """
         self._refuse_if_below(partial, version, step)
         with _naming(partial):

@@ -1,7 +1,7 @@
 """Messages between the controller, the node agents and all actors: addresses, deaths, and the state of the run.
 
-An incarnation is one life (process) of an actor; its number grows with each restart. A gang is a role whose actors
-start and end together, as the learner's ranks do; a generation is one life of the whole gang.
+An incarnation is one process of an actor; its number grows with each restart. A gang is a role whose actors start and
+end together, as the learner's ranks do; a generation is one life of a gang.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Dead(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Stuck(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that does not respond; its agent takes the stack traces of its threads."""
+    """An actor whose agent must take the stack traces of its threads."""
 
     name: str
     incarnation: int
@@ -95,7 +95,7 @@ class Leaving(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Aside(Struct, gc=False, frozen=True, array_like=True):
-    """A replica that is set aside: it died too often, and is not started again as long as it is named here."""
+    """A replica that is set aside: it could not be kept alive, and does not run as long as it is named here."""
 
     name: str
     reason: str

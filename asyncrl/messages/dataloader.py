@@ -1,6 +1,6 @@
 """Messages of the learner to the dataloader: outcomes, the supply of prompts, and the recovery after a restart.
 
-The gate is the dataloader's rule on when the next group may be leased (staleness, and the working limit eta_t).
+The gate is the dataloader's rule on when the next group may be leased (dataloader/gate.py).
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class Ledger:
         return at + (run.first < epoch)
 
     def _join_if_equal(self, at: int) -> None:
-        """Join the runs at indices ``at`` and ``at`` + 1 if they can join; ignores indices out of range."""
+        """Join the runs at indices ``at`` and ``at`` + 1 if both exist and can join."""
         if 0 <= at < len(self._runs) - 1 and self._runs[at].joins(self._runs[at + 1]):
             self._runs[at].end = self._runs.pop(at + 1).end
 

@@ -1,7 +1,7 @@
 """Messages of a weight update: from the learner through the parameter server to the rollouters.
 
-A version is a published set of weights, in buckets. Transports ``shm`` and ``stream`` let each replica open segments or
-fetch chunks by itself; ``nccl`` and ``gloo`` broadcast to all members at once. parameter_server/ explains the rest.
+By shm and stream each replica opens segments or fetches chunks by itself; nccl and gloo broadcast to all members at
+once. parameter_server/ explains the terms.
 """
 
 from __future__ import annotations

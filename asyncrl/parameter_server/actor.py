@@ -82,7 +82,7 @@ class ParameterServer(Actor):
         await self._held.close()
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Inform the conductor that an actor is dead, which ends its staging, its pause and its part in a broadcast."""
+        """Forget a dead actor, which ends its staging, its pause and its part in a broadcast."""
         self._conductor.left(name, incarnation, self._now())
         self._changed()
 
@@ -90,10 +90,7 @@ class ParameterServer(Actor):
 
     @handler
     def publish(self, request: Publish, caller: Caller) -> Done:
-        """Hold a new version and offer it to replicas. A repeat for the same version changes nothing.
-
-        Raises VersionReused for an older version.
-        """
+        """Hold a new version and offer it to replicas; a repeat changes nothing. Raises VersionReused."""
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):
             return Done()
@@ -146,8 +143,7 @@ class ParameterServer(Actor):
     def _with_manifest(self, offer: Offer, name: str) -> Offer:
         """Add the version's manifest to an offer, unless the version is broadcast.
 
-        Its paths are empty for a replica that fetches chunks. Otherwise they lead to segments on the replica's own
-        host: those held here, or those that another replica holds for that host.
+        Its paths are empty for a replica that fetches chunks. Otherwise they lead to segments on the replica's host.
         """
         if offer.broadcast is not None:
             return offer
@@ -175,10 +171,7 @@ class ParameterServer(Actor):
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
-        """Record that a replica's update has succeeded or failed, which lets the next replica pause.
-
-        If the replica found the newest version corrupt, the version is verified here.
-        """
+        """Record the end of a replica's update, which frees its pause; verify a version that it found corrupt."""
         counted = self._conductor.report(caller.name, caller.incarnation, request, self._now())
         transport, version = request.times.transport, request.version
         if request.committed and request.times.checksum:
@@ -198,10 +191,7 @@ class ParameterServer(Actor):
         return Done()
 
     def _compare(self, name: str, request: ReportUpdate) -> None:
-        """Compare an engine's checksum with the first one for this version, and log and count a difference.
-
-        All engines must hold the same weights after the same update.
-        """
+        """Compare an engine's checksum with the first one of this version: all engines must hold the same weights."""
         if self._checksums.setdefault(request.version, request.times.checksum) != request.times.checksum:
             self.counters.add("weights/engines_differ")
             self.log.error("engines hold different weights", replica=name, version=request.version)
@@ -248,10 +238,7 @@ class ParameterServer(Actor):
             self._sooner.set()
 
     def _wake(self, names: list[str]) -> None:
-        """Wake the parked calls of these callers, at most AT_ONCE in each turn of the event loop.
-
-        A broadcast wakes all of its members at once.
-        """
+        """Wake callers, AT_ONCE in each turn of the event loop, because a broadcast wakes all members at once."""
         for name in names[:AT_ONCE]:
             if name in self._lots:
                 self._lots[name].wake()
@@ -352,10 +339,7 @@ class HeldVersions:
             self._checksums = {key: checksum for key, checksum in self._checksums.items() if key.version in versions}
 
     async def verify(self, version: int) -> None:
-        """Compare each bucket of a version with its checksum, on a thread.
-
-        Raises WeightsCorrupt naming the first bucket that differs, and VersionGone.
-        """
+        """Compare a version with its checksums, on threads. Raises WeightsCorrupt naming a bucket, and VersionGone."""
         held = self._find(version)
         for bucket in range(len(held.manifest.buckets)):
             await asyncio.wrap_future(self._threads.submit(held.verify, bucket))

@@ -91,7 +91,7 @@ class BroadcastControl:
         self._replicas = replicas
         self._epoch = first_epoch - 1
         self._epoch_members: object = None
-        """Learner, address and engines of the epoch's group, to be compared; None after the group broke."""
+        """Learner, address and engines of the epoch; None after its group broke."""
         self._current: _Broadcast | None = None
         self._declined = -1
         """Newest version for which a broadcast was refused or has ended early; it is not broadcast again."""
@@ -134,7 +134,7 @@ class BroadcastControl:
     def _open(
         self, learner: tuple[str, int], announcement: AnnounceBroadcast, members: list[Replica], now: float
     ) -> _Broadcast:
-        """Announce a broadcast to ``members``: assign ranks, and take a new epoch unless the group is the last one."""
+        """Announce a broadcast to ``members``: assign ranks, and begin an epoch unless the group is the same."""
         first_ranks, rank = {}, 1
         for replica in members:
             first_ranks[replica.name] = rank
@@ -218,8 +218,7 @@ class BroadcastControl:
         current = self._current
         if current is None or not current.is_under_way:
             return
-        # All replicas in the phases of a broadcast are members of this one: at most one is under way. If a member
-        # leaves these phases without a commit, the broadcast has ended.
+        # Only one broadcast is under way, so all replicas in its phases are members; one that leaves them ends it.
         if current.stage is Stage.BEGUN:
             if not self._replicas.count(Phase.RECEIVING):
                 current.stage, self._broken_in_a_row = Stage.OVER, 0
@@ -250,7 +249,7 @@ class BroadcastControl:
         return current.since + (self._weights.deadline_s if is_begun else self._weights.broadcast_timeout_s)
 
     def pass_time(self, now: float) -> None:
-        """End the broadcast if its deadline is over; members that have not paused by then fall behind."""
+        """End a broadcast whose deadline is over."""
         deadline, current = self.deadline(), self._current
         if deadline is None or current is None or now < deadline:
             return

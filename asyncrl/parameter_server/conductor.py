@@ -58,10 +58,7 @@ from asyncrl.parameter_server.replicas import (
 
 
 class Conductor:
-    """Makes the decisions of a parameter server.
-
-    ``first_epoch`` is above every broadcast epoch of earlier parameter servers of this run.
-    """
+    """Decides for one parameter server. ``first_epoch`` is above every epoch of earlier ones of this run."""
 
     def __init__(self, weights: WeightsConfig, *, first_epoch: int = 1) -> None:
         self._weights = weights
@@ -83,10 +80,7 @@ class Conductor:
         return version > self.newest
 
     def publish(self, version: int) -> None:
-        """Make a version that is held now the newest, outrun replicas if too many are pinned, and wake idle ones.
-
-        Raises VersionReused.
-        """
+        """Make a version that is now held the newest: outrun replicas, and wake idle ones. Raises VersionReused."""
         if not self.is_new(version):
             raise VersionReused(version, self.newest)
         self.newest = version
@@ -117,8 +111,7 @@ class Conductor:
     def ask(self, name: str, incarnation: int, request: Request, now: float, *, same_host: bool = False) -> Question:
         """Open a caller's question: NextUpdate, RequestLoad or one of a broadcast.
 
-        The request is a NextUpdate, RequestLoad, AnnounceBroadcast or WatchBroadcast. ``same_host``: whether the caller
-        can open the segments that are held here.
+        ``same_host``: whether the caller can open the segments that are held here.
         """
         question = Question(name, incarnation, request)
         if isinstance(request, AnnounceBroadcast):
@@ -210,7 +203,6 @@ class Conductor:
         return msgspec.structs.replace(offer, share=True, turn=turn, sources=sources)
 
     def _make_offer(self, replica: Replica, version: int, transport: Transport, now: float) -> Offer:
-        """Record that a replica stages ``version`` from now on, and make the offer."""
         self.replicas.move(replica, ReplicaEvent.OFFERED)
         replica.target, replica.staging_since = version, now
         replica.outrun, replica.fetches, replica.waits_for = False, False, ""
@@ -222,8 +214,7 @@ class Conductor:
     def _request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
         """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
 
-        A repeat keeps the replica's turn. If it holds its pause already, the deadline starts again, since with
-        ``drain`` the last response may take long.
+        A repeat keeps its turn, and a granted pause starts again: with ``drain`` the last response may take long.
         """
         version, paths = request.version, tuple(request.paths)
         if request.epoch is not None:
@@ -248,10 +239,7 @@ class Conductor:
     # --- reports, deaths, time ---
 
     def report(self, name: str, incarnation: int, report: ReportUpdate, now: float) -> bool:
-        """Record that a replica's update has succeeded or failed.
-
-        Returns False for a repeated or late report, which changes nothing.
-        """
+        """Record the end of a replica's update. Returns False for a repeated or late report, which changes nothing."""
         replica, version = self._find_or_add(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
@@ -275,10 +263,7 @@ class Conductor:
                 replica.heard = now
 
     def withdrew(self, question: Question, now: float) -> None:
-        """Record that a caller has cancelled its question, for example because its engine died.
-
-        An update of the replica that is under way has failed then.
-        """
+        """Record that a caller has cancelled its question, as when its engine died; its update has then failed."""
         if not self.replicas.is_open(question):
             return
         self.replicas.close(question.name)
@@ -305,7 +290,7 @@ class Conductor:
     def next_deadline(self) -> float | None:
         """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
         deadlines = []
-        # The first replica of a phase has the earliest deadline: all have the same time from when they entered it.
+        # The first replica of a phase has the earliest deadline: all have equally long.
         if (loading := self.replicas.first(Phase.LOADING)) is not None:
             deadlines.append(loading.paused_since + self._weights.deadline_s)
         if (staging := self.replicas.first(Phase.STAGING)) is not None:
@@ -338,7 +323,7 @@ class Conductor:
         return max(1, math.floor(self._weights.max_paused_fraction * len(self.replicas.by_name)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the start, and the present numbers of replicas by state, by metric name."""
+        """Counts since the start, and the present numbers of replicas by state."""
         return {
             **{name: self.replicas.counts[name] for name in COUNTED},
             "replicas": len(self.replicas.by_name),
@@ -350,10 +335,7 @@ class Conductor:
     # --- the inside ---
 
     def _find_or_add(self, name: str, incarnation: int, now: float) -> Replica | None:
-        """Find or add the replica that sent a message, and record the time.
-
-        A newer incarnation replaces the older one. Returns None for a message of a replaced incarnation.
-        """
+        """Find or add the replica that sent a message; return None if a newer incarnation has replaced it."""
         replica = self.replicas.by_name.get(name)
         if replica is not None and replica.incarnation < incarnation:
             self.left(name, replica.incarnation, now)
@@ -367,17 +349,13 @@ class Conductor:
         return replica
 
     def _commit(self, replica: Replica, now: float) -> bool:
-        """Record that a replica serves its target; returns False if that changes nothing."""
         if not self.replicas.move(replica, ReplicaEvent.COMMITTED):
             return False
         self.broadcast.advance(now)
         return True
 
     def _move(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
-        """Apply a replica's own message to its phase; returns False if that changes nothing.
-
-        If the replica leaves a broadcast by it, the broadcast ends for all; ``why`` is the reason.
-        """
+        """Apply a replica's own message; if the replica leaves a broadcast by it, the broadcast ends for all."""
         before = replica.phase
         if not self.replicas.move(replica, event):
             return False

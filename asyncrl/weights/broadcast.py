@@ -136,8 +136,7 @@ class _Epoch:
     def _broadcast(self, memory: Tensor) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        # A local reference keeps the group until the operation has ended. Its destructor would wait for the operation
-        # and hold the interpreter's lock meanwhile.
+        # A local reference keeps the group: its destructor would wait, and hold the interpreter's lock.
         formed = self._formed
         if not memory.is_cuda:
             formed.broadcast([memory], options).wait()
@@ -246,10 +245,7 @@ class _Epoch:
             raise
 
     def end(self, reason: str) -> None:
-        """Leave the group for this ``reason``; calls after the first do nothing.
-
-        Rank 0 writes the reason into the store, and a member counts itself as failed if it was receiving.
-        """
+        """Leave the group for this ``reason``, which rank 0 writes into the store; later calls do nothing."""
         if self.over:
             return
         self.over = reason
@@ -271,7 +267,6 @@ def _received(version: int) -> str:
 
 
 def _complete(done: Future[T], work: Callable[[], T]) -> None:
-    """Call ``work`` and put its result or error into ``done``."""
     try:
         done.set_result(work())
     except BaseException as error:
@@ -324,10 +319,7 @@ class Sender:
             self.all_sent = False
 
     def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
-        """Return the present epoch if it is that of ``group``, else end it and begin a new one.
-
-        Raises BroadcastFailed.
-        """
+        """Return the epoch of ``group``, the present one or a new one. Raises BroadcastFailed."""
         epoch = self._epoch
         if self._store is None:
             raise BroadcastFailed(version, "the sender is closed")
@@ -380,10 +372,7 @@ class Receiver:
                 yield bucket
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
-        """Return the present epoch if it is that of ``part``, or connect to the learner for a new one.
-
-        Raises BroadcastFailed.
-        """
+        """Return the epoch of ``part``, the present one or a new connection. Raises BroadcastFailed."""
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch
         if self._ended.is_set():
             raise BroadcastFailed(part.version, ENDED)
@@ -408,10 +397,7 @@ class Receiver:
 
     @staticmethod
     def _bucket(epoch: _Epoch, part: BroadcastPart, index: int, size: int) -> Tensor:
-        """Receive the header and the bytes of a bucket, compare both, and return the bytes.
-
-        Raises RuntimeError for an unexpected header, WeightsCorrupt for wrong bytes.
-        """
+        """Receive a bucket. Raises RuntimeError for an unexpected header, WeightsCorrupt for wrong bytes."""
         what = f"bucket {index} of version {part.version}"
         header = torch.zeros(4, dtype=torch.int64, device=epoch.device)
         epoch.broadcast(header, what)
@@ -481,8 +467,8 @@ def listen(host: str, ports: str = ANY) -> socket.socket:
     for port in reversed(range(int(low), int(high or low) + 1)):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # SO_REUSEADDR, as ZeroMQ sets it: a connection that has just ended does not block the port, and two
-            # listeners still cannot share one. Not for port 0: the kernel then chooses a port that is wholly free.
+            # As ZeroMQ does: a connection that has just ended does not block the port, and two listeners cannot share
+            # one. Not for port 0, where the kernel chooses a port that is wholly free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
             listener.bind((host, port))
             listener.listen(BACKLOG)

@@ -13,10 +13,7 @@ from asyncrl.weights.segments import size_of
 
 
 def tensors_of(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Map each bucket of a version, and yield the names and tensors. This process must be able to open the paths.
-
-    The tensors are views, which keep the memory of their bucket mapped.
-    """
+    """Yield names and tensors of a version whose paths this process can open: views that keep their bucket mapped."""
     for bucket in manifest.buckets:
         descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -214,7 +214,7 @@ class Trainer:
     def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
         """All ranks together: score each rank's micro-batches with the reference model.
 
-        Returns the log-probs of all ranks, float64 [world size, command.tokens], nats; each row is padded with 0.
+        Returns log-probs, float64 [world size, command.tokens], nats; each row is padded with 0.
         """
         name = "scoring by the reference"
         with self._phase(name):
@@ -223,7 +223,7 @@ class Trainer:
             return self._ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
     def _next_step(self, warm: bool) -> tuple[str, int]:
-        """Return the kind of the next step, for messages, and its number, counted from 1."""
+        """Kind of the next step, and its number, counted from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:

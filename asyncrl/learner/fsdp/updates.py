@@ -154,7 +154,7 @@ class Updates:
         )
 
     def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:
-        """Score rows with each model that the step needs, one pass per model; ``several``: more than one update."""
+        """Score rows with each model that the step needs; ``several``: whether it has more than one update."""
 
         def score_by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
             if scorer is None:
@@ -177,7 +177,7 @@ class Updates:
         return logprobs
 
     def _reshard_frozen(self, scorer: Scorer) -> None:
-        """Reshard a frozen model: it has no backward pass, and the policy needs the memory of its gathered weights."""
+        """Reshard a frozen model: no backward pass follows, and the policy needs the memory."""
         if isinstance(scorer, Policy) and scorer is not self._policy:
             scorer.reshard()
 
@@ -263,7 +263,6 @@ class Updates:
         fresh: bool,
         first: bool,
     ) -> _Accumulated:
-        """Add the gradient of the policy's loss on one micro-batch."""
         logprobs, entropies = self._policy.score(row, temperature)
         tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
         loss, named = self._objective(tokens, denominator)
@@ -273,11 +272,7 @@ class Updates:
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
     def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
-        """Add the gradient of the supervised loss on one micro-batch.
-
-        The gradient has the factor ``shape.coefficient``; the returned loss, this micro-batch's share of the mean over
-        the update, does not.
-        """
+        """Add the gradient of the supervised loss on one micro-batch; the returned loss lacks the coefficient."""
         assert shape.supervised is not None
         logprobs, _ = self._policy.score(row, SUPERVISED_TEMPERATURE)
         weights = torch.from_numpy(batch.weights).to(self._ranks.device)
@@ -307,10 +302,7 @@ class Updates:
         )
 
     def _not_finite(self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
-        """All ranks together: find the sequences of the update with a token whose loss is not finite.
-
-        Returns their indices in the update, ascending, the same on all ranks.
-        """
+        """All ranks together: find the sequences with a token whose loss is not finite. Returns indices, ascending."""
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
             # This expression is finite only if all three values are.

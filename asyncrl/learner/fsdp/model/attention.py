@@ -172,8 +172,7 @@ def packed_attention(
 def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
     """Make the mask to add to the scores of a piece: 0 or -inf, [length, seen].
 
-    The piece is the last ``length`` of the ``seen`` tokens. A position sees itself and those before it, but at most
-    ``window`` in all. ``like`` gives dtype and device.
+    The piece is the last ``length`` of ``seen`` tokens. A position sees itself and those before it, ``window`` in all.
     """
     hidden = torch.full((length, seen), -torch.inf, dtype=like.dtype, device=like.device)
     mask = hidden.triu(1 + seen - length)

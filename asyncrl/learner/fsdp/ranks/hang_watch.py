@@ -57,10 +57,7 @@ class Position(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass
 class Others:
-    """Remembers the positions of the other ranks, and finds the ranks to blame for a wait.
-
-    Pure: the caller reads the store, and passes the time in seconds.
-    """
+    """Remembers the positions of the other ranks, and finds the ranks to blame. Pure: the caller passes the time."""
 
     rank: int
     world_size: int
@@ -220,7 +217,7 @@ class HangWatch:
                 own = Position(beat, self._begun, self._waits[-1].what if self._waits else "")
             try:
                 self._store.set(f"position/{self._rank}", msgspec.msgpack.encode(own))  # type: ignore[arg-type]
-                # Positions of others are read in a long wait only, or the store would be busy all the time.
+                # Only in a long wait, or the store would always be busy.
                 if self._waited_s() > self._timeout_s * ASK_FROM:
                     with self._lock:
                         self._others.ask(time.monotonic())

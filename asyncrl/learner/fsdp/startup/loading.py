@@ -177,10 +177,7 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class _Slice:
-    """A tensor in a safetensors file, with the interface that transformers reads; each read returns a copy.
-
-    Without the copy, the result would be a view of the file, which later use would read again.
-    """
+    """A tensor in a file, with the interface that transformers reads; each read copies, to read the file once."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -221,7 +218,7 @@ def _match_names(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[s
 
 
 def _make_empty_shards(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Replace these parameters by empty shards, so that transformers reads this rank's rows only."""
+    """Replace parameters by empty shards, so that transformers reads only these rows."""
     for name in names:
         parameter = model.get_parameter(name)
         rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))
@@ -229,7 +226,7 @@ def _make_empty_shards(model: nn.Module, names: list[str], mesh: DeviceMesh) -> 
 
 
 def _keep_own_rows(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace each parameter that has been read whole by this rank's rows of it."""
+    """Cut the parameters that have been read whole to this rank's rows."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor) or parameter.is_meta:
             continue
@@ -254,7 +251,7 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
     """All ranks together: distribute rank 0's whole model, tensor by tensor; each rank keeps its rows.
 
-    On the other ranks ``policy`` is on device "meta" before. Buffers become whole on every rank.
+    The others' ``policy`` is on device "meta" before. Buffers become whole on every rank.
     """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())

@@ -132,7 +132,7 @@ class _Check:
     def run(self, path: str) -> Scoring:
         """Try logits in chunks, then the ways for several sequences a row. Return the fastest way that agrees.
 
-        The truth is one sequence a row: the short ones with the model's own logits, the long ones as just decided.
+        The truth is one sequence a row, for the short sequences with the model's own logits.
         """
         choice, warnings = self._choice, list(self._choice.warnings)
         tokens = short_tokens(self._policy, self._seed)
@@ -188,10 +188,7 @@ class _Check:
         return Scoring(False, choice.single, chunked, warnings)
 
     def _bounds(self, rows: Sequence[PackedRow], scores: Tensor, rounding: float) -> Tensor:
-        """Return the largest difference that rounding explains at each position of ``rows``, nats.
-
-        ``scores`` are their log-probs; the policy must still be set to the way of scoring that gave them.
-        """
+        """Return the bound of each position of ``rows``, nats; the policy still scores as it did for ``scores``."""
         if not self._exact:
             return torch.full_like(scores, ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps))
         self._ranks.mark()
@@ -220,10 +217,7 @@ class _Check:
         return ["varlen", *ways]
 
     def _rounding(self, whole: Tensor, path: str) -> float:
-        """Measure how far the log-probs ``whole`` of the short sequences are from those of the first part.
-
-        Returns the root mean square, nats. Raises ConfigError if it is too large for rounding.
-        """
+        """Return the root mean square of the distance from the first part's log-probs, nats. Raises ConfigError."""
         loaded = torch.tensor(self._choice.truth, device=whole.device)
         rounding = self._worst_of_ranks(float((whole - loaded).square().mean().sqrt()))
         if not rounding <= OTHER_MODEL:
@@ -248,6 +242,6 @@ class _Check:
         return Distance(result.nats, self._worst_of_ranks(result.ratio))
 
     def _worst_of_ranks(self, value: float) -> float:
-        """Return the largest ``value`` of all ranks; infinity if any of them is not finite."""
+        """Largest ``value`` of all ranks; infinity if one is not finite."""
         values = self._ranks.all_gather([value], "the check at start")[:, 0].tolist()
         return max(each if math.isfinite(each) else math.inf for each in values)

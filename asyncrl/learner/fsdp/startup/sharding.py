@@ -151,7 +151,7 @@ def build_frozen(
 
 @contextlib.contextmanager
 def _naming_key(key: str) -> Iterator[None]:
-    """Rename problems of ``model.path`` to ``key``: the code that loads a model always reports ``model.path``."""
+    """Rename ``model.path`` in problems to ``key``: loading a model always reports ``model.path``."""
     try:
         yield
     except ConfigError as error:
@@ -162,10 +162,7 @@ def _naming_key(key: str) -> Iterator[None]:
 def _confirm_scoring(
     policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
 ) -> Scoring:
-    """All ranks together: run the second part of the start-up check, and return the way of scoring that it confirms.
-
-    Adds a warning if rows without shared prompts cost more. Rank 0 logs all warnings.
-    """
+    """All ranks together: run the second part of the start-up check (sharded_check.py); rank 0 logs the warnings."""
     assert model.path is not None
     scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
     cost = sharing_cost(
@@ -278,10 +275,7 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, offload: Offload
 
 
 def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: OffloadPolicy) -> None:
-    """Allocate the memory of a sharded policy on device "meta", and copy its shards and buffers from ``values``.
-
-    Each tensor is removed from ``values`` once it is copied, so that its memory becomes free.
-    """
+    """Allocate the memory of a sharded policy on device "meta", and move its tensors there from ``values``, by name."""
     # FSDP requires offloaded shards in host memory. It does not move buffers, so they must be on the device.
     policy.to_empty(device=torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else ranks.device)
     for name, parameter in policy.named_parameters():

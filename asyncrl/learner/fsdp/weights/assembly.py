@@ -88,7 +88,7 @@ class Assembly:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
 
     def _raise_last_error(self) -> None:
-        """Raise the error of the previous assembly if the ranks may be out of step after it."""
+        """Raise the previous assembly's error if the ranks are out of step after it."""
         error = self._last.exception() if self._last is not None else None
         # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
         if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
@@ -136,7 +136,6 @@ def publish(
 
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
-    """Write tensors into a new segment and seal it. Returns the bucket and the segment's descriptor."""
     specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
     segment = Segment(name, size)
     try:
@@ -164,7 +163,7 @@ def gather_buckets(
     pending: tuple[list[Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
         plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
-        # Each turn starts one gather and yields the one before; the turn with None yields the last.
+        # Each turn starts one gather and yields the previous one.
         for bucket in [*plan, None]:
             ready = pending
             if bucket is not None:

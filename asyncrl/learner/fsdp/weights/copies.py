@@ -179,10 +179,7 @@ def _merged(weight: Weight, adapter: _MergedAdapter, whole_a: Tensor) -> Tensor:
 
 
 def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
-    """All ranks together: exchange the parts of the adapters' matrices A. Returns each whole A, [rank, in], in order.
-
-    B needs no exchange: a rank has the same rows of B as of the weight.
-    """
+    """All ranks together: exchange parts of the adapters' matrices A. Returns each whole A, [rank, in], in order."""
     if ranks.shards == 1 or not parts:
         return iter([weight.part.view(weight.shape) for weight in parts])
     sent = flat(parts, ranks.shards)

@@ -166,8 +166,6 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
 def _write_own(
     folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, writer: FileSystemWriter
 ) -> _WrittenShards:
-    """Write this rank's shards and its random number generators; return the report, also for a failure."""
-
     def work() -> _WrittenShards:
         if isinstance(staged, CheckpointError):
             raise staged
@@ -391,7 +389,7 @@ def _on_all_ranks(path: Path, work: Callable[[], T], ranks: Ranks, what: str) ->
 
 
 def _as_checkpoint_error(path: Path, work: Callable[[], T]) -> T:
-    """Call ``work``, and turn every error into CheckpointError: DCP and torch raise errors of any type."""
+    """Call ``work``; its errors become CheckpointError, since DCP and torch raise errors of any type."""
     try:
         return work()
     except CheckpointError:
