@@ -325,6 +325,7 @@ class CheckpointFolder:
             )
 
     def _refuse_if_below(self, partial: Path, version: int, step: int) -> None:
+        """Raise CheckpointError if the newest complete checkpoint has a higher version or step."""
         names = self._complete_names()
         if not names:
             return

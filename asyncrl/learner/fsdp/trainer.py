@@ -102,6 +102,7 @@ class Trainer:
         return host, self._store.port
 
     def setup(self, host: str, port: int) -> None:
+        """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly."""
         device = choose_device(self._learner, self._rank)
         prepare_device(device, self._learner)
         self._met = Ranks(
@@ -140,6 +141,8 @@ class Trainer:
         self.given_up += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
 
     def _build_scorers(self, objective: Objective) -> Scorers:
+        """Load the frozen models that the objective or the rewards need; adapters need no second model as reference."""
+
         def frozen(key: str, path: str | None) -> Policy:
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
@@ -165,6 +168,10 @@ class Trainer:
         )
 
     def train(self, plan: StepPlan) -> dict[str, float]:
+        """Rank 0: send the other ranks their micro-batches, and take the step with them. Returns its metrics.
+
+        Raises NonFiniteStep, which names the groups or conversations of a refused update.
+        """
         if not plan.updates:
             # An empty step would still move the weights by momentum. So the other ranks get no command.
             return {}
@@ -271,6 +278,7 @@ class Trainer:
         return sum(parameter.numel() * self._dtype.itemsize for parameter in self._parameters)
 
     def sees(self, folder: Path) -> None:
+        """Rank 0: write a file, and raise CheckpointError unless every rank sees it."""
         probe = folder / f".probe-{uuid.uuid4().hex}"
         try:
             probe.touch()
@@ -296,6 +304,7 @@ class Trainer:
         self._load(folder)
 
     def follow(self) -> None:
+        """Ranks above 0: take part in each command of rank 0, until StopRank or an interrupt."""
         while (command := self._ranks.commands.next()) is not None:
             if isinstance(command, Train):
                 self._follow_step(command)

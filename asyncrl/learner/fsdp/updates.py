@@ -263,6 +263,7 @@ class Updates:
         fresh: bool,
         first: bool,
     ) -> _Accumulated:
+        """Add the gradient of the policy's loss on one micro-batch."""
         logprobs, entropies = self._policy.score(row, temperature)
         tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
         loss, named = self._objective(tokens, denominator)
@@ -284,6 +285,8 @@ class Updates:
     def _token_batch(
         self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, first: bool
     ) -> TokenBatch:
+        """Put what the loss needs of a micro-batch on the device; in the first update the policy itself is proximal."""
+
         def put(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self._ranks.device)
 

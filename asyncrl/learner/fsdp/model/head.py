@@ -83,10 +83,7 @@ def head_logits(softcap: float | None, hidden: Tensor, weight: Tensor, bias: Ten
 
 
 class _ScoreHidden(torch.autograd.Function):
-    """``score_hidden`` with its own backward pass, which computes the logits again, chunk by chunk.
-
-    In ``backward``, ``of_x`` is the gradient of the loss by x.
-    """
+    """``score_hidden`` with its own backward pass, so that no chunk's logits are kept for it."""
 
     @staticmethod
     def forward(
@@ -100,6 +97,7 @@ class _ScoreHidden(torch.autograd.Function):
         entropy_gradient: bool,
         size: int,
     ) -> tuple[Tensor, Tensor]:
+        """Score the positions in chunks of ``size``; keep hidden states, entropies and normalisers, but no logits."""
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         scores = _on(hidden.device.type, _scores)
@@ -115,6 +113,7 @@ class _ScoreHidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the logits again, chunk by chunk, and the gradients; ``of_x`` is the loss's gradient by x."""
         hidden, weight, bias, targets, entropies, normalisers = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight, of_bias = (

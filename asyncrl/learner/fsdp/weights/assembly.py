@@ -136,6 +136,7 @@ def publish(
 
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
+    """Write tensors into a new segment and seal it. Returns the bucket and the segment's descriptor."""
     specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
     segment = Segment(name, size)
     try:

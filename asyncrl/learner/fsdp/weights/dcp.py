@@ -166,6 +166,8 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
 def _write_own(
     folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, writer: FileSystemWriter
 ) -> _WrittenShards:
+    """Write this rank's files, and return the report for the other ranks, also of a failure."""
+
     def work() -> _WrittenShards:
         if isinstance(staged, CheckpointError):
             raise staged
