@@ -1,8 +1,9 @@
 """Contents of a checkpoint: the state of the run, groups that were scored, and the table of the trainer's files.
 
-``state.json`` is CheckpointState: everything that a learner needs, apart from weights and groups, to lose and repeat
-nothing. ``groups.msgpack`` holds the groups of the buffer, then those filtered since the last step, one record after
-the other. ``trainer/contents.json`` is TrainerContents, the last file that a backend writes.
+``state.json`` is CheckpointState: everything that a learner needs, apart from weights and groups, to continue without
+losing or repeating anything. ``groups.msgpack`` holds the groups of the learner's buffer, then those filtered since the
+last step, one record after the other. ``trainer/contents.json`` is TrainerContents, the last file that a backend
+writes.
 
 A record is one MessagePack value, an array of two: the xxh3_64 of the body, and the body as a byte string. The body is
 the MessagePack map of a struct; arrays in it are [dtype, shape, bytes], little-endian. The bytes before the body have a
@@ -49,7 +50,7 @@ FORMAT = 3
 assert sys.byteorder == "little", "arrays are stored in little-endian order"
 
 HEAD = struct.Struct(">BBQBI")
-"""Head of a record: array of two, uint64, its value; bin32, its length."""
+"""Bytes of a record before its body, in MessagePack: array of two; uint64, the checksum; bin32, the body's length."""
 ARRAY_OF_2, UINT64, BIN32 = 0x92, 0xCF, 0xC6
 MAX_BODY_BYTES = 2**32 - 1
 DTYPES = frozenset({"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}) | {
@@ -60,7 +61,7 @@ DTYPES = frozenset({"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bi
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes by which prompts become steps and versions. A ledger and a learning rate schedule depend on them."""
+    """Sizes of groups, steps and versions. The ledger and the learning rate schedule depend on them."""
 
     groups_per_step: Count
     steps_per_version: Count
@@ -77,7 +78,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Adapters(msgspec.Struct, frozen=True, kw_only=True):
-    """The adapters that are trained; with rank 0 the model's own weights are."""
+    """The adapters that are trained; rank 0 means that the model's own weights are trained instead."""
 
     rank: Count = 0
     alpha: float = 0.0
@@ -98,19 +99,19 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     version: Count
-    """Newest published version. It is that of the weights in the checkpoint, unless a preempted run could not publish
-    the steps after it."""
+    """Newest published version. The checkpoint's weights are of this version, unless a preempted run could not publish
+    its last steps."""
     trained_at_version: Count
-    """T(version): groups trained when it was published."""
+    """T(version): number of groups that were trained when this version was published."""
     step: Count
     """Steps trained."""
     start: Count
-    """Number of the learner's start in this run, as in the lines of its files."""
+    """Number of the learner's start in this run; the lines of its files have it too."""
     incarnation: Count
     """Incarnation of the learner that wrote the checkpoint."""
     ledger: LedgerState
     fingerprint: str
-    """Fingerprint of the prompts that the ledger speaks of."""
+    """Fingerprint of the prompts whose outcomes the ledger has."""
     seed: int
     """Seed of the prompts' order."""
     geometry: Geometry
@@ -125,14 +126,14 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
     delivered_lengths: list[Count] = []
     """Response lengths delivered since the last step, in tokens."""
     buffered: Count = 0
-    """Groups in the buffer; they are in groups.msgpack, first."""
+    """Number of groups in the buffer; they are the first in groups.msgpack."""
     filtered: Count = 0
-    """Groups filtered since the last step; they follow in groups.msgpack."""
+    """Number of groups filtered since the last step; they follow in groups.msgpack."""
     prompts: Count = 0
-    """Number of prompts that the ledger speaks of; 0 where it is not known."""
+    """Number of prompts with that fingerprint; 0 if unknown."""
     adapters: Adapters = Adapters()
     conversations: str = ""
-    """Fingerprint of the conversations of sft.data; empty without."""
+    """Fingerprint of the conversations of sft.data; empty without sft.data."""
     origin: Origin
     """The configuration and the files that the groups were made with."""
     components: list[str] = []
@@ -141,7 +142,7 @@ class CheckpointState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Contents that were read from a checkpoint."""
+    """State and groups that were read from a checkpoint."""
 
     path: Path
     state: CheckpointState
@@ -150,7 +151,7 @@ class Contents:
 
 
 def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Group], filtered: Sequence[Group]) -> None:
-    """Write and flush both files; the caller flushes the folder. Raises CheckpointError."""
+    """Write and flush state.json and groups.msgpack; the caller flushes the folder. Raises CheckpointError."""
     state = msgspec.structs.replace(state, buffered=len(buffered), filtered=len(filtered))
     path = folder / STATE
     try:
@@ -164,13 +165,13 @@ def write_contents(folder: Path, state: CheckpointState, buffered: Sequence[Grou
 
 
 class _Formatted(msgspec.Struct):
-    """The format of a state file of any version."""
+    """The part of state.json that every format has."""
 
     format: int
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """State of the run in a checkpoint. Raises CheckpointError."""
+    """Read state.json of a checkpoint. Raises CheckpointError, also for another format."""
     path = folder / STATE
     with reading(path):
         data = path.read_bytes()
@@ -183,7 +184,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Contents of both files. Raises CheckpointError."""
+    """Read state.json and groups.msgpack of a checkpoint. Raises CheckpointError."""
     state = read_state(folder)
     path = folder / GROUPS
     with reading(path), path.open("rb") as file:
@@ -194,7 +195,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of a trainer's folder."""
+    """Table of the files in a trainer's folder, and the steps taken."""
 
     steps: int
     """Optimizer steps of the run taken."""
@@ -207,14 +208,14 @@ class TrainerContents(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trainer_contents(folder: Path) -> TrainerContents:
-    """The trainer's contents in ``folder``. Raises CheckpointError."""
+    """Read contents.json of the trainer's ``folder``. Raises CheckpointError."""
     path = folder / CONTENTS
     with reading(path):
         return msgspec.json.decode(path.read_bytes(), type=TrainerContents)
 
 
 def pack_group(group: Group) -> bytes:
-    """A group as one record, by itself independent of all others. Raises ValueError over MAX_BODY_BYTES."""
+    """Encode a group as one record. Raises ValueError if its body is over MAX_BODY_BYTES."""
     body = msgspec.msgpack.encode(group, enc_hook=_encode_array)
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"group {group.lease.uid} of {len(body)} bytes is too large for a record")
@@ -222,13 +223,13 @@ def pack_group(group: Group) -> bytes:
 
 
 def read_groups(file: BinaryIO) -> Iterator[Group]:
-    """Groups of a file (seekable), read one by one from where it stands. Raises DataError.
+    """Read the groups of a seekable file, one by one, from its present position to its end.
 
-    Records behind a damaged one are not read.
+    Raises DataError at a damaged record; the records after it are not read.
     """
     decoder = msgspec.msgpack.Decoder(Group, dec_hook=_decode_array)
     at = file.tell()
-    # A damaged length is not believed beyond the end of the file.
+    # A record's length may be damaged, so it is compared with the end of the file.
     end = file.seek(0, io.SEEK_END)
     file.seek(at)
     number = 0

@@ -23,14 +23,17 @@ DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.
 
 
 def refused(path: Path, error: OSError) -> CheckpointError:
-    """The CheckpointError for an error of the operating system; it names the file of ``error``, else ``path``."""
+    """Turn an error of the operating system into a CheckpointError that names the error's file, or else ``path``."""
     where = error.filename if isinstance(error.filename, str) else str(path)
     return CheckpointError(where, error.strerror or str(error), full=full_errno(error))
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Context around reading a file of a checkpoint. Raises DamagedCheckpoint or CheckpointError, naming the file."""
+    """Context around reading the file ``path`` of a checkpoint.
+
+    Turns errors of reading and decoding into DamagedCheckpoint or CheckpointError, which name the file.
+    """
     try:
         yield
     except CheckpointError:
@@ -39,7 +42,7 @@ def reading(path: Path) -> Iterator[None]:
         kind = DamagedCheckpoint if error.errno in DAMAGE else CheckpointError
         raise kind(str(path), f"cannot be read: {error.strerror or error}") from error
     except msgspec.ValidationError as error:
-        # Not damage: the checksum was right before this file was decoded.
+        # No damage: the file was compared with its checksum before it was decoded.
         reason = f"cannot be read, as if another version of asyncrl had written it: {error}"
         raise CheckpointError(str(path), reason) from error
     except (msgspec.DecodeError, UnicodeDecodeError, DataError) as error:
@@ -55,9 +58,10 @@ def check_file(path: Path, written: Digest) -> None:
 
 
 def check_files(folder: Path, files: Mapping[str, Digest], limit_bytes: int | None) -> None:
-    """Check the sizes of a folder's files, and their checksums, the smallest file first.
+    """Check the sizes of all ``files`` in a folder, then their checksums, the smallest file first.
 
-    At most ``limit_bytes`` are read for checksums (None: all). Raises DamagedCheckpoint or CheckpointError.
+    Stops before it would read more than ``limit_bytes`` for checksums (None: no limit). Raises DamagedCheckpoint or
+    CheckpointError.
     """
     for name, written in files.items():
         path = folder / name

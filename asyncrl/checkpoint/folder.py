@@ -15,7 +15,8 @@
 Invariant: after a crash at any moment, ``newest`` gives the checkpoint of the last ``commit`` that returned, or the one
 that was being committed, whole. A checkpoint is written under another name, flushed, marked COMPLETE, flushed, and
 appears by one rename. A complete one is never written to; it is renamed before it is removed, and only if a newer one
-exists. Nothing is committed with a lower version or step than the newest has.
+exists. Nothing is committed with a lower version or step than the newest has. The serial is the number behind the dot:
+0 (no number) for the first checkpoint of a version, higher for each one written again.
 
 An older learner that wakes up does no harm. It finds a newer incarnation in writer.json. The newer learner's ``claim``
 has renamed its unfinished folder, so its last rename fails.
@@ -46,10 +47,10 @@ from asyncrl.core.files import Digest, digest_file, replace_file, sync, write_fi
 
 COMPLETE, WRITER, LATEST = "COMPLETE", "writer.json", "latest"
 LOOKS = 10
-"""Times that the folder is read while another process removes checkpoints."""
+"""Number of times that ``newest`` tries again while another process removes checkpoints."""
 _NAME = re.compile(r"^v(\d{8,})(?:\.(\d+))?$")
 _ANY_VERSION = re.compile(r"(?:^|[.-])v(\d{8,})(?:[.-]|$)")
-"""Version in the name of any folder: also unfinished, renamed and half removed ones."""
+"""Finds the version in any folder's name, also of unfinished, renamed and half removed checkpoints."""
 _DEAD = ".dead-"
 _LEFTOVER = re.compile(r"^\.(v\d+\.partial-\d+|dead-.*)$")
 _LOG = logging.getLogger(__name__)
@@ -70,13 +71,15 @@ class _Progress(msgspec.Struct, frozen=True):
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a folder of this name holds an unfinished or half removed checkpoint: garbage once its learner is
-    gone."""
+    """Whether a folder of this name holds an unfinished or half removed checkpoint.
+
+    It can be removed once the learner that wrote it is gone.
+    """
     return _LEFTOVER.match(name) is not None
 
 
 def checkpoint_dir(config: Config, run_dir: Path) -> Path:
-    """Folder of the checkpoints of a run."""
+    """Return the folder of a run's checkpoints: in checkpoint.dir if that is set, else in the run folder."""
     if config.checkpoint.dir is None:
         return run_dir / "checkpoints"
     return Path(config.checkpoint.dir) / run_dir.name
@@ -84,17 +87,17 @@ def checkpoint_dir(config: Config, run_dir: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Found:
-    """A complete checkpoint. Found sorts from the oldest to the newest."""
+    """A complete checkpoint. Values of this class sort from the oldest to the newest."""
 
     version: int
     serial: int
-    """0, or higher where the same version was written again: the highest counts."""
+    """0, or higher if the same version was written again: the highest counts."""
     step: int
     path: Path
 
 
 class CheckpointFolder:
-    """The checkpoints of one run. Everything blocks. Reading needs no claim."""
+    """Reads and writes the checkpoints of one run; all methods block. Only writing needs ``claim`` first."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,9 +106,10 @@ class CheckpointFolder:
     # --- reading ---
 
     def newest(self) -> Found | None:
-        """The newest complete checkpoint, or None without any. Raises CheckpointError.
+        """Find the newest complete checkpoint; None without any. Raises CheckpointError.
 
-        While a learner writes, the newest may be removed at any moment: then a newer one exists.
+        While a learner writes, the newest may be removed once a newer one exists. Then this looks again, up to LOOKS
+        times.
         """
         for _ in range(LOOKS):
             names = self._complete_names()
@@ -120,12 +124,12 @@ class CheckpointFolder:
         raise CheckpointError(str(self.folder), f"its newest checkpoint was removed {LOOKS} times while it was read")
 
     def of_version(self, version: int) -> Found | None:
-        """The complete checkpoint of a version, the last that was written of it. Raises CheckpointError."""
+        """Find the complete checkpoint of a version that was written last; None without any. Raises CheckpointError."""
         names = [name for name in self._complete_names() if name[0] == version]
         return self.at(self.folder / max(names)[-1]) if names else None
 
     def at(self, path: Path) -> Found:
-        """The complete checkpoint in this folder. Raises CheckpointError if it is not complete."""
+        """Read COMPLETE of the checkpoint at ``path``. Raises CheckpointError if it is not complete."""
         name = _NAME.match(path.name)
         mark = path / COMPLETE
         if name is None:
@@ -136,18 +140,18 @@ class CheckpointFolder:
         return Found(complete.version, int(name[2] or 0), complete.step, path)
 
     def older(self) -> list[str]:
-        """Names of the complete checkpoints except the newest, oldest first. Raises CheckpointError."""
+        """Return the names of all complete checkpoints except the newest, oldest first. Raises CheckpointError."""
         return [name for *_, name in sorted(self._complete_names())][:-1]
 
     def candidates(self) -> list[Path]:
-        """The checkpoints, newest first, damaged ones too: each folder with such a name and a file in it.
+        """Return the paths of all checkpoints, damaged ones too, newest first. Raises CheckpointError.
 
-        Raises CheckpointError.
+        These are the folders that are named like a checkpoint and hold at least one file.
         """
         return [self.folder / name for *_, name in sorted(self._named(_holds_a_file), reverse=True)]
 
     def highest_version(self) -> int:
-        """The highest version in any name here, also of unfinished and renamed checkpoints; -1 without any.
+        """Return the highest version in any name here, also of unfinished and renamed checkpoints; -1 without any.
 
         Raises CheckpointError.
         """
@@ -155,14 +159,13 @@ class CheckpointFolder:
         return max((int(match[1]) for match in found if match), default=-1)
 
     def verify(self, found: Found) -> None:
-        """Check the files that ``commit`` was given against their checksums. Raises CheckpointError."""
+        """Compare the files that ``commit`` recorded with their checksums. Raises CheckpointError."""
         check_files(found.path, _read_complete(found.path / COMPLETE).files, None)
 
     def verify_all(self, found: Found, limit_bytes: int | None) -> None:
-        """``verify``, and the trainer's files too: their sizes, and checksums within ``limit_bytes`` of reading (None:
-        all).
+        """Call ``verify``, then check the trainer's files too. Raises CheckpointError.
 
-        Raises CheckpointError.
+        The sizes of all of these are checked, and checksums of up to ``limit_bytes`` in all (None: no limit).
         """
         self.verify(found)
         state = read_state(found.path)
@@ -175,11 +178,11 @@ class CheckpointFolder:
             check_files(trainer, read_trainer_contents(trainer).files, limit_bytes)
 
     def _complete_names(self) -> list[tuple[int, int, str]]:
-        """(version, serial, name) of the complete checkpoints, in no order."""
+        """Return (version, serial, name) of each complete checkpoint, in no order."""
         return self._named(lambda path: (path / COMPLETE).exists())
 
     def _named(self, counts: Callable[[Path], bool]) -> list[tuple[int, int, str]]:
-        """(version, serial, name) of each folder that has the name of a checkpoint, and counts."""
+        """Return (version, serial, name) of each folder named like a checkpoint for which ``counts`` is True."""
         with _naming(self.folder):
             found = [match for match in map(_NAME.match, self._names()) if match]
             return [(int(name[1]), int(name[2] or 0), name[0]) for name in found if counts(self.folder / name[0])]
@@ -192,7 +195,7 @@ class CheckpointFolder:
                 return []
 
     def newest_writer(self) -> int:
-        """Incarnation of the newest learner that claimed the folder; 0 without any. Raises CheckpointError."""
+        """Read the incarnation of the newest learner that claimed the folder; 0 without any. Raises CheckpointError."""
         path = self.folder / WRITER
         try:
             return msgspec.json.decode(path.read_bytes(), type=_WriterRecord).incarnation
@@ -206,7 +209,7 @@ class CheckpointFolder:
     # --- writing ---
 
     def claim(self, incarnation: int) -> None:
-        """Become the writer, and remove the unfinished work of dead writers.
+        """Record this learner as the writer, and remove unfinished checkpoints of earlier learners.
 
         Raises CheckpointError, also if a newer learner has claimed the folder.
         """
@@ -214,38 +217,38 @@ class CheckpointFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
         self._refuse_if_older(incarnation)
-        # First, so that an older learner begins no folder from here on.
+        # Written before anything is removed, so that an older learner begins no folder from here on.
         with _naming(self.folder / WRITER):
             replace_file(self.folder / WRITER, msgspec.json.encode(_WriterRecord(incarnation)))
         self._incarnation = incarnation
         with _naming(self.folder):
             for name in sorted(os.listdir(self.folder)):
                 path = self.folder / name
-                # One with files is damaged; step_back.py renames it.
+                # A checkpoint with files may be damaged, but it stays here: step_back.py renames it.
                 if is_leftover(name) or (_NAME.match(name) and not _holds_a_file(path)):
                     self._bury(path)
 
     def begin(self, version: int) -> Path:
-        """A new folder, to be filled and then given to ``commit`` or ``discard``. Raises CheckpointError."""
+        """Create a new folder, for the caller to fill and then ``commit`` or ``discard``. Raises CheckpointError."""
         self._refuse_if_older(self._writer)
         partial = self.folder / f".v{version:08d}.partial-{self._writer}"
         with _naming(partial):
-            # Left by a failed attempt of this learner whose files could not be removed.
+            # It exists if an earlier attempt of this learner failed and its files could not be removed.
             if partial.exists():
                 self._bury(partial)
             partial.mkdir()
         return partial
 
     def commit(self, partial: Path, *, version: int, step: int, files: Sequence[str]) -> Path:
-        """Make ``partial`` the newest checkpoint. Returns its new path.
+        """Make ``partial`` the newest checkpoint: write COMPLETE, and rename the folder. Returns its new path.
 
-        The checksums of ``files`` are recorded; everything inside ``partial`` has been flushed. Raises CheckpointError
-        if it is not committed, also because a complete one has a higher version or step. Then discard it.
+        The checksums of ``files`` are recorded; the caller has flushed everything inside ``partial``. If it raises
+        CheckpointError, also because a complete checkpoint has a higher version or step, the caller discards it.
         """
         self._refuse_if_below(partial, version, step)
         with _naming(partial):
             complete = _Complete(version, step, {name: digest_file(partial / name) for name in files})
-            # The names of all other files are durable before the mark.
+            # Flushed first, so that all other files are durable before COMPLETE exists.
             sync(partial)
             write_file(partial / COMPLETE, [msgspec.json.encode(complete)])
             sync(partial)
@@ -253,7 +256,7 @@ class CheckpointFolder:
         self._refuse_if_older(self._writer)
         target = self.folder / f"v{version:08d}"
         with _naming(target):
-            # Above all of this version: the first one may have been removed, so that its name is free again.
+            # The serial is above all others of this version: the first one may have been removed, so its name is free.
             if serials := [serial for of, serial, _ in self._complete_names() if of == version]:
                 target = self.folder / f"v{version:08d}.{max(serials) + 1}"
             if target.exists():
@@ -270,16 +273,16 @@ class CheckpointFolder:
         return target
 
     def discard(self, partial: Path) -> None:
-        """Remove a checkpoint that could not be finished; files that cannot be removed stay."""
+        """Remove an unfinished checkpoint; files that cannot be removed stay until the next ``claim``."""
         shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside_above(self, kept: Found) -> list[Path]:
-        """Rename every checkpoint newer than ``kept``, from which the run continues.
+        """Rename every checkpoint that is newer than ``kept``, the one from which the run continues.
 
-        Returns their new paths. Raises CheckpointError.
+        Returns their new paths, newest first. Raises CheckpointError.
         """
         candidates = self.candidates()
-        # Newest first, so that a crash in between leaves them in order.
+        # Newest first, so that a crash in between leaves the oldest of them under their names.
         return [self._set_aside(path, "abandoned") for path in candidates[: candidates.index(kept.path)]]
 
     def set_aside_damaged(self, path: Path) -> Path:
@@ -300,7 +303,7 @@ class CheckpointFolder:
         """Remove the checkpoints that ``superfluous`` names. Returns their paths. Raises CheckpointError."""
         complete = []
         for *_, name in self._complete_names():
-            # One that cannot be read stays for people to look at.
+            # A checkpoint that cannot be read stays, so that people can look at it.
             with contextlib.suppress(CheckpointError):
                 complete.append(self.at(self.folder / name))
         removed = [found.path for found in superfluous(complete, keep=keep, keep_every_steps=keep_every_steps)]
@@ -322,6 +325,7 @@ class CheckpointFolder:
             )
 
     def _refuse_if_below(self, partial: Path, version: int, step: int) -> None:
+        """Raise CheckpointError if the newest complete checkpoint has a higher version or step."""
         names = self._complete_names()
         if not names:
             return
@@ -337,7 +341,7 @@ class CheckpointFolder:
             raise CheckpointError(str(partial), reason)
 
     def _bury(self, path: Path) -> None:
-        """Rename a folder and remove it, so that no half of it is ever seen under its name. Raises OSError.
+        """Rename a folder, then remove it, so that its name never leads to half a checkpoint. Raises OSError.
 
         Files that cannot be removed stay under the new name until the next ``claim``.
         """
@@ -357,7 +361,7 @@ def _holds_a_file(path: Path) -> bool:
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a checkpoint, damaged or not; None if it cannot be read."""
+    """Read the step of a checkpoint, damaged or not; None if it cannot be read."""
     for name in (COMPLETE, STATE):
         with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
             return msgspec.json.decode((path / name).read_bytes(), type=_Progress).step
@@ -373,13 +377,13 @@ def _read_complete(mark: Path) -> _Complete:
         try:
             return msgspec.json.decode(text, type=_Complete)
         except msgspec.ValidationError as error:
-            # This file has no checksum that was checked before.
+            # This is damage here, and not in ``reading``: no checksum of this file was checked before.
             raise DamagedCheckpoint(str(mark), f"cannot be read: {error}") from error
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Context around work on ``path``: a refusal of the operating system becomes CheckpointError naming the file."""
+    """Context around work on ``path``: an OSError becomes a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError:
@@ -389,17 +393,17 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def superfluous(complete: Iterable[Found], *, keep: int, keep_every_steps: int) -> list[Found]:
-    """Checkpoints that may be removed, oldest first. Pure.
+    """Choose the checkpoints to remove, oldest first. Pure.
 
-    Kept are the ``keep`` newest versions (at least one), the highest step, and for good the first checkpoint at or
-    after each multiple of ``keep_every_steps`` (0: none). If a version was written twice, the older one goes.
+    The ``keep`` newest versions stay (at least one), and the highest step. The first checkpoint at or after each
+    multiple of ``keep_every_steps`` (0: none) stays for good. If a version was written twice, the older one goes.
     """
     ordered = sorted(complete)
     last = {found.version: found for found in ordered}
     newest = set(sorted(last)[-max(1, keep) :])
     newest |= {max(last.values(), key=lambda found: (found.step, found)).version} if last else set()
     steps = sorted((found.step for found in last.values() if found.step >= keep_every_steps > 0), reverse=True)
-    # The first of each multiple comes last here, and stays.
+    # Steps descend, so the first step after each multiple is the last that is stored.
     for_good = {step // keep_every_steps: step for step in steps}.values()
     return [
         found

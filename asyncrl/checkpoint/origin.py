@@ -1,8 +1,8 @@
 """The origin of the groups in a checkpoint: the configuration and the users' files that they were made with.
 
-When a learner restores a checkpoint it compares this origin with its own. If the groups depend on something that
+When a learner restores a checkpoint, it compares the origin in it with its own. If the groups depend on something that
 differs, it gives them back: they are not restored. No outcome was reported for them, so the dataloader leases their
-prompts again. So a group is trained only under the configuration that made it.
+prompts for another generation. So a group is trained only under the configuration that made it.
 
 Files are compared by digests: the module that MODULE:FUNCTION names, and the files in the model's folder that define
 tokens, the chat template and end-of-sequence tokens. Modules that users' code imports, files that it reads, programs
@@ -40,38 +40,44 @@ MODEL_FILES = (
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration and the files at one time."""
+    """The configuration, and digests of the files that it names, at one time."""
 
     settings: dict[str, Any] = {}
     """The resolved configuration, as in config.json."""
     files: dict[str, str] = {}
-    """Digest of the files that a key names."""
+    """Digest of the files that a configuration key names, by key."""
 
     @classmethod
     def of(cls, config: Config) -> Origin:
-        """The origin of groups of a run that begins now. Reads files."""
+        """Make the origin of groups that are generated with ``config`` from now on. Reads files."""
         return cls(settings=config.model_dump(mode="json"), files=digests(config))
 
     @classmethod
     def recorded(cls, config: Config, run_dir: Path) -> Origin:
-        """The origin of groups of the newest attempt in ``run_dir``; of a run that begins now if none is recorded."""
+        """Make the origin with the digests that the launcher has recorded in ``run_dir`` for this attempt.
+
+        If they cannot be read, reads the files themselves.
+        """
         try:
-            found = msgspec.json.decode((run_dir / DIGESTS).read_bytes(), type=dict[str, str])
+            recorded_digests = msgspec.json.decode((run_dir / DIGESTS).read_bytes(), type=dict[str, str])
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return cls.of(config)
-        return cls(settings=config.model_dump(mode="json"), files=found)
+        return cls(settings=config.model_dump(mode="json"), files=recorded_digests)
 
     def compare(self, config: Config, now: Origin | None = None) -> Comparison:
-        """Compare with ``config``, whose origin is ``now``; by default it is made here, which reads files."""
+        """Compare this origin with ``config``. Returns the changes that matter to a resume.
+
+        ``now`` is the origin of ``config``; without it, it is made here, which reads files.
+        """
         now = Origin.of(config) if now is None else now
-        found = changes(self.settings, config)
-        named = {change.key for change in found}
+        changed = changes(self.settings, config)
+        changed_keys = {change.key for change in changed}
         if self.files.get(MODEL, "") == now.files.get(MODEL):
-            found = [_of_same_model(change) if change.key == MODEL else change for change in found]
+            changed = [_of_same_model(change) if change.key == MODEL else change for change in changed]
         for key, digest in now.files.items():
-            if self.files.get(key, digest) != digest and key not in named:
-                found.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
-        return Comparison(found, may_lose_prompts="data" in config.resume.allow)
+            if self.files.get(key, digest) != digest and key not in changed_keys:
+                changed.append(Change(key, applies(key), f"names files whose contents differ ({_named(key, config)})"))
+        return Comparison(changed, may_lose_prompts="data" in config.resume.allow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +86,15 @@ class Comparison:
 
     changes: list[Change]
     may_lose_prompts: bool = False
-    """Whether the prompts of the run may differ from those of the checkpoint."""
+    """Whether the user has allowed the run's prompts to differ from those of the checkpoint (resume.allow)."""
 
     @property
     def gives_back(self) -> str:
-        """The reason that the groups of the checkpoint are not trained; empty if they are kept."""
+        """Names of the changed keys for which the checkpoint's groups are given back; empty if they are kept."""
         return ", ".join(change.key for change in self.changes if change.applies is Applies.GENERATED)
 
     def describe(self, groups: int) -> list[str]:
-        """Lines for people: each change, and what becomes of the ``groups`` that wait in the checkpoint."""
+        """Describe each change in one line, and what happens to the ``groups`` (a number) in the checkpoint."""
         lines = [f"changed: {change.describe()}" for change in self.changes]
         if self.gives_back and groups:
             which = "1 group of the checkpoint is" if groups == 1 else f"{groups} groups of the checkpoint are"
@@ -101,23 +107,24 @@ class Comparison:
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Digests of the files that ``config`` names, by key. Reads files."""
+    """Compute the digests of the files that ``config`` names, by key. Reads files."""
     return {key: digest for key in (*CODE, MODEL) if (digest := _digest(_files_of(key, config)))}
 
 
 def record(run_dir: Path, found: dict[str, str]) -> None:
-    """Write the digests that an attempt begins with. Raises OSError."""
+    """Write the digests at the start of an attempt to the run folder. Raises OSError."""
     replace_file(run_dir / DIGESTS, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
 
 
 def _of_same_model(change: Change) -> Change:
-    """The change of MODEL to a folder with equal files; groups do not depend on it."""
-    # The policy's weights come from the checkpoint.
+    """Mark a change of MODEL to a folder with equal files as harmless: groups do not depend on the folder's name."""
+    # Nor on the weights there: the policy's weights come from the checkpoint.
     same = "with the same tokenizer, chat template and configuration"
     return replace(change, applies=Applies.NOW, difference=f"{change.difference}, {same}")
 
 
 def _files_of(key: str, config: Config) -> Iterator[Path]:
+    """Yield the files that a key of ``config`` names: the model's files, or the modules of users' code."""
     section, _, name = key.partition(".")
     value = getattr(getattr(config, section), name)
     if key == MODEL:
@@ -129,13 +136,13 @@ def _files_of(key: str, config: Config) -> Iterator[Path]:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Digest of names and contents; empty if there is no file that can be read."""
+    """Compute one digest of the names and contents of files; empty if none of them can be read."""
     digest, count = hashlib.sha256(), 0
     for file in files:
         try:
             content = file.read_bytes()
         except (OSError, ValueError):
-            # ValueError: no file can have this name.
+            # ValueError is for names that no file can have.
             continue
         digest.update(f"{file.name} {len(content)}\n".encode())
         digest.update(content)

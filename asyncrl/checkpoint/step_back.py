@@ -21,11 +21,14 @@ class Damaged:
     path: Path
     problem: DamagedCheckpoint
     step: int | None
-    """Step of the checkpoint; None if it cannot be read."""
+    """Step of the checkpoint; None if that cannot be read."""
 
     def describe(self, taken: Path, step: int, now_at: Path | None = None) -> str:
-        """Text for the user: the damage, the checkpoint used instead, and the cost; ``now_at`` is the damaged one's new
-        path."""
+        """Describe to the user the damage, the checkpoint that is used instead, and the cost.
+
+        ``taken`` and ``step`` are path and step of the checkpoint used. ``now_at`` is the new path of the damaged one,
+        if it was renamed.
+        """
         if self.step is None:
             cost = f"what was trained after step {step} is trained again"
         elif self.step == step:
@@ -40,17 +43,17 @@ class Damaged:
 
 
 class StepBack:
-    """The search in one folder."""
+    """Searches one folder, newest checkpoint first. The caller tries each, and passes over damaged ones."""
 
     def __init__(self, folder: CheckpointFolder) -> None:
-        """Raises CheckpointError."""
+        """List the candidates. Raises CheckpointError."""
         self._folder = folder
         self._left = folder.candidates()
         self.damaged: list[Damaged] = []
-        """Damaged checkpoints, newest first."""
+        """The checkpoints that were passed over, newest first."""
 
     def next(self) -> Path | None:
-        """The newest checkpoint that was not passed over; None in a folder without checkpoints.
+        """Return the newest checkpoint that was not passed over; None if the folder has no checkpoints at all.
 
         Raises CheckpointError once all have been passed over.
         """
@@ -77,8 +80,10 @@ class StepBack:
 
 
 def newest_whole(folder: CheckpointFolder, limit_bytes: int | None) -> tuple[Found | None, StepBack]:
-    """The newest checkpoint that ``verify_all`` finds whole, and the search. Nothing is renamed. Raises
-    CheckpointError."""
+    """Find the newest checkpoint that ``CheckpointFolder.verify_all`` finds whole; None in an empty folder.
+
+    Also returns the search, which knows the damaged ones; nothing is renamed. Raises CheckpointError.
+    """
     search = StepBack(folder)
     while (path := search.next()) is not None:
         try:

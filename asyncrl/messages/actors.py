@@ -1,4 +1,8 @@
-"""Messages between the controller, the node agents and every actor: who lives where, who died, the run's state."""
+"""Messages between the controller, the node agents and all actors: addresses, deaths, and the state of the run.
+
+An incarnation is one process of an actor; its number grows with each restart. A gang is a role whose actors start and
+end together, as the learner's ranks do; a generation is one life of a gang.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,19 @@ class ActorRecord(Struct, gc=False, frozen=True, kw_only=True):
     name: str
     """ROLE/INDEX, for example rollouter/3."""
     incarnation: Count
-    """Counts the lives of this name; the larger one is the living one. That of a gang's actor is its generation."""
+    """Number of this incarnation; of two, the larger is the living one. In a gang it is the generation."""
     address: str
-    """Address that its ROUTER is bound to; empty until it is ready for calls."""
+    """Address to which its ROUTER socket is bound; empty until it is ready for calls."""
     host: str = ""
     pid: Count = 0
     facts: dict[str, Any] = {}
-    """Facts that its peers need to know beyond the address. A node agent has its host's ``actors``."""
+    """Further facts that its peers need. A node agent has its host's ``actors``."""
     attempt: Count = 0
-    """Times that it has been started again."""
+    """Number of times that it was started again."""
 
 
 class Register(Request, frozen=True, kw_only=True):
-    """Actor to controller: I am here, or my record has changed."""
+    """Actor to controller: enter this actor into the registry, or change its record."""
 
     reply = Done
     senders = MEMBERS
@@ -35,13 +39,13 @@ class Register(Request, frozen=True, kw_only=True):
 
 
 class Resolved(Message, frozen=True, kw_only=True):
-    """The record that was asked for; None when the wait ran out."""
+    """The requested record; None if the actor was not there in time."""
 
     record: ActorRecord | None
 
 
 class Resolve(Request, frozen=True, kw_only=True):
-    """Anyone to controller: where is this actor? Parked until it is there with a larger incarnation than ``above``."""
+    """Anyone to controller: find an actor. Parked until it is registered with a larger incarnation than ``above``."""
 
     reply = Resolved
     senders = MEMBERS
@@ -49,15 +53,15 @@ class Resolve(Request, frozen=True, kw_only=True):
     name: str
     above: Count = 0
     unready: bool = False
-    """Answer as soon as it has registered facts, even if it cannot be called yet."""
+    """Whether to answer as soon as it is registered, even if it cannot be called yet."""
 
 
 RunPhase = Literal["starting", "running", "preempting", "draining", "done", "failed"]
-"""Phase; ``preempting``: nothing new is generated, and the learner writes a checkpoint at its next version boundary."""
+"""Phase of a run. ``preempting``: no new generation starts, and the learner writes a checkpoint at its next version."""
 
 
 class Condemned(Struct, gc=False, frozen=True, array_like=True):
-    """An actor whose process is to be killed: exactly this incarnation, for this reason."""
+    """An actor whose agent must kill this incarnation, and no other, for this reason."""
 
     name: str
     incarnation: int
@@ -65,38 +69,38 @@ class Condemned(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Dead(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that is dead up to this incarnation, and has no successor so far."""
+    """An actor whose incarnations up to this one are dead, and that has not been replaced yet."""
 
     name: str
     incarnation: int
 
 
 class Stuck(Struct, gc=False, frozen=True, array_like=True):
-    """An actor whose stacks its agent takes."""
+    """An actor whose agent must take the stack traces of its threads."""
 
     name: str
     incarnation: int
     report: str
-    """Report on this actor that the agent shows first; empty for none."""
+    """Report on this actor that the agent prints before the stack traces; empty for none."""
     number: int = 0
-    """Number of the report: the stacks are taken once for each number."""
+    """Number of the report: stack traces are taken once for each number."""
 
 
 class Leaving(Struct, gc=False, frozen=True, array_like=True):
-    """A node agent or an actor that is to leave the run, which continues."""
+    """A node agent or an actor that must leave the run, while the run continues."""
 
     name: str
     within_s: float
-    """Time to finish what is begun, from when this is heard of."""
+    """Seconds to finish groups in progress, from when it receives this."""
 
 
 class Aside(Struct, gc=False, frozen=True, array_like=True):
-    """A replica that could not be kept alive and is not to live until it is no longer named here."""
+    """A replica that is set aside: it could not be kept alive, and does not run as long as it is named here."""
 
     name: str
     reason: str
     rest_s: float
-    """Time that it rests, unless it is brought back sooner."""
+    """Seconds until it is tried again, unless BringBack comes sooner."""
 
 
 class RunState(Message, frozen=True, kw_only=True):
@@ -105,58 +109,63 @@ class RunState(Message, frozen=True, kw_only=True):
     number: int
     phase: RunPhase
     draining: list[str] = []
-    """Roles that are to end now; what they deliver to, drains later (order: controller/state/run_state.py)."""
+    """Roles that must end now. A role drains before those that it delivers to (controller/state/run_state.py)."""
     reason: str = ""
     failed_actor: str = ""
     log: str = ""
-    """Path of the failed actor's log, where known."""
+    """Path of the failed actor's log; empty if unknown."""
     exit_code: int = 0
     last_line: int = 0
     lines: list[dict[str, Any]] = []
     waiting_for: list[str] = []
-    """Actors that are not ready yet, while the run starts. Sent only to callers that ask for metrics."""
+    """Actors that are not ready yet, while the run starts. Sent only to callers that request metrics lines."""
     waits: list[str] = []
-    """Words for what the run waits for, by the notices of live actors. Sent only to callers that ask for metrics."""
+    """Texts (Notice.waits_for) of live actors on what the run waits for. Sent only to callers that request metrics
+    lines."""
     condemned: list[Condemned] = []
-    """The actors that are to be killed so that they are started again."""
+    """Actors to be killed, so that they are started again."""
     stuck: list[Stuck] = []
-    """The actors that are condemned for their silence, and those named in the report of a stall while it lasts."""
+    """Actors that are condemned because they are silent, and actors that the report of a present stall names."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     dead: list[Dead] = []
-    """Newest incarnation of each actor without a living process, if that has ended or is on a lost host."""
+    """Newest incarnation of each actor that has no living process: it has ended, or its host is lost."""
     lost_hosts: dict[str, list[str]] = {}
-    """The hosts from which nothing has been heard for supervision.host_lost_s, as NAME (agent/N), and their actors."""
+    """Actors of each lost host, by NAME (agent/N). A host is lost after supervision.host_lost_s of silence."""
     members: int = 0
-    """Number of the present Members; 0 while they are those of the start."""
+    """Number of the present Members (hosts.py); 0 if no host has joined or left since the start."""
     leaving: list[Leaving] = []
-    """The hosts that are to leave the run, by their agents and actors."""
+    """Agents and actors of the hosts that must leave the run."""
     trace: Count = 0
-    """Number of the trace that is wanted, while one is; every actor hands in its spans once for each."""
+    """Number of the trace that is being collected, 0 for none; every actor sends its spans once for each number."""
     generations: dict[str, int] = {}
-    """Oldest generation that is not over, by role of a gang: an actor started from now on is of no older one."""
+    """Oldest generation that is not over, by role of a gang: an actor that starts now has this one or a later one."""
     aside: list[Aside] = []
-    """The replicas that the run continues without for now. Their agents end them, and start those named no more."""
+    """Replicas that the run continues without for now. Their agents end them, and start them once removed here."""
 
 
 class WatchRun(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until the run's state is newer than ``seen``, by more than one more ready actor."""
+    """Anyone to controller, parked until the run's state is newer than ``seen``.
+
+    One more ready actor alone does not count as newer, unless ``seen_line`` is given.
+    """
 
     reply = RunState
     senders = MEMBERS
     idle = True
     seen: int = -1
     seen_line: int = -1
-    """Number of a metrics line: with 0 or more, also answered when there are lines past it, and at each ready actor."""
+    """Last metrics line that the caller has seen. From 0 on, later lines and each ready actor end the wait too; -1 if
+    the caller wants no lines."""
     members: int = -1
-    """Number of the Members that the caller has taken in; -1 where it takes in none."""
+    """Number of the Members that the caller has applied; -1 if it does not use them."""
 
 
 class StopRun(Request, frozen=True, kw_only=True):
-    """Agent or asyncrl-launch --stop to controller: end the run in good order; with ``preempt``, after a checkpoint.
+    """Agent or asyncrl-launch --stop to controller: end the run in order; with ``preempt``, after a checkpoint.
 
-    A run that has never run has nothing to write and ends at once. ``reason`` says who asks, with ``preempt`` so that
-    it reads well after "preempted by".
+    A run that is still starting has nothing to write and ends at once. ``reason`` names who stops the run; with
+    ``preempt`` it is shown after the words "preempted by".
     """
 
     reply = Done
@@ -166,7 +175,7 @@ class StopRun(Request, frozen=True, kw_only=True):
 
 
 class BringBack(Request, frozen=True, kw_only=True):
-    """asyncrl-launch --bring-back to controller: try a replica again now that is set aside."""
+    """asyncrl-launch --bring-back to controller: start a replica again now that is set aside (Aside)."""
 
     reply = Done
     senders = LAUNCHER
@@ -176,14 +185,14 @@ class BringBack(Request, frozen=True, kw_only=True):
 class RunFinished(Request, frozen=True, kw_only=True):
     """Learner to controller: the last step is trained and everything is written.
 
-    With ``preempted`` the run is to be resumed instead: a checkpoint of everything trained is complete.
+    If ``preempted``, the run has stopped earlier, to be resumed: a checkpoint of everything trained is complete.
     """
 
     reply = Done
     senders = LEARNER
     preempted: bool = False
     failure: str = ""
-    """Reason that not everything could be written, what is lost and what to do: the run ends as failed."""
+    """If not everything could be written: the reason, what is lost and what to do. The run then ends as failed."""
 
 
 class CheckpointWritten(Request, frozen=True, kw_only=True):
@@ -197,7 +206,7 @@ class CheckpointWritten(Request, frozen=True, kw_only=True):
 
 
 class ActorStarted(Request, frozen=True, kw_only=True):
-    """Agent to controller: a process of this actor lives. Sent again to a restarted controller."""
+    """Agent to controller: a process of this actor has started. Sent again to a restarted controller."""
 
     reply = Done
     senders = AGENT
@@ -206,15 +215,15 @@ class ActorStarted(Request, frozen=True, kw_only=True):
 
 
 class EndNoted(Message, frozen=True, kw_only=True):
-    """The end is noted; ``asked`` if the controller had asked that actor to end."""
+    """The end is recorded. ``asked``: whether the controller had requested it."""
 
     asked: bool = False
 
 
 class ActorEnded(Request, frozen=True, kw_only=True):
-    """Agent to controller: a process has ended.
+    """Agent to controller: a process of this actor has ended.
 
-    ``fatal`` when the restart policy gives up; ``exit_code`` is negative for a signal.
+    ``fatal``: whether the restart policy gives the actor up. ``exit_code`` is negative for a signal.
     """
 
     reply = EndNoted
@@ -236,9 +245,9 @@ READY = "ready"
 
 
 class Notice(Request, frozen=True, kw_only=True):
-    """Actor to controller: something that the user must know during the run, and again at its end.
+    """Actor to controller: show the user this text during the run, and again at its end.
 
-    A later one with the same key of the same actor takes the place of the one before.
+    A later notice of the same actor with the same key replaces the earlier one.
     """
 
     reply = Done
@@ -246,13 +255,13 @@ class Notice(Request, frozen=True, kw_only=True):
     key: Annotated[str, Meta(min_length=1, max_length=LONGEST_KEY)]
     text: Annotated[str, Meta(max_length=LONGEST_NOTICE)]
     count: Count = 1
-    """Times that it has happened."""
+    """Number of times that it has happened."""
     meanwhile: Annotated[str, Meta(max_length=LONGEST_NOTICE)] = ""
-    """Sentences that hold during the run, with what to do; the summary at its end leaves them out."""
+    """Further text, with what to do, that is true only during the run; the summary at its end leaves it out."""
     waits_for: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
-    """Words for what the run waits for until a later notice of this key, or the end of this incarnation."""
+    """Text for what the run waits for, valid until a later notice of this key, or the end of this incarnation."""
     of: Annotated[str, Meta(max_length=LONGEST_KEY)] = ""
-    """Whole that the count is a part of, as in "279 calls"."""
+    """Total that ``count`` is a part of, as text, for example "279 calls"."""
 
 
 class ReportFailure(Request, frozen=True, kw_only=True):

@@ -1,4 +1,7 @@
-"""Messages of the learner to the dataloader: outcomes, the supply of prompts, and what follows a restart."""
+"""Messages of the learner to the dataloader: outcomes, the supply of prompts, and the recovery after a restart.
+
+The gate is the dataloader's rule on when the next group may be leased (dataloader/gate.py).
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from asyncrl.messages.ledger import LedgerState
 
 
 class Outcome(Struct, gc=False, frozen=True, array_like=True):
-    """The outcome of a group. Only ``trained`` counts towards the gate's T."""
+    """The outcome of a group. Only kind ``trained`` counts towards T, the gate's number of trained groups."""
 
     uid: Uid
     kind: Literal["trained", "filtered", "quarantined", "left_out", "evaluated"]
 
 
 class OutcomesSeen(Message, frozen=True, kw_only=True):
-    """The highest number seen without a gap, and the limit now in force."""
+    """``number`` is the highest one seen without a gap; the ``limit`` is valid from now on."""
 
     number: Count
     limit: float
@@ -27,7 +30,7 @@ class OutcomesSeen(Message, frozen=True, kw_only=True):
 
 
 class Outcomes(Request, frozen=True, kw_only=True):
-    """Learner to dataloader: numbered, acknowledged, repeated until acknowledged."""
+    """Learner to dataloader: a report of outcomes. It is numbered, and repeated until it is acknowledged."""
 
     reply = OutcomesSeen
     senders = LEARNER
@@ -43,9 +46,9 @@ class Outcomes(Request, frozen=True, kw_only=True):
     waited: bool = False
     """Whether the learner has waited for groups since the last report."""
     step_began: bool = False
-    """Whether buffered_groups and waited speak of a step that has begun since the last report."""
+    """Whether a step has begun since the last report, so that ``buffered_groups`` and ``waited`` are news."""
     finished: bool = False
-    """The last step is trained: nothing more is to be leased for training."""
+    """Whether the last step is trained, so that nothing more may be leased for training."""
 
 
 class Rejected(Struct, gc=False, frozen=True, array_like=True):
@@ -58,19 +61,19 @@ class Rejected(Struct, gc=False, frozen=True, array_like=True):
 
 
 class Supply(Message, frozen=True, kw_only=True):
-    """The state of the supply of prompts."""
+    """The state of the supply of prompts, numbered."""
 
     number: int
     exhausted: bool
-    """Nothing is left to lease for training."""
+    """Whether no prompt is left to lease for training."""
     outstanding: Count
     """Groups leased for training and not yet reported or returned."""
     rejected: list[Rejected] = []
-    """Prompts over max_prompt_tokens and prompts of too many deaths, until the learner reports their outcome."""
+    """Prompts that are too long or have too many deaths, until the learner reports their outcome."""
     attempts: dict[Uid, Count] = {}
     """LedgerState.attempts, as the dataloader knows it."""
     evals: dict[str, int] = {}
-    """eval/NAME@ROUND: number of its prompts, for every round opened so far and not yet closed."""
+    """Number of prompts of each open round of evaluation, by eval/NAME@ROUND."""
 
 
 class WatchSupply(Request, frozen=True, kw_only=True):
@@ -83,7 +86,7 @@ class WatchSupply(Request, frozen=True, kw_only=True):
 
 
 class PromptSample(Message, frozen=True, kw_only=True):
-    """The prompts asked for; fewer if fewer may be leased."""
+    """The requested prompts; fewer if fewer may be leased."""
 
     prompts: list[np.ndarray]
     """int32 [P] each, P > 0."""
@@ -103,74 +106,74 @@ class EvalRound(Struct, gc=False, frozen=True, kw_only=True):
     name: str
     """NAME@ROUND."""
     held: list[Uid] = []
-    """Its groups that the learner has."""
+    """Uids of its groups that the learner has."""
 
 
 class Resumed(Message, frozen=True, kw_only=True):
-    """The gate is open."""
+    """The dataloader has taken over the learner's state, and the gate is open."""
 
     fingerprint: str
     seed: int
     limit: float
     """Working limit eta_t, in versions."""
     first_epoch: Count = 0
-    """LedgerState.first_epoch from here on: the ledger takes it over."""
+    """New value of LedgerState.first_epoch, which the learner's ledger takes over."""
     prompts: Count = 0
     """Number of the prompts."""
 
 
 class Restored(Request, frozen=True, kw_only=True):
-    """Learner to dataloader: this is where the run stands; every other belief is void.
+    """Learner to dataloader: the state of the run, which replaces everything that the dataloader assumed.
 
-    Sent at the start of a learner, and to a dataloader that has started again (which asks for it with the error
-    ``restore_needed``). The gate is shut until it is answered: the rollouters have then said which leases they hold.
-    Error ``changed`` when the prompts, or the seed of their order, are not those of the ledger and the user has not
-    allowed that.
+    Sent at the start of a learner, and to a restarted dataloader (which requests it by the error ``restore_needed``).
+    Nothing is leased before the answer. Until then the dataloader asks the rollouters which leases they hold. Error
+    ``changed`` if the prompts, or the seed of their order, differ from those of the ledger and the user has not allowed
+    that.
     """
 
     reply = Resumed
     senders = LEARNER
     version: Count
-    """Newest published version, of the weights as they are now. Nothing is leased to an engine that serves less."""
+    """Newest published version, that of the present weights. An engine with an older version gets no lease."""
     trained_at_version: Count
     """T(version)."""
     groups_left: Count
-    """Groups to be trained until the end of the run, claims included."""
+    """Number of groups still to be trained in this run, including ``claims``."""
     outcomes_number: Count
-    """The next report of outcomes has the number after this one; what came before is in the ledger."""
+    """Number of the last report of outcomes; all outcomes up to it are in the ledger."""
     ledger: LedgerState
     claims: list[Uid] = []
-    """Groups in training and in the buffer."""
+    """Uids of the groups that the learner is training or has in its buffer."""
     fingerprint: str = ""
-    """Fingerprint of the prompts that the ledger speaks of; empty at the start of a run."""
+    """Fingerprint of the prompts whose outcomes the ledger has; empty at the start of a run."""
     seed: int = -1
     """Seed of their order; -1 at the start of a run."""
     prompts: Count = 0
-    """Number of the prompts; 0 where that is not known."""
+    """Number of these prompts; 0 if unknown."""
     rounds_closed: list[str] = []
     """Rounds of evaluation that are over, as NAME@ROUND."""
     rounds_open: list[EvalRound] = []
     finished: bool = False
-    """The last step is trained."""
+    """Whether the last step is trained."""
 
 
 class LeasesHeld(Message, frozen=True, kw_only=True):
-    """All leases that the learner has not acknowledged, those of finished groups included."""
+    """The rollouter's leases that the learner has not acknowledged, including those of finished groups."""
 
     seen: Count
     """The highest number of a lease that was received."""
     served_version: int
     attempts: dict[Uid, Count]
-    """Lease.attempt of each lease that is held, with the deaths since then."""
+    """Deaths of the prompt of each lease that is held, by uid: Lease.attempt and the deaths since then."""
     leaving: bool = False
-    """The rollouter takes no lease above ``seen``."""
+    """Whether the rollouter is leaving, and takes no lease above ``seen``."""
 
 
 class OpenLeases(Request, frozen=True, kw_only=True):
-    """Dataloader to rollouter: which leases do you hold?
+    """Dataloader to rollouter: list the leases that it holds.
 
-    Before it answers, the rollouter takes ``learner`` for the living incarnation of learner/0: an acknowledgement of
-    an older one releases nothing any more, and what was delivered to an older one is delivered again.
+    ``learner`` is the living incarnation of learner/0, which the rollouter uses from then on. Acknowledgements of an
+    older incarnation release nothing any more, and groups delivered to an older one are delivered again.
     """
 
     reply = LeasesHeld

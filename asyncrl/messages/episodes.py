@@ -1,7 +1,8 @@
 """Messages between rollouters and the episode hosts that run users' code: episodes, and their calls of the policy.
 
-No token is in any of it: ids, log-probs and versions stay with the rollouter, in the conversation of the session.
-A session is one attempt at one trajectory, and the user's program holds only its key.
+An episode is one run of the user's code for one trajectory. A session is one attempt at it; the user's program knows
+only the session's key. The messages carry text, and no tokens: ids, log-probs and versions stay with the rollouter, in
+the session's conversation.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from msgspec import Meta, Struct
 from asyncrl.messages import EPISODES, ROLLOUTER, Count, Message, Request, Uid
 
 SessionKey = Annotated[str, Meta(min_length=32, max_length=64, pattern="^[0-9a-f]+$")]
-"""128 random bits or more, in hexadecimal. No log line holds it."""
+"""At least 128 random bits, in hexadecimal. It is a secret, and is not logged."""
 
 
 class EpisodeDone(Message, frozen=True, kw_only=True):
-    """The episode has ended by itself or by its host. ``error`` is empty if it ended well."""
+    """The episode has ended, or its host has ended it. ``error`` is empty if it succeeded."""
 
     reward: float | None = None
-    """Reward that the user's code gave the whole trajectory; None where it gave none."""
+    """Reward of the whole trajectory from the user's code; None if the code gave no reward."""
     components: dict[str, float] = {}
     error: str = ""
-    """Reason of the failure: the exception with its place, the exit code with the last lines printed."""
+    """Reason of the failure: the exception and its line of code, or the exit code and the last lines of output."""
     blame: Literal["episode", "host"] = "episode"
-    """Cause of the error. ``host``: the worker died, was killed or stalled, perhaps because of another episode; no
-    attempt is counted."""
+    """Cause of the error. ``host``: the worker died, was killed or stalled, perhaps because of another episode. Then
+    this does not count as an attempt."""
     user_s: float = 0.0
-    """Processor time of the user's code, where it is known."""
+    """Processor seconds of the user's code; 0 if unknown."""
 
 
 class RunEpisode(Request, frozen=True, kw_only=True):
-    """Rollouter to episode host: play one task. Cancelling the call ends the episode and its processes.
+    """Rollouter to episode host: run one episode. Cancelling the call ends the episode and its processes.
 
-    Must not be repeated at another incarnation of the host, because the conversation has begun. A full host of
+    It must not be repeated to another incarnation of the host, because the conversation may have begun. A full host of
     episode.extra_hosts refuses it with EpisodeHostFull.
     """
 
@@ -51,18 +52,18 @@ class RunEpisode(Request, frozen=True, kw_only=True):
     prompt: str
     """The prompt as text."""
     messages: list[dict[str, Any]]
-    """The prompt as the messages that a conversation begins with."""
+    """The prompt as messages: the conversation begins with them."""
     tools: list[dict[str, Any]] = []
-    """Tools of the row, as in OpenAI's chat completions."""
+    """Tools of the dataset row, as in OpenAI's chat completions."""
     row: dict[str, Any]
     seed: Count
-    """Seed, the same for all samples of a prompt in every attempt: they face the same task."""
+    """Random seed of the task, the same for all samples of a prompt and all attempts: they get the same task."""
 
 
 class EpisodeBegan(Message, frozen=True, kw_only=True):
-    """Episode host to rollouter: a worker or a program has begun with the episode. Until then it has waited for one.
+    """Episode host to rollouter, cast: the episode no longer waits for a worker or program, but runs.
 
-    It may be lost; the first Chat of the session says the same.
+    It may be lost: the first Chat of the session also shows that the episode runs.
     """
 
     senders = EPISODES
@@ -70,16 +71,16 @@ class EpisodeBegan(Message, frozen=True, kw_only=True):
 
 
 class ToolCall(Struct, gc=False, frozen=True, kw_only=True):
-    """A call of a tool that the policy wants made."""
+    """A call of a tool that the policy requests."""
 
     id: str
-    """Minted by the rollouter; the next request is recognised by it."""
+    """Id that the rollouter has made; by it the rollouter recognises that the next Chat continues this answer."""
     name: str
     arguments: str
     """JSON text of an object."""
 
     def in_message(self) -> dict[str, Any]:
-        """The call in an assistant's message, as in OpenAI's chat completions."""
+        """Return the call as an entry of ``tool_calls`` in an assistant's message of OpenAI's chat completions."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -87,7 +88,7 @@ class ChatReply(Message, frozen=True, kw_only=True):
     """The policy's answer."""
 
     node: Count
-    """Node of the conversation; rewards of turns name it."""
+    """Number of this answer in the conversation; TurnReward names it."""
     content: str
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
@@ -95,14 +96,15 @@ class ChatReply(Message, frozen=True, kw_only=True):
     prompt_tokens: Count
     completion_tokens: Count
     stop_sequence: str = ""
-    """String of the agent's ``stop`` before which the content ends; empty where none was sampled."""
+    """String of Chat.stop at which the content ends (without it); empty if none of them was sampled."""
 
 
 class Chat(Request, frozen=True, kw_only=True):
-    """Episode host to rollouter: the assistant's next message. A repeat of a call joins it, or is given what it gave.
+    """Episode host to rollouter: generate the assistant's next message.
 
-    A cancelled call keeps its sampled tokens, and a repeat continues them. Refused with EpisodeOver when the
-    session is over, or is not known; with ChatRefused where the policy cannot be asked so.
+    A repeat of a call waits for the same answer, or gets the answer that was given. A cancelled call keeps its sampled
+    tokens, and a repeat continues them. Refused with EpisodeOver if the session is over or unknown, and with
+    ChatRefused if the policy cannot serve such a request.
     """
 
     reply = ChatReply
@@ -115,40 +117,41 @@ class Chat(Request, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] = []
     """Tools as in OpenAI's chat completions."""
     template_options: dict[str, Any] = {}
-    """Further arguments of the chat template, as enable_thinking."""
+    """Further arguments of the chat template, for example enable_thinking."""
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stop: list[Annotated[str, Meta(min_length=1)]] = []
     stream: bool = False
-    """Send ChatDelta meanwhile, unless reasoning is parsed: each is a piece of the reply's content."""
+    """Whether to send ChatDelta casts meanwhile, each a piece of the reply's content; not if reasoning is parsed."""
     untrained: bool = False
-    """Nothing that is sampled for it is trained: an auxiliary call, as for a title."""
+    """Whether to train nothing that is sampled for it: an auxiliary call, for example for a title."""
 
 
 class ChatDelta(Message, frozen=True, kw_only=True):
-    """Rollouter to episode host: text of a call under way, ``offset`` characters after its beginning.
+    """Rollouter to episode host, cast: a piece of the content of a call under way.
 
-    It may be lost: a host that lacks some of it takes the rest from the reply.
+    It may be lost: a host that lacks a piece takes the rest from the reply.
     """
 
     senders = ROLLOUTER
     session: SessionKey
     call: str
     offset: Count
+    """Number of characters of the content before this piece."""
     text: str
 
 
 class TurnRewarded(Message, frozen=True, kw_only=True):
-    """The reward is noted."""
+    """The reward is recorded."""
 
     node: Count
 
 
 class TurnReward(Request, frozen=True, kw_only=True):
-    """Episode host to rollouter: credit a turn. A second value for a turn replaces the first."""
+    """Episode host to rollouter: give a turn a reward. A second value for the same turn replaces the first."""
 
     reply = TurnRewarded
     senders = EPISODES
     session: SessionKey
     node: Count | None = None
-    """Node of the turn; None: the one that was answered last."""
+    """ChatReply.node of the turn; None for the last answer."""
     value: float

@@ -1,15 +1,15 @@
-"""The lease of a prompt group, as a rollouter requests and returns it, and the group that comes of it.
+"""The lease of a prompt group, as a rollouter requests and returns it, and the group that it generates.
 
-**Seals** show the learner, without a question, which rollouter a lease was given to. The dataloader seals each lease
-for one incarnation of one rollouter, under a key that it shares with the learner for the whole run. Invariant: a lease
-fits only that rollouter, with the uid, number and purpose that were sealed. Either side may start again, and earlier
-seals still fit.
+**Seals** prove to the learner which rollouter a lease was given to, so it need not ask the dataloader. The dataloader
+seals each lease for one incarnation of one rollouter, with a key that it shares with the learner for the whole run.
+Invariant: a seal fits only that incarnation, with the uid, number and purpose that were sealed. Either side may
+restart, and earlier seals still fit.
 
-**Suspects** are prompts that were in the death of a process (a rollouter, an engine, a worker of an episode host), and
-most of them are innocent. After ALONE_FROM deaths a prompt runs alone, so only a later death is its own. A prompt with
-``rollout.max_attempts`` deaths of its own is quarantined. One number says all of this: ``Lease.attempt``, the deaths of
-a prompt. Deaths in company count up to ALONE_FROM and no further, so the rest of the number are its own. The number
-travels with the lease, from holder to holder, and the learner's ledger keeps it.
+**Suspects** are prompts that were being generated when a process died (a rollouter, an engine, a worker of an episode
+host). Most of them did not cause the death. After ALONE_FROM deaths a prompt runs alone, so it causes every later death
+itself. With ``rollout.max_attempts`` such deaths of its own it is quarantined. One number holds all of this:
+``Lease.attempt``, the deaths of a prompt. Deaths in company count up to ALONE_FROM only, so the part above
+ALONE_FROM counts its own. The number travels with the lease, and the learner's ledger keeps it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from msgspec import Meta, Struct, field
 from asyncrl.messages import ROLLOUTER, Count, Done, FinishReason, Message, Request, Uid
 
 ALONE_FROM = 2
-"""Deaths from which on a prompt runs alone."""
+"""Number of deaths after which a prompt runs alone."""
 TokenRole = Literal["sampled", "context", "repeated"]
-"""Maker of a token: the policy, and it is trained here; anybody else; or the policy, but it is trained in an earlier
-sequence of the trajectory, or never (an auxiliary call)."""
+"""Origin of a token. ``sampled``: by the policy, and trained in this sequence. ``repeated``: by the policy, but trained
+in an earlier sequence of the trajectory, or not at all (an auxiliary call). ``context``: by anything else."""
 
 
 class VersionSpan(Struct, gc=False, frozen=True, array_like=True):
-    """Tokens [start, end) were sampled under ``version``; ``mixed_kv`` over an older KV cache.
+    """Tokens [start, end) of a sequence have one role; if sampled, they were sampled by weights of ``version``.
 
-    The version of tokens that are not sampled is -1.
+    ``mixed_kv``: whether their KV cache was partly computed by older weights. ``version`` is -1 for other roles.
     """
 
     version: int
@@ -50,23 +50,23 @@ class Turn(Struct, gc=False, frozen=True, array_like=True):
     start: int
     end: int
     past_reward: float = 0.0
-    """Turn rewards of the trajectory that this answer cannot have brought about: all but its own and those of the turns
-    that come after it on a path of the conversation."""
+    """Sum of the turn rewards of the trajectory that this answer cannot have caused. These are all except its own and
+    those of turns that come after it on a path of the conversation."""
 
 
 class Sequence(Struct, gc=False, kw_only=True):
-    """A path through a conversation, as the policy saw it: T tokens after the prompt, S of them sampled."""
+    """A path through a conversation, as the policy saw it: a prompt, then T tokens, S of them of role ``sampled``."""
 
     prompt_ids: np.ndarray | None = None
     """int32 [P], P > 0, the tokens before the first sampled one; None: the prompt of the lease."""
     tokens: np.ndarray
     """int32 [T]; the first is sampled, or repeated."""
     logprobs: np.ndarray
-    """float32 [S], nats: of the policy that sampled each token of role ``sampled``, in their order."""
+    """float32 [S], nats: log-prob of each sampled token by the weights that sampled it, in order."""
     spans: list[VersionSpan]
     """Contiguous, covering [0, T)."""
     turns: list[Turn] = []
-    """The answers in it, ascending; empty: all of it is one."""
+    """The policy's answers in it, ascending; empty if the whole sequence is one answer."""
 
 
 class Lease(Struct, gc=False, frozen=True, kw_only=True):
@@ -81,9 +81,9 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     epoch: Count
     index: Count
     param_version: int
-    """The newest version published at the lease."""
+    """The newest version that was published when the lease was made."""
     attempt: Count = 0
-    """Deaths of engines and rollouters that its prompt was in, see ``after_death``."""
+    """Deaths of processes while its prompt was generated, counted as the module says (``after_death``)."""
     prompt_ids: np.ndarray
     """int32 [P]."""
     prompt: str
@@ -94,11 +94,11 @@ class Lease(Struct, gc=False, frozen=True, kw_only=True):
     temperature: float
     max_tokens: Annotated[int, Meta(ge=1)]
     seal: str = ""
-    """Seal that shows the learner which rollouter it was leased to (``fits``); empty without a key."""
+    """Proof of the rollouter to which it was leased (``fits``); empty without a key."""
 
 
 class NewLeases(Message, frozen=True, kw_only=True):
-    """New leases; empty if there was none in time, ``closed`` if there will never be one again."""
+    """New leases; empty if none came in time. ``closed``: whether there will never be one again."""
 
     leases: list[Lease] = []
     closed: bool = False
@@ -114,17 +114,17 @@ class RequestLeases(Request, frozen=True, kw_only=True):
     senders = ROLLOUTER
     idle = True
     seen: Count
-    """The highest lease received by this incarnation of the rollouter."""
+    """Highest number of a lease that this incarnation of the rollouter has received."""
     free_groups: Annotated[int, Meta(ge=1)]
-    """Number of further groups that it can hold, those above ``seen`` included."""
+    """Number of groups that it can take, including leases above ``seen`` that are sent again."""
     served_version: int
     """The oldest version that its engines serve; -1 before the first."""
     holding: list[Uid] = []
-    """Uids that it holds. Nothing is left of its earlier incarnations."""
+    """Uids of all groups that it holds; leases of its earlier incarnations are lost."""
     number: Count = 0
-    """Number of the call, from 1 in each incarnation of the rollouter; 0 if it has none.
+    """Number of the call, from 1 in each incarnation of the rollouter; 0 for an unnumbered call.
 
-    A request that a later one has overtaken, or that got a lease before, gets no new leases.
+    A call gets no new leases if a later call has arrived, or if it got leases before and is repeated.
     """
 
 
@@ -135,82 +135,85 @@ class ReturnLeases(Request, frozen=True, kw_only=True):
     senders = ROLLOUTER
     uids: list[Uid]
     leaving: bool = False
-    """It asks for nothing any more and holds nothing but ``holding``; what else it was leased is with the learner, or
-    was never received. Said when it begins to leave, and again when it ends.
+    """Whether the rollouter leaves the run: it requests no more leases, and holds nothing except ``holding``. Its other
+    leases were delivered to the learner, or were never received. Sent when it begins to leave, and again at its end.
     """
     holding: list[Uid] = []
     """Uids of the groups that it may still deliver while it leaves."""
 
 
 class Trajectory(Struct, gc=False, kw_only=True):
-    """The product of one episode: the unit of reward, baseline, counting and ledger."""
+    """The result of one episode: one response or one conversation, which gets one reward."""
 
     sample: Count
     sequences: Annotated[list[Sequence], Meta(min_length=1)]
-    """Each sampled token has that role in one of them. Their order follows from what was asked, and not from when."""
+    """Each sampled token has role ``sampled`` in exactly one. Their order depends on the requests, not on time."""
     messages: list[dict[str, Any]] = []
-    """The main line of the conversation, as in OpenAI's chat completions; empty where a prompt has one response."""
+    """The main path of the conversation, as in OpenAI's chat completions; empty if the prompt has a single response."""
     branches: list[list[dict[str, Any]]] = []
-    """The conversation's other ends, each from its first message."""
+    """The other paths of the conversation, each from its first message to its end."""
     finish_reason: FinishReason
     text: str
-    """The response; of a conversation the last answer."""
+    """The response; in a conversation, the last answer."""
     reward: float | None = None
     components: dict[str, float] = {}
     resumes: Count = 0
-    """Times that its generation was aborted and taken up again."""
+    """Number of times that its generation was aborted and then continued."""
     attempts: Annotated[int, Meta(ge=1)] = 1
     turns: Count = 0
-    """Answers of the policy, also those that are not trained; 0 where a prompt has one response."""
+    """Number of the policy's answers, trained or not; 0 if the prompt has a single response."""
     forks: dict[str, Count] = {}
-    """Calls of the policy whose context did not continue an earlier answer, by cause."""
+    """Number of calls of the policy whose context did not continue an earlier answer, by cause."""
     stage_s: dict[str, float] = {}
-    """Seconds of the episode by what it was at: start, queue, engine, paused, tool, user, close."""
+    """Seconds of the episode by stage: start, queue, engine, paused, tool, user, close."""
     generate_s: float = 0.0
     score_s: float = 0.0
 
 
 class Group(Struct, gc=False, frozen=True, kw_only=True):
-    """A finished prompt group: scored trajectories, or the reason of its failure."""
+    """A finished prompt group: its scored trajectories, or the reason of its failure."""
 
     lease: Lease = field(name="ticket")
     """Checkpoints hold it as ``ticket``."""
     trajectories: list[Trajectory]
     failure: str | None = None
-    """Set when the group is to be quarantined."""
+    """Reason that the group must be quarantined; None if it did not fail."""
     dropped: Count = 0
-    """Trajectories left out under on_failed_trajectory = drop."""
+    """Number of trajectories that failed and were left out (on_failed_trajectory = drop)."""
     failed_attempts: Count = 0
-    """Attempts at its trajectories that failed, also where a later one went well."""
+    """Number of failed attempts at its trajectories, also if a later attempt succeeded."""
 
 
 def sealed(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> Lease:
-    """The lease as this rollouter gets it."""
+    """Return the lease with the seal for this incarnation of a rollouter."""
     return msgspec.structs.replace(lease, seal=_seal(key, lease, rollouter, incarnation))
 
 
 def fits(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> bool:
-    """Whether this rollouter got the lease as it stands."""
+    """Whether the lease carries the seal for this incarnation of a rollouter, and is unchanged in what is sealed."""
     return hmac.compare_digest(_seal(key, lease, rollouter, incarnation).encode(), lease.seal.encode())
 
 
 def _seal(key: bytes, lease: Lease, rollouter: str, incarnation: int) -> str:
-    said = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]
-    return hmac.new(key, msgspec.msgpack.encode(said), hashlib.sha256).hexdigest()
+    sealed_fields = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]
+    return hmac.new(key, msgspec.msgpack.encode(sealed_fields), hashlib.sha256).hexdigest()
 
 
 def after_death(deaths: int, *, alone: bool) -> int:
-    """The deaths of a prompt after one more, in company or alone."""
+    """Count one more death of a prompt that ran ``alone``, or in company. Returns the new number of deaths."""
     return deaths + 1 if alone else max(deaths, min(deaths + 1, ALONE_FROM))
 
 
 def runs_alone(deaths: int) -> bool:
-    """Whether nothing may be generated beside the prompt."""
+    """Whether a prompt with so many deaths must be generated alone."""
     return deaths >= ALONE_FROM
 
 
 def verdict(deaths: int, max_attempts: int, reason: str = "") -> str | None:
-    """Why the prompt may not run again; None while it may. ``reason`` is that of its last death."""
+    """Return the reason to quarantine a prompt with so many deaths; None while it may run again.
+
+    ``reason`` is that of its last death.
+    """
     own = deaths - ALONE_FROM
     if own < max_attempts:
         return None

@@ -1,4 +1,4 @@
-"""Messages about hosts that join a live run and leave it."""
+"""Messages about hosts that join a live run and leave it. A host has an agent, rollouters and their episode hosts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from asyncrl.messages.actors import Dead
 
 PublicKey = Annotated[str, Meta(min_length=40, max_length=40)]
 HostStage = Literal["joining", "serving", "leaving", "lost", "left"]
-"""A host is ``serving`` once one of its rollouters has been ready.
+"""Stage of a host. It is ``serving`` once one of its rollouters has been ready.
 
-It is ``lost`` if it had to leave and its connection was lost before it could."""
+It is ``lost`` if it was leaving and its connection was lost before it had left."""
 
 
 class NewHost(Struct, gc=False, frozen=True, kw_only=True):
@@ -22,10 +22,10 @@ class NewHost(Struct, gc=False, frozen=True, kw_only=True):
     host: Annotated[str, Meta(min_length=1, max_length=200)]
     """Its name in the hostfile."""
     address: str = ""
-    """Address that its actors bind."""
+    """Address to which its actors bind."""
     replicas: Annotated[int, Meta(ge=1, le=1024)]
     keys: list[list[PublicKey]] = []
-    """Public keys of its agent, then of each rollouter, then of each episode host, one for each attempt.
+    """Public keys of its agent, then of each rollouter, then of each episode host; each has a key for each attempt.
 
     Empty without CURVE."""
     episodes: bool = False
@@ -38,12 +38,12 @@ class MemberHost(Message, frozen=True, kw_only=True):
     agent: str
     host: str
     actors: list[str]
-    """Rollouters, and then their episode hosts."""
+    """Names of its rollouters, and then of their episode hosts."""
     stage: HostStage
     reason: str = ""
     """Reason that it leaves or has left."""
     within_s: float = 0.0
-    """Time to finish the groups in progress, once it leaves."""
+    """Seconds that it has to finish the groups in progress, once it leaves."""
     address: str = ""
     ask: str = ""
     """Join.ask of the request that brought it; empty for a host of the start."""
@@ -52,7 +52,7 @@ class MemberHost(Message, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its agent, and its actors."""
+        """Names of its agent, and then of its actors."""
         return (self.agent, *self.actors)
 
     @property
@@ -62,7 +62,7 @@ class MemberHost(Message, frozen=True, kw_only=True):
 
     @property
     def takes_part(self) -> bool:
-        """Whether it has joined and does not leave."""
+        """Whether it has joined and is not leaving."""
         return self.stage in ("joining", "serving")
 
 
@@ -73,23 +73,23 @@ class Joined(Message, frozen=True, kw_only=True):
     peers: dict[str, list[str]] = {}
     """Public keys of the whole run by actor name."""
     waiting_for: list[str] = []
-    """Actors that have not taken in the new keys: ask again."""
+    """Live actors that do not have the new keys yet; if there are any, the launcher asks again."""
 
 
 class Join(Request, frozen=True, kw_only=True):
-    """Launcher to controller: let these hosts take part. Parked until every live actor knows their keys."""
+    """Launcher to controller: let these hosts join. Parked until every live actor knows their keys."""
 
     reply = Joined
     senders = LAUNCHER
     ask: Annotated[str, Meta(min_length=16, max_length=64)]
-    """Random mark of the request, by which a repeat is recognised."""
+    """Random id of the request, by which the controller recognises a repeat."""
     hosts: Annotated[list[NewHost], Meta(min_length=1, max_length=1024)]
 
 
 class Leave(Request, frozen=True, kw_only=True):
-    """Launcher to controller: drain a host and let it go. A repeat gets the same answer.
+    """Launcher to controller: drain a host, which then leaves the run. A repeat gets the same answer.
 
-    Refused while no other rollouter serves; that is retryable if one is expected to.
+    Refused while no other rollouter serves; the caller may retry if one is expected to.
     """
 
     reply = MemberHost
@@ -97,10 +97,10 @@ class Leave(Request, frozen=True, kw_only=True):
     host: str
     """Its name in the hostfile, its own hostname, or the name of its agent."""
     within_s: Annotated[float, Meta(ge=0)]
-    """Time to finish the groups in progress; the rest then goes back to the dataloader."""
+    """Seconds that it has to finish the groups in progress; the rest then goes back to the dataloader."""
     reason: str = ""
     ask: str = ""
-    """Join.ask of the request that must have brought the host; empty for any host."""
+    """Join.ask of the request by which the host must have joined, or the controller refuses; empty for any host."""
 
 
 class HostLeft(Request, frozen=True, kw_only=True):
@@ -115,16 +115,16 @@ class Members(Message, frozen=True, kw_only=True):
 
     number: Count
     keys: dict[str, list[PublicKey]] = {}
-    """Public keys of each agent and actor that has joined, one for each attempt; none without CURVE."""
+    """Public keys of each agent and actor that has joined, by name, one for each attempt; empty without CURVE."""
     serving: list[str] = []
-    """Joined actors that have been ready once, on hosts that serve."""
+    """Actors of joined hosts that serve, if they have been ready once."""
     gone: list[Dead] = []
-    """Agents and actors that have left for good; their keys are not admitted."""
+    """Agents and actors that have left for good; connections with their keys are refused."""
     hosts: list[MemberHost] = []
 
 
 class WatchMembers(Request, frozen=True, kw_only=True):
-    """Anyone to controller, parked until the members are others than ``seen``."""
+    """Anyone to controller, parked until Members has another number than ``seen``."""
 
     reply = Members
     senders = MEMBERS | LAUNCHER

@@ -1,4 +1,4 @@
-"""Messages to the learner: groups that rollouters deliver, and what they tell of themselves."""
+"""Messages to the learner: groups that rollouters deliver, and statistics of their generation and updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.messages.groups import Group
 
 
 class Delivered(Message, frozen=True, kw_only=True):
-    """The learner holds the group in memory, or held it before: its lease may be released."""
+    """The learner has the group, or had it before (``duplicate``): the rollouter may release its lease."""
 
     duplicate: bool = False
 
@@ -23,13 +23,13 @@ class Deliver(Request, frozen=True, kw_only=True):
 
 
 class Held(Message, frozen=True, kw_only=True):
-    """The subset that must not be leased again."""
+    """Those of Holds.uids that the learner holds or has finished; they must not be leased again."""
 
     uids: list[Uid]
 
 
 class Holds(Request, frozen=True, kw_only=True):
-    """Dataloader to learner: which of these groups do you hold or have you finished?"""
+    """Dataloader to learner: say which of these groups it holds or has finished."""
 
     reply = Held
     senders = DATALOADER
@@ -43,21 +43,21 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
     transport: str = ""
     """nccl, gloo, shm or stream."""
     stage_s: float = 0.0
-    """Time until the bytes were there and verified; under a rolling transport while the engine generated."""
+    """Time until all bytes were received and verified; with shm and stream the engine generates meanwhile."""
     pause_s: float = 0.0
     """Time from the pause until the engine was idle."""
     load_s: float = 0.0
-    """Time to load; under a collective with the transfer."""
+    """Time to load the weights; with nccl and gloo it includes the transfer."""
     resume_s: float = 0.0
     stall_s: float = 0.0
     """Generation time lost: from the pause until the first request runs again."""
     bytes: int = 0
     """Size of the weights."""
     encoded_bytes: int = 0
-    """Bytes that were read or received for the weights; less than ``bytes`` when deltas paid."""
+    """Bytes that were read or received for the weights; fewer than ``bytes`` if deltas saved some."""
     drift: float | None = None
     """Distance of the engine from the learner over the probe (nats, root mean square); see rollouter/serving/drift.py.
-    None where it was not measured."""
+    None if it was not measured."""
     drift_worst: float | None = None
     """Largest distance over the probe's tokens (nats)."""
     probe_kl: float | None = None
@@ -67,7 +67,7 @@ class UpdateTimes(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class RolloutStats(Message, frozen=True, kw_only=True):
-    """Rollouter to learner, cast: what generation did since the last one. Twice a second while it generates."""
+    """Rollouter to learner, cast twice a second while it generates: statistics since the last cast."""
 
     senders = ROLLOUTER
     sampled_tokens: Count
@@ -78,6 +78,6 @@ class RolloutStats(Message, frozen=True, kw_only=True):
     in_flight: Count = 0
     served_version: int = -1
     reprefill_tokens: Count = 0
-    """Tokens that its engines have computed again because of updates, since the start of this incarnation."""
+    """Tokens whose KV cache its engines have computed again after updates, since the start of this incarnation."""
     idle: bool = False
-    """Whether it generates nothing. The next statistics then come when it begins to, or after some seconds."""
+    """Whether it generates nothing. It sends the next statistics when it begins to generate, or after some seconds."""

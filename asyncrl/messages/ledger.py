@@ -1,16 +1,17 @@
 """The ledger: which prompts of each epoch have an outcome, the number of each kind, and the deaths of open prompts.
 Pure.
 
-Invariant: in each epoch every prompt has at most one outcome, and keeps it. Whether a prompt has one is kept, exactly;
-which one it was is only counted: nothing that is decided later depends on it, and kinds alternate for ever.
+A prompt is open until it has an outcome. Invariant: in each epoch every prompt has at most one outcome, and keeps it.
+The ledger knows for each prompt whether it has an outcome, but only counts the kinds, on which no later decision
+depends.
 
-Size: a bit for each prompt of an epoch that is under way, from the first gap to the last outcome, and one entry for any
-number of epochs that ended alike. So it is bounded by the epochs that are open, however many are over; an outcome costs
-the same in an epoch of any size. The learner owns it and keeps it in its checkpoints. With the learner's buffer it is
-the truth about every prompt; the dataloader's book of leases and a rollouter's held leases are derived from it.
+Size: one bit for each prompt of an unfinished epoch, from the first open prompt to the last outcome. Consecutive epochs
+in which the same prompts have an outcome share one entry (a run), as finished epochs do. To record an outcome costs the
+same in an epoch of any size. The learner owns the ledger and keeps it in its checkpoints. With the learner's buffer it
+is the truth about every prompt; the dataloader's book of leases and a rollouter's held leases are derived from it.
 
-Fails with ValueError on an invalid state: epochs out of order, a set that is not in its only form, or counts that
-differ from the sets.
+Fails with ValueError on an invalid state: epochs out of order, a set not in canonical form, or counts that differ from
+the sets.
 """
 
 from __future__ import annotations
@@ -26,45 +27,45 @@ from msgspec import Struct
 from asyncrl.messages import Count, Uid
 
 Kind = Literal["trained", "filtered", "quarantined", "left_out"]
-"""The outcomes of a prompt. ``left_out``: a rule of the data left it out before any lease; this is no failure."""
+"""Kinds of outcomes. ``left_out``: a rule of the data excluded the prompt before any lease; this is no failure."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_PROMPTS = 1 << 32
-"""Prompts of an epoch, at most: the memory of a ledger is bounded for any index that is named."""
-# Full bytes are passed over so many at a time: an epoch may have millions of prompts.
+"""Most prompts of an epoch. So an invalid index cannot make a ledger use unbounded memory."""
+# ``_advance`` skips this many full bytes at a time: an epoch may have millions of prompts.
 _FULL = b"\xff" * 256
 
 
 class ConcludedEpochs(Struct, gc=False, frozen=True, kw_only=True):
-    """Consecutive epochs in which the same prompts have an outcome."""
+    """Consecutive epochs in which the same prompts have an outcome: a run of the ledger in a message or file."""
 
     first: Count
     epochs: Count
-    """Number of the epochs; more than one only where ``bits`` has at most one byte."""
+    """Number of the epochs; more than one only if ``bits`` has at most one byte."""
     below: Count
     """Multiple of 8: all prompts with a smaller index have an outcome."""
     bits: bytes
-    """Bits of prompts; bit k of byte j is the index below + 8 * j + k. The first byte is not 255, the last not 0."""
+    """Bit k of byte j is set if prompt below + 8 * j + k has an outcome. The first byte is not 255, the last not 0."""
 
 
 class LedgerState(Struct, gc=False, frozen=True, kw_only=True):
-    """The learner's word on the outcome of every prompt."""
+    """The content of a ledger, in messages and checkpoints."""
 
     attempts: dict[Uid, Count] = {}
-    """Lease.attempt of prompts without an outcome; absent where it is 0."""
+    """Lease.attempt of each open prompt; absent if it is 0."""
     first_epoch: Count = 0
-    """The prompts of earlier epochs were others: nothing is leased from them any more."""
+    """First epoch of the present data. Earlier epochs had other prompts, and nothing is leased from them any more."""
     concluded: list[ConcludedEpochs] = []
-    """Outcomes by epochs, ascending; an epoch in which no prompt has an outcome is in none."""
+    """The runs, ascending by epoch; an epoch in which no prompt has an outcome is in no run."""
     counts: dict[Kind, Count] = {}
-    """Prompts with an outcome, by outcome, over all epochs."""
+    """Number of prompts with an outcome, by its kind, over all epochs."""
 
 
 @dataclass(slots=True)
 class IndexSet:
-    """A set of integers from 0 on: all below ``below``, and of the others those whose bit is set.
+    """A set of integers from 0 on: all integers below ``below``, and those from there on whose bit is set.
 
-    Bit k of byte j is that of below + 8 * j + k. ``below`` is the largest such multiple of 8, and the last byte is not
-    0, so that equal sets are equal here, in any order of their making.
+    Bit k of byte j belongs to below + 8 * j + k. The form is canonical: ``below`` is the largest possible multiple of
+    8, and the last byte is not 0. So equal sets compare equal, in any order of filling.
     """
 
     below: int = 0
@@ -72,7 +73,7 @@ class IndexSet:
 
     @classmethod
     def of(cls, bits: bytes) -> IndexSet:
-        """The set of the numbers whose bits are set, counted from 0."""
+        """Make the set of the integers whose bits are set; bit k of byte j belongs to 8 * j + k."""
         found = cls(0, bytearray(bits.rstrip(b"\0")))
         found._advance()
         return found
@@ -104,11 +105,11 @@ class IndexSet:
         self._advance()
 
     def copy(self) -> IndexSet:
-        """A copy that changes by itself."""
+        """Return an independent copy."""
         return IndexSet(self.below, bytearray(self.bits))
 
     def _advance(self) -> None:
-        """Leave out full bytes at the beginning: each byte once, and none of the others is moved."""
+        """Remove full bytes at the beginning, and raise ``below`` by 8 for each."""
         full, bits = 0, self.bits
         while bits.startswith(_FULL, full):
             full += len(_FULL)
@@ -121,9 +122,10 @@ class IndexSet:
 
 @dataclass(slots=True)
 class _EpochRun:
-    """Epochs from ``first`` to before ``end`` in which the same prompts have an outcome.
+    """A run: the epochs from ``first`` to before ``end``, in which the same prompts have an outcome.
 
-    Only sets of at most one byte are compared: an epoch that is over is such a set, in any size.
+    Runs join only if their sets have at most one byte of bits, so that comparing is cheap. The set of a finished epoch
+    is always that short.
     """
 
     first: int
@@ -131,26 +133,25 @@ class _EpochRun:
     concluded: IndexSet
 
     def joins(self, other: _EpochRun) -> bool:
-        """Whether the other run begins where this one ends, and has the same prompts."""
+        """Whether the other run begins where this one ends, and has the same short set."""
         return self.end == other.first and len(self.concluded.bits) <= 1 and self.concluded == other.concluded
 
 
 class Ledger:
-    """Outcomes by (epoch, index)."""
+    """Records the outcomes of prompts by (epoch, index)."""
 
     def __init__(self) -> None:
         self._runs: list[_EpochRun] = []
-        """Ascending runs; as few as there can be."""
+        """Runs, ascending by epoch; neighbours that can join have joined."""
         self._counts = dict.fromkeys(KINDS, 0)
         self.attempts: dict[str, int] = {}
-        """Deaths of each open prompt by uid (of an eval prompt too), as messages/groups.py counts them; absent if 0.
-        """
+        """Lease.attempt (messages/groups.py) of each open prompt, also of eval prompts, by uid; absent if it is 0."""
         self.first_epoch = 0
-        """First epoch of the present prompts; earlier epochs had others, and their open prompts are left for good."""
+        """First epoch of the present data; open prompts of earlier epochs never get an outcome."""
 
     @classmethod
     def restore(cls, state: LedgerState) -> Ledger:
-        """The ledger of a ``state``. Raises ValueError."""
+        """Make a ledger from a ``state``. Raises ValueError if the state is invalid."""
         ledger = cls()
         ledger._runs = list(map(_run_of, state.concluded))
         if any(left.end > right.first for left, right in pairwise(ledger._runs)):
@@ -166,7 +167,7 @@ class Ledger:
 
     @property
     def state(self) -> LedgerState:
-        """All of the ledger, to be written or sent; independent of later records."""
+        """The content of the ledger, as a copy that later records do not change."""
         return LedgerState(
             concluded=[
                 ConcludedEpochs(
@@ -183,13 +184,13 @@ class Ledger:
         )
 
     def record(self, kind: Kind, epoch: int, index: int) -> None:
-        """Note an outcome of a prompt that has none."""
+        """Record the outcome of an open prompt, and forget its deaths."""
         assert self.is_open(epoch, index), f"prompt {epoch}-{index} has an outcome already"
-        at = self._alone(epoch)
+        at = self._isolate(epoch)
         self._runs[at].concluded.add(index)
-        # The later pair comes first: joining it leaves ``at`` where it is.
-        self._join(at)
-        self._join(at - 1)
+        # The pair (at, at + 1) comes first: if it joins, ``at`` stays valid.
+        self._join_if_equal(at)
+        self._join_if_equal(at - 1)
         self._counts[kind] += 1
         self.attempts.pop(f"{epoch}-{index}", None)
 
@@ -199,12 +200,12 @@ class Ledger:
         return concluded is None or index not in concluded
 
     def concluded_among(self, epoch: int, indices: np.ndarray) -> np.ndarray:
-        """Whether each of these prompts has an outcome: int64 [N] to bool [N]."""
+        """Return for each of these prompts of an epoch whether it has an outcome: int64 [N] to bool [N]."""
         concluded = self._of_epoch(epoch)
         return np.zeros(len(indices), bool) if concluded is None else concluded.among(indices)
 
     def count(self, kind: Kind) -> int:
-        """Prompts with this outcome, over all epochs."""
+        """Number of prompts with an outcome of this kind, over all epochs."""
         return self._counts[kind]
 
     @property
@@ -213,20 +214,20 @@ class Ledger:
         return self._runs[-1].end if self._runs else 0
 
     def concluded(self, epoch: int) -> int:
-        """Prompts of an epoch that have an outcome."""
+        """Number of prompts of an epoch that have an outcome."""
         concluded = self._of_epoch(epoch)
         return 0 if concluded is None else len(concluded)
 
     def _at(self, epoch: int) -> int:
-        """Index of the run of this epoch, or of the last one before it; -1 where there is neither."""
+        """Return the index of the run that holds this epoch, or else of the last run before it; -1 without either."""
         return bisect_right(self._runs, epoch, key=lambda run: run.first) - 1
 
     def _of_epoch(self, epoch: int) -> IndexSet | None:
         at = self._at(epoch)
         return self._runs[at].concluded if at >= 0 and epoch < self._runs[at].end else None
 
-    def _alone(self, epoch: int) -> int:
-        """Index of a run that is of this epoch alone, from here on."""
+    def _isolate(self, epoch: int) -> int:
+        """Split or insert runs so that one run holds this epoch alone. Returns the index of that run."""
         at = self._at(epoch)
         if at < 0 or epoch >= self._runs[at].end:
             self._runs.insert(at + 1, _EpochRun(epoch, epoch + 1, IndexSet()))
@@ -236,16 +237,17 @@ class Ledger:
             return at
         parts = [(run.first, epoch), (epoch, epoch + 1), (epoch + 1, run.end)]
         self._runs[at : at + 1] = [_EpochRun(*part, run.concluded.copy()) for part in parts if part[0] < part[1]]
-        # The run is behind the part before the epoch, where there is one.
+        # The run of the epoch comes after the part before it, if there is such a part.
         return at + (run.first < epoch)
 
-    def _join(self, at: int) -> None:
-        """Make one of a run and the next, where they join."""
+    def _join_if_equal(self, at: int) -> None:
+        """Join the runs at indices ``at`` and ``at`` + 1 if both exist and can join."""
         if 0 <= at < len(self._runs) - 1 and self._runs[at].joins(self._runs[at + 1]):
             self._runs[at].end = self._runs.pop(at + 1).end
 
 
 def _run_of(item: ConcludedEpochs) -> _EpochRun:
+    """Make a run from its message. Raises ValueError if the set is not in canonical form."""
     bits = item.bits
     ragged = bits.startswith(b"\xff") or bits.endswith(b"\0") or item.below % 8 or not (bits or item.below)
     if ragged or item.first < 0 or item.epochs < 1 or (item.epochs > 1 and len(bits) > 1):
@@ -254,7 +256,7 @@ def _run_of(item: ConcludedEpochs) -> _EpochRun:
 
 
 def position_of(uid: str) -> tuple[int, int]:
-    """(epoch, index) of a training prompt's uid, EPOCH-INDEX. Raises ValueError for any other uid."""
+    """Parse a training prompt's uid, EPOCH-INDEX, to (epoch, index). Raises ValueError for any other uid."""
     epoch, _, index = uid.partition("-")
     position = int(epoch), int(index)
     if position[0] < 0 or not 0 <= position[1] < MAX_PROMPTS:

@@ -10,22 +10,23 @@ from asyncrl.messages import LEARNER, MEMBERS, SINKS, VIEWER, Count, Done, Messa
 from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
 
 MOST_UNREACHED = 8
-"""Actors out of reach that a heartbeat names."""
+"""Most unreachable actors that a heartbeat names."""
 
 
 class UnreachedRecord(Struct, gc=False, frozen=True, array_like=True):
-    """An actor that is asked for and not reached; see unreached_s of rpc/calls/connection.py."""
+    """An actor that the reporting actor calls and cannot reach; see unreached_s of rpc/calls/connection.py."""
 
     whom: str
+    """Name of the unreachable actor."""
     seconds: float
-    """Time that it has lasted, on the clock of the reporting actor."""
+    """Seconds for which it has been unreachable, on the clock of the reporting actor."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Actor to controller, cast from a thread of its own.
+    """Actor to controller, cast from a thread of its own: the actor lives, and this is its state.
 
-    ``beat`` counts the heartbeats of an incarnation. Counters are cumulative since its start. A heartbeat carries those
-    that have changed, and from time to time all (rpc/heartbeat.py). Those that it leaves out are unchanged.
+    ``beat`` counts the heartbeats of an incarnation. Counters are cumulative since the incarnation's start. A heartbeat
+    carries the counters that have changed, and from time to time all (rpc/heartbeat.py). Those left out are unchanged.
     """
 
     senders = MEMBERS
@@ -33,6 +34,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     state: str
     """starting, ready, or another state of the actor."""
     loop_lag_s: float = 0.0
+    """Largest lag of its event loop since the last heartbeat."""
     awaiting: str = ""
     """Actor or thing that the state waits for."""
     state_s: float = 0.0
@@ -43,11 +45,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     counters: dict[str, float] = {}
     """Counters and gauges; names, kinds and units are in observe/catalogue.py."""
     histograms: dict[str, Histogram] = {}
-    """Counts by the buckets of the catalogue."""
+    """Histograms by name, with the buckets that the catalogue declares."""
     resources: list[Resource] = []
-    """Its serial resources, where there are more than a beat carries in turn."""
+    """Its serial resources. If there are too many for one heartbeat, several take turns."""
     held_back: bool = False
-    """Whether resources that have changed had to wait: else those that are left out have stayed where they were."""
+    """Whether changed resources are left out, for a later heartbeat. If False, those left out are unchanged."""
     loop_busy: float = 0.0
     """Share of the last interval in which its event loop's thread used a processor."""
     cpu: float = 0.0
@@ -55,14 +57,14 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     rss_bytes: Count = 0
     """Memory (RSS) of the process and its children."""
     gpus: list[Gpu] = []
-    """The GPUs that it may use, where they can be asked."""
+    """The GPUs that it may use, if their driver can be queried."""
     left_out: Annotated[int, Meta(ge=0, le=8)] = 0
-    """Number of heartbeats that may be left out after this one, as nothing changes."""
+    """Number of heartbeats that the actor may skip after this one, while nothing changes."""
     events: list[Event] = []
-    """Lines of its log of level warning or above, of the last few beats, the oldest first. Their numbers ascend from 1
-    in each incarnation; one that was heard before is the same event."""
+    """Lines of its log of level warning or above, of the last few heartbeats, the oldest first. Their numbers ascend
+    from 1 in each incarnation. An event is repeated in several heartbeats, with the same number."""
     unreached: Annotated[list[UnreachedRecord], Meta(max_length=MOST_UNREACHED)] = []
-    """Actors that it cannot reach, longest first."""
+    """Actors that it cannot reach, the longest unreachable first."""
 
 
 class MetricsLine(Message, frozen=True, kw_only=True):
@@ -73,22 +75,23 @@ class MetricsLine(Message, frozen=True, kw_only=True):
 
 
 class Metrics(Message, frozen=True, kw_only=True):
-    """The next lines of metrics.jsonl, and the newest snapshot of the run, encoded; empty if it is the one seen."""
+    """The next lines of metrics.jsonl, and the newest snapshot of the run."""
 
     lines: list[dict[str, Any]] = []
     line: Count
-    """Number of the last line of these, or of the last that there is."""
+    """Number of the last of these lines; without any, of the last line of the file."""
     snapshot_number: Count
     """Number of the newest snapshot."""
     snapshot: bytes = b""
+    """The snapshot in MessagePack; empty if the caller has seen it."""
     last: bool = False
-    """Whether all was taken and nothing more will come."""
+    """Whether the caller has all lines and no more will come."""
 
 
 class WatchMetrics(Request, frozen=True, kw_only=True):
     """Sinks to controller, parked until there are lines after ``line`` or a snapshot other than ``snapshot_number``.
 
-    The controller forgets the lines up to that number.
+    The controller forgets the lines up to ``line``.
     """
 
     reply = Metrics
@@ -99,14 +102,14 @@ class WatchMetrics(Request, frozen=True, kw_only=True):
 
 
 class SnapshotTaken(Message, frozen=True, kw_only=True):
-    """``snapshot`` is a Snapshot (snapshot.py) in MessagePack; empty when there is no other than the one seen."""
+    """``snapshot`` is a Snapshot (snapshot.py) in MessagePack; empty if there is no newer one than the caller has."""
 
     number: int
     snapshot: bytes = b""
 
 
 class WatchSnapshot(Request, frozen=True, kw_only=True):
-    """Viewer to controller, parked until there is another snapshot of the run than ``seen``."""
+    """Viewer to controller, parked until there is a snapshot of the run with another number than ``seen``."""
 
     reply = SnapshotTaken
     senders = VIEWER
@@ -115,14 +118,14 @@ class WatchSnapshot(Request, frozen=True, kw_only=True):
 
 
 class TraceWritten(Message, frozen=True, kw_only=True):
-    """The trace: its ``path`` on the controller's host, or the reason in ``error``."""
+    """The trace was written to ``path`` on the controller's host, or not, with the reason in ``error``."""
 
     path: str
     error: str = ""
     actors: list[str] = []
     """Actors whose spans are in it."""
     missing: list[str] = []
-    """Actors that did not hand theirs in in time."""
+    """Actors that did not send their spans in time."""
 
 
 class RequestTrace(Request, frozen=True, kw_only=True):
@@ -133,12 +136,12 @@ class RequestTrace(Request, frozen=True, kw_only=True):
 
 
 class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
-    """Something that an actor did; see observe/trace.py."""
+    """Something that an actor did, with its beginning and length; see observe/trace.py."""
 
     track: Annotated[str, Meta(min_length=1, max_length=100)]
-    # The numbers of tracks in a file leave room for so many of an actor (observe/trace.py).
+    # The numbers of tracks in a trace file allow this many tracks for an actor (observe/trace.py).
     order: Annotated[int, Meta(ge=0, lt=100_000)]
-    """Place of the track among those of its actor, and no other's."""
+    """Position of the track among the tracks of its actor; different tracks have different positions."""
     name: Annotated[str, Meta(min_length=1, max_length=200)]
     began: float
     """Unix time (s)."""
@@ -148,13 +151,13 @@ class TraceSpan(Struct, gc=False, frozen=True, array_like=True):
 
 
 class TracePart(Request, frozen=True, kw_only=True):
-    """Actor to controller: a part of its spans, oldest first, because RunState.trace asks for them or it ends."""
+    """Actor to controller: a part of its spans, oldest first. Sent if RunState.trace requests them, or it ends."""
 
     reply = Done
     senders = MEMBERS
-    # Spans that were taken in twice would be in the file twice.
+    # Repeated spans would be in the file twice.
     idempotent = False
     number: Count
-    """RunState.trace; 0 at the end of an actor."""
+    """RunState.trace, or 0 if the actor ends."""
     spans: Annotated[list[TraceSpan], Meta(max_length=2000)]
     last: bool = False

@@ -1,8 +1,8 @@
 """Requests of rollouters to the reward pool, and the values that a reward function or an episode may return.
 
-Invariant: a value that passes is a float of a magnitude that can be learnt from, with at most MOST_NAMES such
-components under short names, one value for each completion. The rest raises BadOutcome, whose text names the value: an
-error is never turned into a reward.
+Invariant: a value that passes is a finite float up to LARGEST, with at most MOST_NAMES such components under short
+names. There is one value for each completion. Everything else raises BadOutcome, whose text names the value: an error
+is never turned into a reward.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from asyncrl.messages import ROLLOUTER, Count, FinishReason, Message, Request, U
 Outcome = tuple[float, dict[str, float]]
 
 LARGEST = 1e18
-"""Magnitude of a reward; the square of a larger one, which its group's deviation takes, leaves single precision."""
+"""Largest magnitude of a reward. The standard deviation of a group squares rewards; larger ones overflow float32."""
 MOST_NAMES = 64
-"""Names of components in a mapping, and in a run."""
+"""Most names of components in a mapping, and in a run."""
 LONGEST_NAME = 100
-"""Characters of a component's name."""
+"""Most characters of a component's name."""
 TIMED_OUT_COMPONENT = "timed_out"
-"""The one component of a reward that the function did not give: that of reward.on_timeout."""
+"""The only component of the reward that reward.on_timeout gives in place of the function."""
 PENALTY_COMPONENT = "overlong_penalty"
-"""Component that ``reward.truncated = "penalty"`` has added to a reward, 0 or less."""
+"""Component that ``reward.truncated = "penalty"`` adds to a reward, 0 or less."""
 
 
 class Completion(Struct, gc=False, frozen=True, kw_only=True):
@@ -39,19 +39,19 @@ class Completion(Struct, gc=False, frozen=True, kw_only=True):
     tokens: Count
     """Number of tokens that the policy sampled."""
     messages: list[dict[str, Any]] = []
-    """The conversation of an episode, from its first message to the answer given last, as in OpenAI's chat completions;
-    empty where a prompt has one response."""
+    """The conversation of an episode, from its first message to the last answer, as in OpenAI's chat completions. Empty
+    if the prompt has a single response."""
     branches: list[list[dict[str, Any]]] = []
-    """The conversation's other ends, each from its first message."""
+    """The other paths of the conversation, each from its first message to its end."""
 
 
 class Scores(Message, frozen=True, kw_only=True):
-    """One reward a completion, in order. ``components`` may be empty."""
+    """One reward and one mapping of components (which may be empty) for each completion, in order."""
 
     rewards: list[float]
     components: list[dict[str, float]]
     run_s: float
-    """Time spent in the function."""
+    """Seconds spent in the reward function."""
 
 
 class Score(Request, frozen=True, kw_only=True):
@@ -64,20 +64,19 @@ class Score(Request, frozen=True, kw_only=True):
     row: dict[str, Any]
     completions: Annotated[list[Completion], Meta(min_length=1)]
     has_worked: bool = False
-    """Whether the sender has had rewards of this function before, so that a pool that was started again knows."""
+    """Whether the sender has received rewards of this function before; a restarted pool does not know it otherwise."""
 
 
 class BadOutcome(ValueError):
-    """A value that is no reward."""
+    """The value that a reward function or an episode returned is no valid reward."""
 
 
 def read_outcome(value: Any) -> Outcome:
-    """One reward with its components.
+    """Check one returned value, and read the reward and its components from it. Raises BadOutcome.
 
-    A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their
-    sum.
+    A number is the reward. A mapping has components: the reward is its "reward" if it has one, else their sum.
     """
-    # This is the common case, without the checks below; NaN fails the comparison.
+    # Shortcut for the common case; NaN fails the comparison.
     if type(value) is float and -LARGEST <= value <= LARGEST:
         return value, {}
     if not isinstance(value, Mapping):
@@ -96,7 +95,7 @@ def read_outcome(value: Any) -> Outcome:
         try:
             name.encode()
         except UnicodeEncodeError:
-            # As half of an emoji that the function has cut out of a response.
+            # For example half of an emoji that the function has cut out of a response.
             what = f"returned a mapping with the key {reprlib.repr(name)}, which holds half of a surrogate pair"
             raise BadOutcome(f"{what}; names of components are text that UTF-8 can hold") from None
         if len(name) > LONGEST_NAME:
@@ -114,7 +113,7 @@ def read_outcome(value: Any) -> Outcome:
 
 
 def read_outcomes(value: Any, count: int) -> list[Outcome]:
-    """The rewards of a group, one for each of its ``count`` completions."""
+    """Check a list of returned values, one for each of a group's ``count`` completions. Raises BadOutcome."""
     if getattr(value, "ndim", None) == 1:
         value = value.tolist()
     if not isinstance(value, list | tuple):
@@ -125,8 +124,10 @@ def read_outcomes(value: Any, count: int) -> list[Outcome]:
 
 
 def read_number(value: Any, verb: str, whole: Any = None) -> float:
-    """A number that can be learnt from. Raises BadOutcome, which says what the user's code ``verb``; ``whole`` holds
-    it."""
+    """Convert a value to a float, which must be finite and at most LARGEST. Raises BadOutcome.
+
+    ``verb`` begins the error's text, as "returned"; ``whole`` is the mapping that contains the value, if any.
+    """
     # Scalars of numpy and torch are not all registered as numbers, but convert as such.
     scalar = hasattr(value, "__float__") and getattr(value, "ndim", None) == 0
     if not isinstance(value, numbers.Real) and not scalar:

@@ -2,8 +2,8 @@
 
 The controller builds it from heartbeats, records it in the run folder and sends it to viewers. Times are durations in
 seconds, except ``wall`` (Unix time, s). Counters and the seconds of a state count from the start of an incarnation. A
-rate divides by the time between two heartbeats, by ``heard_s`` (observe/snapshots/rates.py). docs/metrics.md lists
-the names of metrics.
+rate divides by the time between two heartbeats, by ``heard_s`` (observe/snapshots/rates.py). docs/metrics.md lists the
+names of metrics.
 
 Invariant: fields are only added; a change that breaks readers of older snapshots raises SCHEMA. Snapshots are never
 part of a reference cycle, so the garbage collector ignores them (``gc=False``).
@@ -27,18 +27,18 @@ class Wait(Struct, gc=False, frozen=True):
     """An open wait of an actor; see rpc/awaits.py."""
 
     whom: str
-    """An actor, a role for any actor of it, or something inside the actor itself."""
+    """Name of what the actor waits for: another actor, a role (any actor of it), or something inside itself."""
     what: str
     seconds: float
-    """Time that it has lasted; where there are several for the same, the longest."""
+    """Seconds that the wait has lasted; of several waits for the same, the longest."""
     idle: bool = False
-    """Whether the wait is normal, and no sign of trouble."""
+    """Whether the wait is normal idleness, and no sign of trouble."""
 
 
 class Resource(Struct, gc=False, frozen=True, kw_only=True):
     """A serial resource: an engine, a learner rank, a reward worker. It is in exactly one state at any time.
 
-    A heartbeat has it as the resource's own ledger does (observe/states.py).
+    observe/states.py keeps the times; a heartbeat carries them.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Resource(Struct, gc=False, frozen=True, kw_only=True):
     state_s: float = 0.0
     """Seconds in the present state."""
     seconds: dict[str, float]
-    """Seconds by state in the resource's last record; they never shrink. With ``since_s`` in the present state they
-    add up to its age at the last heartbeat of its actor."""
+    """Seconds by state in the resource's last record; they never shrink. With ``since_s`` in the present state they add
+    up to its age at the last heartbeat of its actor."""
     since_s: float = 0.0
     """Seconds in the present state from that record to the last heartbeat."""
 
@@ -72,7 +72,7 @@ class Gpu(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Histogram(Struct, gc=False, frozen=True, array_like=True):
-    """Counts by fixed buckets; the declaration of the metric has the edges."""
+    """Counts by fixed buckets, whose edges are in the metric's declaration (observe/catalogue.py)."""
 
     counts: list[Count]
     """Counts by bucket, one more than there are edges: the last bucket is open above."""
@@ -80,7 +80,7 @@ class Histogram(Struct, gc=False, frozen=True, array_like=True):
 
 
 class ActorView(Struct, gc=False, frozen=True, kw_only=True):
-    """An actor, or the place of one that is dead and not replaced yet."""
+    """An actor, or one that is dead and not replaced yet."""
 
     name: str
     """ROLE/INDEX."""

@@ -1,8 +1,7 @@
-"""Figures of a trajectory, or a group of them, that follow from its sequences alone. Pure.
+"""Computes lengths, versions and rewards of a trajectory or group from its sequences. Pure.
 
-They speak of sampled tokens, in the order of ``Sequence.logprobs``: context, and tokens repeated from an earlier
-sequence, are in none of them. They rely on the checks of learner/algorithm/group_check.py, and fail in no
-other way.
+All functions consider tokens of role ``sampled`` only, in the order of ``Sequence.logprobs``, and leave out context and
+repeated tokens. They expect sequences that have passed learner/algorithm/group_check.py, and then do not fail.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from asyncrl.messages import FinishReason
 from asyncrl.messages.groups import Group, Sequence, Trajectory, VersionSpan
 
 TRUNCATED: frozenset[FinishReason] = frozenset({"length", "turns", "time"})
-"""Ends that a limit brought about: of tokens, turns or time."""
+"""Finish reasons of trajectories that a limit ended: of tokens, turns or time."""
 
 
 def is_truncated(trajectory: Trajectory) -> bool:
@@ -24,7 +23,7 @@ def is_truncated(trajectory: Trajectory) -> bool:
 
 
 def sampled_tokens(trajectory: Trajectory) -> int:
-    """Length of the trajectory: the tokens of it that the policy sampled."""
+    """Length of the trajectory: the number of its sampled tokens."""
     return sum(len(sequence.logprobs) for sequence in trajectory.sequences)
 
 
@@ -39,7 +38,7 @@ def last_answer_tokens(trajectory: Trajectory) -> int:
 
 
 def sampled_spans(sequence: Sequence) -> Iterator[VersionSpan]:
-    """The spans of role ``sampled``."""
+    """Yield the spans of role ``sampled``."""
     return (span for span in sequence.spans if span.role == "sampled")
 
 
@@ -47,7 +46,7 @@ def sampled_positions(sequence: Sequence) -> np.ndarray:
     """Positions of the sampled tokens in ``tokens``: int64 [S]."""
     if len(sequence.logprobs) == len(sequence.tokens):
         return np.arange(len(sequence.tokens))
-    # The empty array is for a sequence without sampled spans: nothing cannot be concatenated.
+    # The empty array is for a sequence without sampled spans: numpy cannot concatenate an empty list.
     return np.concatenate([np.arange(0), *(np.arange(span.start, span.end) for span in sampled_spans(sequence))])
 
 
@@ -57,7 +56,7 @@ def versions_of(trajectory: Trajectory) -> list[int]:
 
 
 def oldest_version(group: Group) -> int | None:
-    """Version of the group's oldest sampled token; None where it has none."""
+    """Version of the group's oldest sampled token; None if it has no sampled token."""
     return min((version for trajectory in group.trajectories for version in versions_of(trajectory)), default=None)
 
 
@@ -68,7 +67,10 @@ def is_late(group: Group, version: int, limit: int) -> bool:
 
 
 def past_rewards(sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
-    """``Turn.past_reward`` and length of each answer in it: float64 [answers] and int64 [answers], which sums to S."""
+    """Return ``Turn.past_reward`` and the length of each answer of a sequence: float64 [answers], int64 [answers].
+
+    The lengths sum to S. A sequence without turns is one answer with past reward 0.
+    """
     if not sequence.turns:
         sampled = len(sequence.logprobs)
         answers = 1 if sampled else 0

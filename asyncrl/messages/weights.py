@@ -1,4 +1,8 @@
-"""Messages of a weight update: from the learner through the parameter server to the rollouters."""
+"""Messages of a weight update: from the learner through the parameter server to the rollouters.
+
+By shm and stream each replica opens segments or fetches chunks by itself; nccl and gloo broadcast to all members at
+once. parameter_server/ explains the terms.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class TensorSpec(Struct, gc=False, frozen=True, array_like=True):
 
 
 class BucketLayout(Struct, gc=False, frozen=True, kw_only=True):
-    """A bucket before it is filled; the same in every version."""
+    """Size and tensors of a bucket, without its bytes; the same in every version."""
 
     size: Count
     tensors: list[TensorSpec]
@@ -42,9 +46,9 @@ class Bucket(Struct, gc=False, frozen=True, kw_only=True):
 
 
 class Probe(Struct, gc=False, frozen=True, kw_only=True):
-    """Log-probs of a few sequences under the learner's weights of a version; an engine with the same weights agrees.
+    """Log-probs of a few sequences by the learner's weights of a version; an engine with the same weights agrees.
 
-    There are S sequences of T tokens together, and C places in them. Each place has the K likeliest next tokens.
+    There are S sequences of T tokens in all. At C places, positions in them, it also has the K likeliest next tokens.
     """
 
     tokens: np.ndarray
@@ -54,11 +58,11 @@ class Probe(Struct, gc=False, frozen=True, kw_only=True):
     logprobs: np.ndarray
     """float32 [T - S]: of each token except a sequence's first, given those before it, at temperature 1 (nats)."""
     places: np.ndarray
-    """int32 [C, 2]: a sequence, and the number of its tokens before the place."""
+    """int32 [C, 2]: the index of a sequence, and the number of its tokens before the place."""
     likeliest: np.ndarray
-    """int32 [C, K]."""
+    """int32 [C, K]: the likeliest tokens at each place."""
     likeliest_logprobs: np.ndarray
-    """float32 [C, K]: at the run's temperature (nats)."""
+    """float32 [C, K]: their log-probs at the run's temperature (nats)."""
 
 
 class Manifest(Struct, gc=False, frozen=True, kw_only=True):
@@ -76,7 +80,7 @@ Transport = Literal["nccl", "gloo", "shm", "stream"]
 
 
 class BroadcastGroup(Struct, gc=False, frozen=True, kw_only=True):
-    """The process group of a broadcast. Rank 0 is the learner; a replica has as many consecutive ranks as workers."""
+    """The process group of a broadcast. Rank 0 is the learner; a replica has consecutive ranks, one for each worker."""
 
     backend: CollectiveBackend
     epoch: Count
@@ -99,37 +103,37 @@ class BroadcastPart(Struct, gc=False, frozen=True, kw_only=True):
     buckets: list[BucketLayout]
     probe: Probe | None = None
     timeout_s: float
-    """Longest time that a member waits for the others, or for the next bucket."""
+    """Seconds that a member waits for the others, or for the next bucket, before it fails."""
 
 
 class Source(Struct, gc=False, frozen=True, array_like=True):
-    """A replica earlier in the chain, and its turn there."""
+    """A replica earlier in the chain, and the turn of its fetch (parameter_server/hosts.py)."""
 
     name: str
     turn: Count
 
 
 class Offer(Struct, gc=False, frozen=True, kw_only=True):
-    """A version for one replica: with a ``manifest`` under shm and stream, else with a ``broadcast``."""
+    """A version for one replica to take: with a ``manifest`` by shm and stream, else with a ``broadcast``."""
 
     version: Count
     transport: Transport
     manifest: Manifest | None = None
     broadcast: BroadcastPart | None = None
     share: bool = False
-    """Whether this replica fetches the version for its host. Other replicas of the host open it when it is whole. The
-    next host of the chain asks for its chunks while they arrive."""
+    """Whether this replica fetches the version for its host. Other replicas of the host open it once it is whole. The
+    next host of the chain requests its chunks while they arrive."""
     turn: Count = 0
     """Turn of this replica in the chain, if it shares. Each fetch has a later turn than all before it."""
     sources: list[Source] = []
-    """Replicas earlier in the chain, nearest first. Each is asked for chunks until it fails, and at last the parameter
-    server is."""
+    """Replicas earlier in the chain, nearest first. Chunks come from the first until it fails, then from the next, and
+    at last from the parameter server."""
 
 
 class Publish(Request, frozen=True, kw_only=True):
     """Learner to parameter server: a new version. Answered when the parameter server holds its segments.
 
-    A version that is held already is acknowledged again. Error ``version_reused`` for an older one.
+    A repeat for the newest version is acknowledged again. Error ``version_reused`` for an older version.
     """
 
     reply = Done
@@ -138,15 +142,15 @@ class Publish(Request, frozen=True, kw_only=True):
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """``held`` False: this is another parameter server, which lacks the version; publish it again."""
+    """State of a published version. If not ``held``, a restarted parameter server lacks it: publish it again."""
 
     held: bool
     corrupt: bool = False
-    """The bytes have changed since they were sealed: publish the weights again, under another number."""
+    """Whether the bytes have changed since they were sealed: publish the weights again, with another number."""
 
 
 class KeepPublished(Request, frozen=True, kw_only=True):
-    """Learner to parameter server, parked while version ``version`` is held."""
+    """Learner to parameter server, parked as long as ``version``, or a newer one, is held and its bytes are intact."""
 
     reply = Published
     senders = LEARNER
@@ -159,7 +163,7 @@ class BroadcastState(Message, frozen=True, kw_only=True):
 
     decided: bool = False
     group: BroadcastGroup | None = None
-    """The group that the learner now broadcasts to; None where there is no broadcast."""
+    """The group to which the learner must now broadcast; None if there is no broadcast."""
     error: str = ""
     """Reason that the broadcast broke; empty if all members have committed."""
 
@@ -167,7 +171,7 @@ class BroadcastState(Message, frozen=True, kw_only=True):
 class AnnounceBroadcast(Request, frozen=True, kw_only=True):
     """Learner to parameter server: ``version`` is being gathered and can be broadcast.
 
-    Parked until every member of the group is paused for it, or it is clear that there is no broadcast.
+    Parked until every member of the group is paused for it, or the broadcast is declined or called off.
     """
 
     reply = BroadcastState
@@ -184,7 +188,7 @@ class AnnounceBroadcast(Request, frozen=True, kw_only=True):
 
 
 class WatchBroadcast(Request, frozen=True, kw_only=True):
-    """Learner to parameter server while it sends, parked until the broadcast is over, so that it stops at a failure."""
+    """Learner to parameter server, while it sends: parked until the broadcast is over, so that it can stop early."""
 
     reply = BroadcastState
     senders = LEARNER
@@ -204,7 +208,7 @@ class FailBroadcast(Request, frozen=True, kw_only=True):
 
 
 class Update(Message, frozen=True, kw_only=True):
-    """Without an ``offer`` nothing newer came in time."""
+    """A version to take; without an ``offer`` there was no newer one in time: ask again."""
 
     offer: Offer | None = None
 
@@ -212,7 +216,7 @@ class Update(Message, frozen=True, kw_only=True):
 class NextUpdate(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server, parked until there is a version above ``serving`` for this replica.
 
-    A replica that asks this has nothing staged and nothing paused, except an engine that failed to load.
+    It also says that the replica has nothing staged, and that it is not paused, unless its engine failed to load.
     """
 
     reply = Update
@@ -220,7 +224,7 @@ class NextUpdate(Request, frozen=True, kw_only=True):
     idle = True
     serving: int
     host: str
-    """Host by host_id (weights/segments.py). A process can open the segments of all processes with the same value."""
+    """host_id of the replica (weights/segments.py): it can open the segments of all processes with the same value."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False
@@ -236,10 +240,11 @@ class Chunk(Message, frozen=True, kw_only=True):
 
 
 class FetchChunk(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: bytes [offset, offset + size) of a bucket.
+    """Rollouter to parameter server: send bytes [offset, offset + size) of a bucket.
 
-    Also to a rollouter that fetches the version for its host; parked there until the chunk has arrived. Error
-    ``version_gone`` if the version is not held by this turn, ``not_here`` if the chunk has not arrived in time.
+    Also sent to a rollouter that fetches the version for its host, and parked there until the chunk has arrived. Errors
+    are ``version_gone`` if the version is not held there (with this turn), and ``not_here`` if the chunk has not
+    arrived in time.
     """
 
     reply = Chunk
@@ -249,8 +254,8 @@ class FetchChunk(Request, frozen=True, kw_only=True):
     offset: Count
     size: Annotated[int, Meta(ge=1)]
     turn: Count = 0
-    """Turn of the rollouter that is asked; 0 for the parameter server. A rollouter that has begun again has a later
-    turn, and may wait for the chunks of the caller itself."""
+    """Turn of the fetch that is asked; 0 for the parameter server. If the rollouter has begun another fetch, it has a
+    later turn and refuses: it may itself wait for chunks of the caller."""
 
 
 class LoadGranted(Message, frozen=True, kw_only=True):
@@ -263,20 +268,20 @@ class LoadGranted(Message, frozen=True, kw_only=True):
 class RequestLoad(Request, frozen=True, kw_only=True):
     """Rollouter to parameter server, parked until this replica may load ``version``.
 
-    By shm or stream it pauses then. For a broadcast it is paused already, and waits for the other members.
+    With shm or stream it pauses after the answer. For a broadcast it is paused already, and waits for other members.
     """
 
     reply = LoadGranted
     senders = ROLLOUTER
     version: Count
     epoch: Count | None = None
-    """Epoch of the broadcast; None by shm and stream."""
+    """Epoch of the broadcast; None with shm and stream."""
     paths: list[str] = []
-    """Bucket.path of all buckets at which other replicas of this host find the version, if it is held for them."""
+    """Bucket.path of each bucket, by which other replicas of this host can open the version; empty if not shared."""
 
 
 class ReportUpdate(Request, frozen=True, kw_only=True):
-    """Rollouter to parameter server: the update to ``version`` ended here."""
+    """Rollouter to parameter server: the update to ``version`` has ended; if ``committed``, the replica serves it."""
 
     reply = Done
     senders = ROLLOUTER
@@ -285,4 +290,4 @@ class ReportUpdate(Request, frozen=True, kw_only=True):
     times: UpdateTimes
     error: str = ""
     corrupt: bool = False
-    """The bytes were not those of the manifest, before anything was loaded."""
+    """Whether the bytes differed from the manifest; nothing was loaded then."""

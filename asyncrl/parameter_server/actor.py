@@ -1,11 +1,11 @@
 """The parameter server: takes versions from the learner, holds the newest ones, and directs how replicas load them.
 
-The learner waits here only until its segments are held. Replicas ask; their calls are parked and answered by events,
-not polled. The conductor makes all decisions; here are its sockets, clock, segments and log.
+The learner waits here only until its segments are held. Replicas call, and each call is parked until an event answers
+it. The conductor (conductor.py) makes all decisions; this module has its sockets, clock, segments and log.
 
-A chunk is a view of the segment's own memory, which ZeroMQ sends without a copy. Its checksum is computed when it is
-first asked for and remembered, because several replicas ask for the same chunks at about the same time. Each version is
-closed exactly once: when it is no longer needed, or at the end.
+A chunk is a view of the segment's own memory, which ZeroMQ sends without a copy. Its checksum is computed for the first
+request and remembered, because several replicas request the same chunks at about the same time. Each version is closed
+exactly once: when it is no longer needed, or at the end. A version is condemned if its bytes here have changed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from asyncrl.weights.held_version import HeldVersion, hold
 from asyncrl.weights.segments import host_id
 
 COMPARED_VERSIONS = 16
-"""Versions whose checksums are kept for replicas that load them late."""
+"""Number of versions whose engine checksums are kept, for replicas that load them late."""
 MAX_CHECKSUMS = 65536
-"""Checksums that are remembered, the newest ones: a few MiB, for 256 GiB in chunks of 4 MiB."""
+"""Number of chunk checksums that are kept, the newest: a few MiB, for 256 GiB in chunks of 4 MiB."""
 
 
 class ParameterServer(Actor):
@@ -62,15 +62,15 @@ class ParameterServer(Actor):
         self._conductor = Conductor(self.config.weights, first_epoch=numbers_begin_above(context.incarnation) + 1)
         self._held = HeldVersions()
         self._lots: dict[str, ParkingLot] = {}
-        """Parked question of each caller."""
+        """The parked call of each caller, by name."""
         self._checksums: dict[int, str] = {}
-        """Checksum of the first engine that loaded a version, by version, in order."""
+        """Checksum that the first engine reported for a version, by version, in order of the first reports."""
         self._condemned = ParkingLot()
-        """The learner's parked call, while its versions are whole."""
+        """The learner's parked ``keep_published``; woken when a version is condemned."""
         self._suspect = asyncio.Event()
         """Set when a replica has found the newest version corrupt."""
         self._sooner = asyncio.Event()
-        """Set when the conductor's deadline is before the one waited for."""
+        """Set when the conductor's next deadline has become earlier than ``_timer``."""
         self._timer: float | None = None
 
     async def run(self) -> None:
@@ -82,7 +82,7 @@ class ParameterServer(Actor):
         await self._held.close()
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """Forget a dead actor: it stages nothing, pauses for nothing, and takes part in nothing."""
+        """Forget a dead actor, which ends its staging, its pause and its part in a broadcast."""
         self._conductor.left(name, incarnation, self._now())
         self._changed()
 
@@ -90,11 +90,11 @@ class ParameterServer(Actor):
 
     @handler
     def publish(self, request: Publish, caller: Caller) -> Done:
-        """Take a new version; repeated with the same number it is acknowledged again. Raises VersionReused."""
+        """Hold a new version and offer it to replicas; a repeat changes nothing. Raises VersionReused."""
         manifest = request.manifest
         if not self._conductor.is_new(manifest.version):
             return Done()
-        # The version is held first: if a segment cannot be opened, its number is not taken.
+        # The version is held first: if a segment cannot be opened, its number stays free.
         self._held.add(hold(manifest))
         self._conductor.publish(manifest.version)
         self.param_version = manifest.version
@@ -105,7 +105,7 @@ class ParameterServer(Actor):
 
     @handler
     async def keep_published(self, request: KeepPublished, caller: Caller) -> Published:
-        """Park the call while the version, or a newer one, is held and whole."""
+        """Park the call as long as the version, or a newer one, is held and not condemned."""
 
         def lost() -> Published | None:
             corrupt = request.version <= self._conductor.condemned
@@ -116,7 +116,7 @@ class ParameterServer(Actor):
 
     @handler
     async def announce_broadcast(self, request: AnnounceBroadcast, caller: Caller) -> BroadcastState:
-        """Park the call until the members are paused, or there is no broadcast."""
+        """Park the call until all members are paused for the broadcast, or it is called off."""
         state: BroadcastState = await self._answer(request, caller)
         return state
 
@@ -136,12 +136,15 @@ class ParameterServer(Actor):
 
     @handler
     async def next_update(self, request: NextUpdate, caller: Caller) -> Update:
-        """Park the call until there is a newer version than the one that the replica serves."""
+        """Park the call until the conductor offers the replica a newer version than the one that it serves."""
         update: Update = await self._answer(request, caller, same_host=request.host == host_id())
         return Update(offer=update.offer and self._with_manifest(update.offer, caller.name))
 
     def _with_manifest(self, offer: Offer, name: str) -> Offer:
-        """The offer with the manifest of its version; paths lead to segments of the replica's own host only."""
+        """Add the version's manifest to an offer, unless the version is broadcast.
+
+        Its paths are empty for a replica that fetches chunks. Otherwise they lead to segments on the replica's host.
+        """
         if offer.broadcast is not None:
             return offer
         manifest = self._held.manifest(offer.version)
@@ -153,7 +156,7 @@ class ParameterServer(Actor):
 
     @handler
     def fetch_chunk(self, request: FetchChunk, caller: Caller) -> Chunk:
-        """Bytes of a held version. Raises VersionGone, InvalidRequest."""
+        """Return a chunk of a held version. Raises VersionGone, InvalidRequest."""
         chunk = self._held.chunk(request)
         self.counters.add("weights/chunks_served")
         self.counters.add("weights/bytes_served", request.size)
@@ -162,13 +165,13 @@ class ParameterServer(Actor):
 
     @handler
     async def request_load(self, request: RequestLoad, caller: Caller) -> LoadGranted:
-        """Park the call until the replica may load, or the broadcast is called off."""
+        """Park the call until the replica may load the version, or its broadcast is called off."""
         reply: LoadGranted = await self._answer(request, caller)
         return reply
 
     @handler
     def report_update(self, request: ReportUpdate, caller: Caller) -> Done:
-        """Take the end of an update, which frees its pause for the next replica."""
+        """Record the end of a replica's update, which frees its pause; verify a version that it found corrupt."""
         counted = self._conductor.report(caller.name, caller.incarnation, request, self._now())
         transport, version = request.times.transport, request.version
         if request.committed and request.times.checksum:
@@ -178,7 +181,7 @@ class ParameterServer(Actor):
             if request.committed:
                 self.log.info("committed", stall_s=request.times.stall_s, **facts)
             else:
-                # A broken broadcast is one warning, and not one for each of its members.
+                # The conductor warns once of a broken broadcast, so its members' failures are no warnings.
                 log = self.log.info if transport in ("gloo", "nccl") else self.log.warning
                 log("update failed", error=request.error, **facts)
         if request.corrupt and version == self._conductor.newest > self._conductor.condemned:
@@ -188,7 +191,7 @@ class ParameterServer(Actor):
         return Done()
 
     def _compare(self, name: str, request: ReportUpdate) -> None:
-        """Compare checksums: all engines must hold the same weights after the same update."""
+        """Compare an engine's checksum with the first one of this version: all engines must hold the same weights."""
         if self._checksums.setdefault(request.version, request.times.checksum) != request.times.checksum:
             self.counters.add("weights/engines_differ")
             self.log.error("engines hold different weights", replica=name, version=request.version)
@@ -202,28 +205,32 @@ class ParameterServer(Actor):
         return asyncio.get_running_loop().time()
 
     async def _answer(self, request: Request, caller: Caller, *, same_host: bool = False) -> Any:
-        """The answer; "ask again" when the time is over, or the caller has asked something else since."""
+        """Pass a request to the conductor as a question, and park the call until it has an answer.
+
+        Returns the empty reply, which means "ask again", if the caller's parking time is over or the caller has asked
+        something else since.
+        """
         question = self._conductor.ask(caller.name, caller.incarnation, request, self._now(), same_host=same_host)
         self._changed()
         lot = self._lots.setdefault(caller.name, ParkingLot())
         try:
-            found = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
+            answer = await lot.until(lambda: self._conductor.answer(question, self._now()), caller.park_s)
         except asyncio.CancelledError:
             self._conductor.withdrew(question, self._now())
             self._changed()
             raise
         self._conductor.answered(question, self._now())
         self._changed()
-        return request.reply() if found is None else found
+        return request.reply() if answer is None else answer
 
     def _changed(self) -> None:
-        """Apply the effects of a change in the conductor."""
+        """Apply the effects of a change in the conductor: log, wake calls, close versions, update metrics and timer."""
         woken, notes = self._conductor.replicas.take_effects()
         for note in notes:
             getattr(self.log, note.level)(note.event, **note.facts)
         self._wake(list(woken))
         if len(self._held.versions) > 1:
-            # Only then is it worth a look at all replicas that fetch.
+            # ``needed`` looks at all replicas that fetch, so it is called only if there is a version to close.
             self._held.keep(self._conductor.needed())
         self.counters.update({f"weights/{name}": value for name, value in self._conductor.metrics().items()})
         deadline = self._conductor.next_deadline()
@@ -231,7 +238,7 @@ class ParameterServer(Actor):
             self._sooner.set()
 
     def _wake(self, names: list[str]) -> None:
-        """Let callers ask again, AT_ONCE in each turn of the event loop, because a broadcast wakes all at once."""
+        """Wake callers, AT_ONCE in each turn of the event loop, because a broadcast wakes all members at once."""
         for name in names[:AT_ONCE]:
             if name in self._lots:
                 self._lots[name].wake()
@@ -239,7 +246,7 @@ class ParameterServer(Actor):
             asyncio.get_running_loop().call_soon(self._wake, names[AT_ONCE:])
 
     async def _keep_time(self) -> None:
-        """Call the conductor when its deadlines are over."""
+        """Task: call the conductor's ``pass_time`` at each of its deadlines."""
         while True:
             self._sooner.clear()
             self._timer = self._conductor.next_deadline()
@@ -251,7 +258,10 @@ class ParameterServer(Actor):
                 self._changed()
 
     async def _verify_suspects(self) -> None:
-        """Verify suspected versions: the reader may be wrong, but a version that has changed is published again."""
+        """Task: verify the newest version when a replica has found it corrupt, and condemn it if it is.
+
+        The learner then publishes the weights again.
+        """
         while True:
             await self._suspect.wait()
             self._suspect.clear()
@@ -269,27 +279,30 @@ class ParameterServer(Actor):
 
 
 def with_paths(manifest: Manifest, paths: Sequence[str]) -> Manifest:
-    """The manifest with other paths of its buckets."""
+    """Copy a manifest, with these ``paths`` for its buckets."""
     pairs = zip(manifest.buckets, paths, strict=True)
     return msgspec.structs.replace(manifest, buckets=[msgspec.structs.replace(b, path=path) for b, path in pairs])
 
 
 class HeldVersions:
-    """The versions that are held, and their chunks. Used from the event loop. Raises VersionGone for any other."""
+    """Holds versions, and serves their chunks. Used from the event loop.
+
+    Methods that take a version raise VersionGone if it is not held.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, HeldVersion] = {}
         self._checksums: dict[FetchChunk, int] = {}
-        """xxh3_64 of the chunks that were served."""
+        """xxh3_64 of each chunk that was served."""
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="versions")
 
     def add(self, version: HeldVersion) -> None:
-        """Take a version over."""
+        """Hold a version; it is closed here."""
         self._held[version.version] = version
 
     @property
     def versions(self) -> Collection[int]:
-        """Versions held."""
+        """Numbers of the versions that are held."""
         return self._held.keys()
 
     def manifest(self, version: int) -> Manifest:
@@ -297,7 +310,7 @@ class HeldVersions:
         return self._find(version).manifest
 
     def chunk(self, request: FetchChunk) -> Chunk:
-        """Bytes of a version. Takes as long as a checksum of them (a millisecond for 8 MiB), once.
+        """Return a chunk and its checksum, which blocks the first time (a millisecond for 8 MiB).
 
         Raises VersionGone, and InvalidRequest for bytes past the end.
         """
@@ -320,13 +333,13 @@ class HeldVersions:
         """Close all other versions."""
         gone = [version for version in self._held if version not in versions]
         for version in gone:
-            # The kernel takes a tenth of a second for each gigabyte that it gets back.
+            # Closed on a thread: the kernel takes a tenth of a second to free a gigabyte.
             self._threads.submit(self._held.pop(version).close)
         if gone:
             self._checksums = {key: checksum for key, checksum in self._checksums.items() if key.version in versions}
 
     async def verify(self, version: int) -> None:
-        """Compare a version with its checksums. Raises WeightsCorrupt naming a bucket, and VersionGone."""
+        """Compare a version with its checksums, on threads. Raises WeightsCorrupt naming a bucket, and VersionGone."""
         held = self._find(version)
         for bucket in range(len(held.manifest.buckets)):
             await asyncio.wrap_future(self._threads.submit(held.verify, bucket))

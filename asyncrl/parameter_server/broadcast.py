@@ -1,19 +1,20 @@
-"""The broadcast under way: its members, its begin and its end. Pure.
+"""Controls the broadcast under way: who takes part, when it begins and when it ends. Pure.
+
+A broadcast sends one version from the learner to all member replicas at once (weights/broadcast.py moves the bytes).
 
     announced ──all members paused, the learner waits──► begun ──all have committed──► over
         └──► called off                                    └──► broken
 
-At most one is under way. Its members have an epoch: the number of one exact set of engines and one learner. An epoch is
-never used for another set, and never again after its process group broke, because the old group's members may still
-have bytes on the wire. Rank 0 is the learner; the members' workers have the ranks from 1 on, in the order of the
-members' names.
+At most one is under way. An epoch is the number of a process group: one exact set of engines and one learner. An epoch
+is never used for another set, nor again after its group broke: the old group's members may still have bytes on the
+wire. Rank 0 is the learner; the members' workers have the ranks from 1 on, in the order of the members' names.
 
-A member that dies, fails or does not come ends the broadcast for all. Before the begin, the others resume and stay
-members of the next broadcast. After it, the replicas that have not committed get the version by shm or stream, and are
-members again once they have committed.
+If a member dies, fails or does not pause in time, the broadcast ends for all. Before it has begun, the others resume
+and are members of the next broadcast. After that, the replicas that have not committed get the version by shm or
+stream, and are members again once they have committed.
 
-After a broadcast that broke, versions are left out before the next attempt: 0, 1, 3, 7 and then 15. Each attempt pauses
-all members, in vain where no group can be formed.
+After a broadcast that broke, versions are left out (not broadcast) before the next attempt: 0, 1, 3, 7 and then 15.
+Each attempt pauses all members, in vain if no group can be formed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class _Broadcast:
-    """One version that all members receive at once."""
+    """A broadcast of one version, from its announcement on."""
 
     announcement: AnnounceBroadcast
     learner: tuple[str, int]
@@ -61,7 +62,7 @@ class _Broadcast:
     """Time at which the stage began."""
     stage: Stage = Stage.ANNOUNCED
     error: str = ""
-    """Reason that it is broken."""
+    """Reason that it was called off or broke."""
 
     @property
     def version(self) -> int:
@@ -75,7 +76,7 @@ class _Broadcast:
 def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) -> bool:
     """Whether a replica can be a member when the learner offers to broadcast over ``backend``.
 
-    ``configured`` is weights.transport; under auto only nccl is worth a pause of all replicas at once.
+    ``configured`` is weights.transport. With "auto" only nccl is worth a pause of all replicas at once.
     """
     if backend == "nccl" and not on_gpu:
         return False
@@ -83,25 +84,29 @@ def may_broadcast(configured: str, backend: CollectiveBackend, *, on_gpu: bool) 
 
 
 class BroadcastControl:
-    """The broadcast under way, and the epochs. Moves the replicas of ``replicas``."""
+    """Decides on broadcasts, and moves the members in ``replicas`` from phase to phase."""
 
     def __init__(self, weights: WeightsConfig, replicas: Replicas, *, first_epoch: int) -> None:
         self._weights = weights
         self._replicas = replicas
         self._epoch = first_epoch - 1
         self._epoch_members: object = None
-        """The members of the epoch; None after its group broke."""
+        """Learner, address and engines of the epoch; None after its group broke."""
         self._current: _Broadcast | None = None
         self._declined = -1
-        """Newest version that is not broadcast any more."""
+        """Newest version for which a broadcast was refused or has ended early; it is not broadcast again."""
         self._broken_in_a_row = 0
         self._left_out = 0
-        """Versions still to be left out."""
+        """Number of versions still to be left out."""
 
     # --- messages of the learner ---
 
     def announce(self, learner: tuple[str, int], announcement: AnnounceBroadcast, newest: int, now: float) -> None:
-        """Take the learner's question for a group. ``newest`` is the newest version published."""
+        """Take the learner's announcement of a version, and open a broadcast of it, or decline that.
+
+        It is declined if the version is not new, is to be left out, or if no replica can take part. ``newest`` is the
+        newest version published.
+        """
         current, version = self._current, announcement.version
         if current is not None and current.version == version:
             self.advance(now)
@@ -116,19 +121,20 @@ class BroadcastControl:
         self._replicas.note("no broadcast", version=version)
 
     def _members(self, announcement: AnnounceBroadcast, now: float) -> list[Replica]:
-        """Replicas that can take part, in the order of ranks."""
-        found = [
+        """Find the replicas that can take part, in order of rank: idle, present, and serving an older version."""
+        members = [
             replica
             for replica in self._replicas.of(Phase.SERVING)
             if 0 <= replica.serving < announcement.version
             and may_broadcast(self._weights.transport, announcement.backend, on_gpu=replica.on_gpu)
             and (self._replicas.asks(replica.name) or now - replica.heard < AWAY_S)
         ]
-        return sorted(found, key=lambda replica: replica.name)
+        return sorted(members, key=lambda replica: replica.name)
 
     def _open(
         self, learner: tuple[str, int], announcement: AnnounceBroadcast, members: list[Replica], now: float
     ) -> _Broadcast:
+        """Announce a broadcast to ``members``: assign ranks, and begin an epoch unless the group is the same."""
         first_ranks, rank = {}, 1
         for replica in members:
             first_ranks[replica.name] = rank
@@ -151,7 +157,7 @@ class BroadcastControl:
         return _Broadcast(announcement, learner, group, first_ranks, since=now)
 
     def decided(self, version: int) -> BroadcastState | None:
-        """The answer to the announcement of ``version``; None while it is open."""
+        """Return the answer to the announcement of ``version``; None while members still have to pause."""
         current = self._current
         if current is not None and current.version == version:
             if current.stage is Stage.ANNOUNCED:
@@ -161,29 +167,29 @@ class BroadcastControl:
         return BroadcastState(decided=True)
 
     def state(self, version: int, epoch: int) -> BroadcastState | None:
-        """The answer to a learner that sends ``version``; None while the broadcast is under way."""
+        """Return the answer to a learner that is sending ``version``; None while the broadcast is under way."""
         current = self._current
         if current is None or not self.is_current(version, epoch):
-            # The broadcast was begun with an earlier parameter server. It can still succeed.
+            # The broadcast began under an earlier parameter server, and can still succeed. So no error is reported.
             return BroadcastState(decided=True)
         return None if current.is_under_way else BroadcastState(decided=True, error=current.error)
 
     def failed(self, version: int, epoch: int, error: str, now: float) -> None:
-        """The learner cannot send on, so the group is broken."""
+        """Record that the learner cannot continue to send: the epoch's group is broken."""
         if epoch == self._epoch:
             self._epoch_members = None
         if self.is_current(version, epoch):
             self._end(f"the learner, sending version {version}: {error}", now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
-        """Note the death of this incarnation of an actor, which may be the learner."""
+        """Record that this incarnation of an actor is dead. If it is the learner, end its broadcast."""
         current = self._current
         if current is not None and current.learner[0] == name and current.learner[1] <= incarnation:
             self._end(f"{name} is gone", now)
             self._current = None
 
     def withdrew(self, name: str, now: float) -> None:
-        """Note that a caller no longer waits for an answer; it may be the learner, for its group."""
+        """Record that a caller has cancelled its question; if it is the learner, call its broadcast off."""
         current = self._current
         if current is not None and current.learner[0] == name and current.stage is Stage.ANNOUNCED:
             self._end(f"{name} has given it up", now)
@@ -191,7 +197,7 @@ class BroadcastControl:
     # --- the members ---
 
     def part(self, replica: Replica) -> BroadcastPart:
-        """An announced member's part."""
+        """Return a member's part in the announced broadcast."""
         current = self._current
         assert current is not None
         return BroadcastPart(
@@ -204,21 +210,21 @@ class BroadcastControl:
         )
 
     def is_current(self, version: int, epoch: int) -> bool:
-        """Whether this is the last broadcast that was announced."""
+        """Whether this version and epoch are those of the broadcast opened last."""
         return self._current is not None and (self._current.version, self._current.group.epoch) == (version, epoch)
 
     def advance(self, now: float) -> None:
-        """Begin if all members are paused; end if all have committed."""
+        """Begin the broadcast if all members are paused; end it if all have committed."""
         current = self._current
         if current is None or not current.is_under_way:
             return
-        # At most one is under way, so all replicas in its phases are members; one that leaves them ends it.
+        # Only one broadcast is under way, so all replicas in its phases are members; one that leaves them ends it.
         if current.stage is Stage.BEGUN:
             if not self._replicas.count(Phase.RECEIVING):
                 current.stage, self._broken_in_a_row = Stage.OVER, 0
                 self._replicas.wake(current.learner[0])
             return
-        # A learner that does not wait now would leave the members paused.
+        # It begins only while the learner waits for it; otherwise the members would stay paused for nothing.
         if self._replicas.asks(current.learner[0]) and not self._replicas.count(Phase.ANNOUNCED):
             for replica in list(self._replicas.of(Phase.PAUSED)):
                 self._replicas.move(replica, ReplicaEvent.BEGUN)
@@ -228,14 +234,14 @@ class BroadcastControl:
             self._replicas.note("broadcast begins", version=current.version, epoch=current.group.epoch)
 
     def member_lost(self, name: str, before: Phase, why: str, now: float) -> None:
-        """Note that a replica has left phase ``before`` without a commit."""
+        """Record that a replica has left phase ``before`` without a commit; end the broadcast if it was a member."""
         if before in BROADCAST_PHASES:
             self._end(f"{name} {why}", now)
 
     # --- time ---
 
     def deadline(self) -> float | None:
-        """Time at which the stage of the broadcast under way runs out."""
+        """Return the deadline of the present stage of the broadcast; None if none is under way."""
         current = self._current
         if current is None or not current.is_under_way:
             return None
@@ -243,7 +249,7 @@ class BroadcastControl:
         return current.since + (self._weights.deadline_s if is_begun else self._weights.broadcast_timeout_s)
 
     def pass_time(self, now: float) -> None:
-        """End a broadcast that takes too long."""
+        """End a broadcast whose deadline is over."""
         deadline, current = self.deadline(), self._current
         if deadline is None or current is None or now < deadline:
             return
@@ -258,7 +264,10 @@ class BroadcastControl:
         self._end(f"{names} did not come {within}", now)
 
     def _end(self, why: str, now: float) -> None:
-        """End the broadcast before its time. A member that caused it has left the broadcast's phases by now."""
+        """End the broadcast early: call it off if it has not begun, else break it, and move all remaining members.
+
+        A member that caused this must have left the broadcast's phases before.
+        """
         current = self._current
         assert current is not None
         if not current.is_under_way:

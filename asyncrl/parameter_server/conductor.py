@@ -1,14 +1,16 @@
-"""Decisions on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
+"""Decides on weight updates: which replica takes which version, by which transport, and when it may pause. Pure.
 
-A message of a caller is a question, which is parked until it has an answer, or a report. Both change phases by the
-table in replicas.py. Times are arguments, in seconds on any monotonic clock; call ``pass_time`` at ``next_deadline``.
+A message of a caller is either a question, which is parked until it has an answer, or a report. Both move replicas from
+phase to phase by the table in replicas.py. To stage a version is to fetch and verify it while the engine generates.
+Times are arguments, in seconds on any monotonic clock; the caller calls ``pass_time`` at ``next_deadline``.
 
 Invariants:
 
 * Versions only grow. At most ``weights.versions_held`` are needed: the newest, and those that a replica stages or waits
-  for. If replicas stage more versions, the one of the most senior replica stays and the others stage the newest
-  instead. A staging ends, by its deadline at the latest, and a replica that is outrun keeps its seniority. So every
-  replica is the most senior one in time and reaches a newer version, however slow it is.
+  for (that it "pins"). If replicas pin more versions, that of the most senior replica is kept: the one that has tried
+  for longest to reach a newer version. The others are outrun: their version is let go, and they stage the newest
+  instead. A staging ends, by its deadline at the latest, and an outrun replica keeps its seniority. So every replica
+  becomes the most senior one in time and reaches a newer version, however slow it is.
 * At most ``max_paused`` replicas pause at once for shm or stream, in the order of asking among those that wait now.
 * A replica is offered a newer version only while it has no update under way.
 * A replica that holds its pause past its deadline loses it: its rollouter has the same deadline and replaces the
@@ -56,7 +58,7 @@ from asyncrl.parameter_server.replicas import (
 
 
 class Conductor:
-    """The decisions of a parameter server. ``first_epoch`` is above every epoch of an earlier one of this run."""
+    """Decides for one parameter server. ``first_epoch`` is above every epoch of earlier ones of this run."""
 
     def __init__(self, weights: WeightsConfig, *, first_epoch: int = 1) -> None:
         self._weights = weights
@@ -67,18 +69,18 @@ class Conductor:
         self.newest = -1
         """The newest version that is published."""
         self.condemned = -1
-        """The newest version whose bytes went bad here."""
+        """The newest version whose bytes here have changed; -1 for none."""
 
     # --- versions ---
 
     def is_new(self, version: int) -> bool:
-        """Whether a version is above the newest; False if it is the newest. Raises VersionReused."""
+        """Return True if a version is above the newest, False if it is the newest. Raises VersionReused below."""
         if version < self.newest:
             raise VersionReused(version, self.newest)
         return version > self.newest
 
     def publish(self, version: int) -> None:
-        """Offer a version that is held now. Raises VersionReused."""
+        """Make a version that is now held the newest: outrun replicas, and wake idle ones. Raises VersionReused."""
         if not self.is_new(version):
             raise VersionReused(version, self.newest)
         self.newest = version
@@ -94,7 +96,7 @@ class Conductor:
                 self.replicas.wake(replica.name)
 
     def condemn(self, version: int) -> None:
-        """Offer a version no longer: the bytes held of it are not those that were published."""
+        """Stop offering this version and older ones: its bytes here are not those that were published."""
         self.condemned = max(self.condemned, version)
 
     def needed(self) -> set[int]:
@@ -120,10 +122,10 @@ class Conductor:
             self.replicas.open(question)
             if isinstance(request, FailBroadcast):
                 self.broadcast.failed(request.version, request.epoch, request.error, now)
-                self._settle(now)
+                self._take_steps(now)
             return question
-        replica = self._hear(name, incarnation, now)
-        # The question of a replaced incarnation stays closed.
+        replica = self._find_or_add(name, incarnation, now)
+        # A question of a replaced incarnation is not opened.
         if replica is not None:
             self.replicas.open(question)
             if isinstance(request, NextUpdate):
@@ -131,11 +133,11 @@ class Conductor:
             else:
                 assert isinstance(request, RequestLoad), request
                 self._request_load(replica, request, now)
-            self._settle(now)
+            self._take_steps(now)
         return question
 
     def answer(self, question: Question, now: float) -> Message | None:
-        """The answer, which is to ask again where the question is closed; None while there is no answer."""
+        """Return the answer to a question, or None to wait. A closed question gets an empty reply: "ask again"."""
         name, request = question.name, question.request
         if not self.replicas.is_open(question):
             return request.reply()
@@ -151,9 +153,10 @@ class Conductor:
         return None if offer is None else Update(offer=offer)
 
     def _next_update(self, replica: Replica, request: NextUpdate, same_host: bool, now: float) -> None:
+        """Record what a replica says of itself when it asks for the next update, and make it idle."""
         serving, is_behind = request.serving, replica.phase is Phase.BEHIND
         if serving >= 0 and (serving == replica.target or (is_behind and serving > replica.serving)):
-            # The replica's report was lost.
+            # The replica serves its target, so its report of the commit was lost.
             self._commit(replica, now)
         # An engine never goes back to an older version: only a new engine serves one.
         if serving < replica.serving:
@@ -164,21 +167,25 @@ class Conductor:
         if replica.phase is Phase.ANNOUNCED and is_other_engine:
             self._move(replica, ReplicaEvent.FAILED, "has another engine", now)
         else:
-            # It asks again instead of for its pause: the segments that it was offered may not exist.
+            # A staging replica that asks for another update may not have found the segments that it was offered.
             if replica.phase is Phase.STAGING:
                 self._hosts.found_nothing(replica)
             self._move(replica, ReplicaEvent.IDLE, "asked for the next update instead", now)
         replica.workers = request.workers
 
     def _offer(self, replica: Replica, now: float) -> Offer | None:
-        """Version for the asking replica to take next; under shm and stream the shell fills in the manifest."""
+        """Decide which version an asking replica takes next, and by which transport; None: it waits.
+
+        It opens segments of the parameter server on the same host, or else those of another replica there. Otherwise it
+        waits for a replica of its host that fetches, or fetches itself. The actor fills in the manifest.
+        """
         if replica.phase is Phase.ANNOUNCED:
             part = self.broadcast.part(replica)
             return Offer(version=replica.target, transport=part.group.backend, broadcast=part)
         newest = self.newest
         if replica.phase not in IDLE_PHASES or replica.serving >= newest or newest <= self.condemned:
             return None
-        # A replica that cannot read this host's memory, for any reason, is served over the wire.
+        # A replica that has failed too often with segments of this host, for any reason, is served over the network.
         may_open = replica.same_host and replica.failed_attempts < self._weights.max_attempts
         replica.source_paths = ()
         if may_open and self._weights.transport in ("auto", "shm"):
@@ -205,7 +212,10 @@ class Conductor:
         return Offer(version=version, transport=transport)
 
     def _request_load(self, replica: Replica, request: RequestLoad, now: float) -> None:
-        """Asking again keeps a replica's turn, and its pause: under ``drain`` the last response may take long."""
+        """Record that a replica has staged a version and requests its pause, or has paused for a broadcast.
+
+        A repeat keeps its turn, and a granted pause starts again: with ``drain`` the last response may take long.
+        """
         version, paths = request.version, tuple(request.paths)
         if request.epoch is not None:
             if self.broadcast.is_current(version, request.epoch):
@@ -219,7 +229,7 @@ class Conductor:
                 self.replicas.restart_phase(replica)
 
     def _may_load(self, replica: Replica, request: RequestLoad) -> bool | None:
-        """Whether the asking replica may load; None while that is open."""
+        """Return whether the asking replica may load; None while that is undecided."""
         if request.epoch is None:
             return (replica.phase is Phase.LOADING and replica.target == request.version) or None
         if not self.broadcast.is_current(request.version, request.epoch):
@@ -229,31 +239,31 @@ class Conductor:
     # --- reports, deaths, time ---
 
     def report(self, name: str, incarnation: int, report: ReportUpdate, now: float) -> bool:
-        """Take the end of an update; False for a repeated or late report, which changes nothing."""
-        replica, version = self._hear(name, incarnation, now), report.version
+        """Record the end of a replica's update. Returns False for a repeated or late report, which changes nothing."""
+        replica, version = self._find_or_add(name, incarnation, now), report.version
         if replica is None or version <= replica.serving or replica.target not in (-1, version):
             return False
-        # ``follow`` counts failed attempts by the target, which an idle phase lacks.
+        # ``follow`` counts failed attempts by target, and an idle replica has none.
         replica.target = version
         if not report.committed:
             counted = self._move(replica, ReplicaEvent.FAILED, f"has failed: {report.error}", now)
         elif counted := self._commit(replica, now):
             replica.serving = version
             if version > replica.held_version:
-                # The version came another way, and the one held before is let go.
+                # The version came by another transport, so the replica has closed the one that it held before.
                 replica.held_version, replica.held_paths = -1, ()
-        self._settle(now)
+        self._take_steps(now)
         return counted
 
     def answered(self, question: Question, now: float) -> None:
-        """Note that a question is answered, possibly with the request to ask again."""
+        """Record that a question is answered, possibly with "ask again", and close it."""
         if self.replicas.is_open(question):
             self.replicas.close(question.name)
             if (replica := self.replicas.by_name.get(question.name)) is not None:
                 replica.heard = now
 
     def withdrew(self, question: Question, now: float) -> None:
-        """Note that a caller has cancelled its question, for example because its engine died."""
+        """Record that a caller has cancelled its question, as when its engine died; its update has then failed."""
         if not self.replicas.is_open(question):
             return
         self.replicas.close(question.name)
@@ -264,10 +274,10 @@ class Conductor:
         replica.heard = SILENT
         if replica.phase not in IDLE_PHASES:
             self._move(replica, ReplicaEvent.FAILED, "has given up", now)
-        self._settle(now)
+        self._take_steps(now)
 
     def left(self, name: str, incarnation: int, now: float) -> None:
-        """Note that this incarnation of a replica, or of the learner, is dead."""
+        """Record that this incarnation of a replica, or of the learner, is dead."""
         self.replicas.close_of_dead(name, incarnation)
         replica = self.replicas.by_name.get(name)
         if replica is not None and replica.incarnation <= incarnation:
@@ -275,12 +285,12 @@ class Conductor:
             self.replicas.remove(replica)
             self.broadcast.member_lost(name, replica.phase, "is gone", now)
         self.broadcast.left(name, incarnation, now)
-        self._settle(now)
+        self._take_steps(now)
 
     def next_deadline(self) -> float | None:
-        """Time at which time alone changes something."""
+        """Return the time of the next deadline, when ``pass_time`` must be called; None without any."""
         deadlines = []
-        # The first of a phase is the first that can be late: all have the same time since they entered it.
+        # The first replica of a phase has the earliest deadline: all have equally long.
         if (loading := self.replicas.first(Phase.LOADING)) is not None:
             deadlines.append(loading.paused_since + self._weights.deadline_s)
         if (staging := self.replicas.first(Phase.STAGING)) is not None:
@@ -290,7 +300,7 @@ class Conductor:
         return min(deadlines, default=None)
 
     def pass_time(self, now: float) -> None:
-        """Take back pauses, give up stagings, and end a broadcast, that are past their deadline."""
+        """Give up stagings, take back pauses, and end a broadcast that are past their deadlines."""
         for replica in list(self.replicas.of(Phase.STAGING)):
             waited_s = now - replica.staging_since
             if waited_s >= self._weights.stage_deadline_s:
@@ -303,7 +313,7 @@ class Conductor:
                 self.replicas.note("pause taken back", level="warning", replica=replica.name, version=replica.target)
                 self.replicas.move(replica, ReplicaEvent.OVERDUE)
         self.broadcast.pass_time(now)
-        self._settle(now)
+        self._take_steps(now)
 
     # --- metrics ---
 
@@ -324,8 +334,8 @@ class Conductor:
 
     # --- the inside ---
 
-    def _hear(self, name: str, incarnation: int, now: float) -> Replica | None:
-        """The replica of a message; None if a newer incarnation has replaced it."""
+    def _find_or_add(self, name: str, incarnation: int, now: float) -> Replica | None:
+        """Find or add the replica that sent a message; return None if a newer incarnation has replaced it."""
         replica = self.replicas.by_name.get(name)
         if replica is not None and replica.incarnation < incarnation:
             self.left(name, replica.incarnation, now)
@@ -345,7 +355,7 @@ class Conductor:
         return True
 
     def _move(self, replica: Replica, event: ReplicaEvent, why: str, now: float) -> bool:
-        """Apply a replica's own message; a broadcast that the replica leaves with it is over for all."""
+        """Apply a replica's own message; if the replica leaves a broadcast by it, the broadcast ends for all."""
         before = replica.phase
         if not self.replicas.move(replica, event):
             return False
@@ -353,13 +363,13 @@ class Conductor:
             self.broadcast.member_lost(replica.name, before, why, now)
         return True
 
-    def _settle(self, now: float) -> None:
-        """Take the steps that a message, or time, has made possible."""
+    def _take_steps(self, now: float) -> None:
+        """Take the steps that have become possible: begin or end a broadcast, and grant pauses to waiting replicas."""
         self.broadcast.advance(now)
         free = self.max_paused - self.replicas.count(Phase.LOADING)
         if free <= 0:
             return
-        # A replica between two questions keeps its turn, but the others do not wait for it.
+        # A waiting replica without an open question keeps its turn, but is passed over.
         asking = (replica for replica in self.replicas.of(Phase.WAITING) if self.replicas.asks(replica.name))
         for replica in list(islice(asking, free)):
             self.replicas.move(replica, ReplicaEvent.GRANTED)
@@ -367,7 +377,10 @@ class Conductor:
 
 
 def outrun(kept: Collection[int], staging: Sequence[tuple[int, int]], *, most: int) -> set[int]:
-    """The versions to let go. ``staging`` are version and seniority of each replica that stages; lower is senior."""
+    """Choose the versions to let go, so that at most ``most`` stay: those in ``kept``, and those of senior replicas.
+
+    ``staging`` has the version and seniority of each replica that pins one; a lower number is more senior.
+    """
     seniority: dict[int, int] = {}
     for version, order in staging:
         if version not in kept:

@@ -1,4 +1,4 @@
-"""One fetch per host: which replica fetches a version for its host, which wait for it, and the chain of hosts. Pure.
+"""Decides which replica fetches a version for its host, which replicas wait for it, and the chain of hosts. Pure.
 
 One replica of each host that cannot open the parameter server's segments fetches over the network. The others wait and
 open its segments. Invariants:
@@ -10,10 +10,11 @@ open its segments. Invariants:
   offered segments fetches the version itself.
 * No wait is longer than the staging deadline of the replica that fetches.
 
-The hosts that fetch one version form a chain in the order of their offers. Each asks the one before it for chunks, and
-the first asks the parameter server. So each link carries the version once in each direction. An offer names the nearest
-earlier hosts: when one dies, the next asks the one before it. Each fetch has a turn, and a host asks by earlier turns
-only. A replica that begins again has a later turn and refuses the old one, so no two hosts wait for each other.
+The hosts that fetch one version form a chain in the order of their offers. Each requests chunks from the one before it,
+and the first from the parameter server. So each network link carries the version once in each direction. An offer names
+several earlier hosts of the chain: when one dies, the next requests from the one before that. Each fetch has a turn, a
+number that grows, and a host requests from fetches of earlier turns only. A replica that begins again gets a later turn
+and refuses requests by the old one. So hosts never wait in a circle.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MAX_SOURCES = 8
 
 
 class Hosts:
-    """The copies of all hosts. Looks at ``replicas``."""
+    """Knows which replicas fetch and hold versions for their hosts. Reads and changes the replicas of ``replicas``."""
 
     def __init__(self, weights: WeightsConfig, replicas: Replicas) -> None:
         self._weights = weights
@@ -35,10 +36,10 @@ class Hosts:
         self._chain: dict[str, tuple[Replica, int]] = {}
         """Replicas that fetch or hold the newest version, with their turns, in the order of their offers."""
         self._turns = 0
-        """The last turn."""
+        """Turn of the last fetch."""
 
     def shares(self, replica: Replica) -> bool:
-        """Whether a replica takes part; one that failed at a version too often fetches by itself."""
+        """Whether a replica shares fetches with its host; one that failed too often fetches for itself alone."""
         return (
             self._weights.transport != "stream"
             and replica.host != ""
@@ -46,7 +47,11 @@ class Hosts:
         )
 
     def holder(self, replica: Replica, newest: int) -> Replica | None:
-        """Replica of the same host, itself included, that holds the version that ``replica`` takes next."""
+        """Find the replica of the same host (or itself) that holds a version for ``replica`` to load.
+
+        That is the version that it has waited for, even if there is a newer one by now; else the ``newest``. None if no
+        replica holds it.
+        """
         beside = self._replicas.beside(replica)
         awaited = next((other for other in beside if other.name == replica.waits_for), None)
         if awaited is not None and awaited.held_version > replica.serving and is_held_for(awaited):
@@ -54,18 +59,21 @@ class Hosts:
         return next((other for other in beside if other.held_version == newest), None)
 
     def fetcher(self, replica: Replica) -> Replica | None:
-        """Replica of the same host that fetches a newer version than ``replica`` serves."""
+        """Find the replica of the same host that fetches a newer version than ``replica`` serves; None without one."""
         beside = self._replicas.beside(replica)
         return next((other for other in beside if other.is_fetching and other.target > replica.serving), None)
 
     def found_nothing(self, replica: Replica) -> None:
-        """Forget offered segments that were not there: the replica that held them may be dead."""
+        """Forget the segments that ``replica`` was offered and could not open: their holder may be dead."""
         for other in self._replicas.beside(replica):
             if other.held_paths == replica.source_paths != ():
                 other.held_version, other.held_paths = -1, ()
 
     def pins(self, replica: Replica) -> bool:
-        """Whether a version must stay held because this replica stages it, or others of its host wait to open it."""
+        """Whether the parameter server must keep this replica's target.
+
+        It must while the replica stages it, or has fetched it and others of its host wait to open it.
+        """
         if replica.outrun:
             return False
         return replica.phase is Phase.STAGING or (
@@ -77,7 +85,10 @@ class Hosts:
         )
 
     def join_chain(self, replica: Replica) -> tuple[int, list[Source]]:
-        """Let a replica fetch its target for its host; returns its turn, and the sources of chunks, nearest first."""
+        """Make a replica fetch its target for its host, as the last of the chain.
+
+        Returns its turn, and the earlier replicas to request chunks from, nearest first.
+        """
         version = replica.target
         self._chain = {name: each for name, each in self._chain.items() if self._is_in_chain(each[0], version)}
         self._chain.pop(replica.name, None)
@@ -94,5 +105,5 @@ class Hosts:
 
 
 def is_held_for(awaited: Replica) -> bool:
-    """Whether the version that a replica has staged is still held here for the replicas that wait for it."""
+    """Whether the version that ``awaited`` has staged is still needed here, by the replicas that wait for it."""
     return awaited.phase in HOLDING_PHASES and not awaited.outrun and awaited.held_version == awaited.target

@@ -1,14 +1,16 @@
 """Replicas as the parameter server knows them: phases, the table by which phases change, and parked questions. Pure.
 
-A replica is the engine of one rollouter. Its events are its own messages and the parameter server's decisions. A
-message that has no place in the present phase is late or repeated, or was meant for an earlier parameter server; it
-changes nothing. A decision that has no place is a bug. docs/weights.md draws the table, and a test compares the two.
+A replica is the engine of one rollouter. Its events are its own messages and the parameter server's decisions. The
+table has a next phase for each phase and possible event. A message that is not in the table for the present phase is
+late or repeated, or was meant for an earlier parameter server. It changes nothing. A decision not in the table is a
+bug. docs/weights.md draws the table, and a test compares the two.
 
-A caller has one open question at a time: a new question closes the earlier one.
+A question is a call that is parked until it is answered. A caller has one open question at a time: a new question
+closes the earlier one.
 
-Invariant: replicas are found by phase and by host without a look at the others, so the work for one message does not
-grow with the number of replicas. The replicas of a phase are in the order in which they entered it. Change phases with
-``move`` and hosts with ``settle_in`` alone.
+Invariant: replicas are found by phase and by host without a search, so the work for one message does not grow with the
+number of replicas. The replicas of a phase are in the order in which they entered it. So phases are changed with
+``move`` alone, and hosts with ``settle_in`` alone.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Phase(StrEnum):
     STAGING = "staging"
     """The replica fetches and verifies a version while it generates."""
     WAITING = "waiting"
-    """The version is whole; the replica waits for its turn to pause."""
+    """The replica has staged the whole version, and waits for its turn to pause."""
     LOADING = "loading"
     """The pause is granted; the replica pauses, loads, and resumes."""
     BEHIND = "behind"
@@ -56,19 +58,19 @@ class ReplicaEvent(StrEnum):
     COMMITTED = "committed"
     """ReportUpdate: the replica serves the version."""
     FAILED = "failed"
-    """ReportUpdate: the replica does not serve it; or it cancelled its question."""
+    """ReportUpdate: the replica could not update; or it has cancelled its question."""
     OFFERED = "offered"
     """A version was offered to the replica by shm or stream."""
     GRANTED = "granted"
-    """The replica may pause."""
+    """The replica was allowed to pause."""
     INVITED = "invited"
     """The replica was made a member of a broadcast."""
     BEGUN = "begun"
-    """All members are paused."""
+    """The broadcast has begun: all members are paused."""
     CALLED_OFF = "called_off"
-    """The broadcast does not begin."""
+    """The broadcast was cancelled before it began."""
     BROKEN = "broken"
-    """The broadcast failed after its begin."""
+    """The broadcast failed after it had begun."""
     OVERDUE = "overdue"
     """The replica did not join the broadcast in time, or staged or held its pause for too long."""
 
@@ -83,7 +85,7 @@ TRANSITIONS: dict[tuple[Phase, ReplicaEvent], Phase] = {
     (_P.SERVING, _E.IDLE): _P.SERVING,
     (_P.SERVING, _E.OFFERED): _P.STAGING,
     (_P.SERVING, _E.INVITED): _P.ANNOUNCED,
-    # The update was begun with an earlier parameter server.
+    # The update began under an earlier parameter server.
     (_P.SERVING, _E.ASKED): _P.WAITING,
     (_P.SERVING, _E.COMMITTED): _P.SERVING,
     (_P.SERVING, _E.FAILED): _P.BEHIND,
@@ -135,15 +137,16 @@ BROADCAST_PHASES = frozenset({Phase.ANNOUNCED, Phase.PAUSED, Phase.RECEIVING})
 
 @dataclass(slots=True)
 class Replica:
-    """One rollouter's engine. Times are the parameter server's, in seconds."""
+    """One rollouter's engine. Times are in seconds, on the parameter server's clock."""
 
     name: str
     incarnation: int
     serving: int = -1
     """Version that the replica serves, by its last message; it may be above any version known here."""
     engine: int = 0
-    """Number of engines that the replica has had; a new engine is in no process group."""
+    """Number of times that the replica got a new engine; a new engine is in no process group yet."""
     workers: int = 1
+    """Processes of the engine that take part in a broadcast."""
     on_gpu: bool = False
     same_host: bool = False
     """Whether the replica can open the segments that are held here."""
@@ -153,7 +156,7 @@ class Replica:
     target: int = -1
     """The version of the update under way; -1 in an idle phase."""
     fetches: bool = False
-    """Whether the replica fetches the version that it stages for its host."""
+    """Whether the replica stages its target for its whole host (hosts.py)."""
     held_version: int = -1
     """Version that the replica has fetched and holds for its host; -1 for none."""
     held_paths: tuple[str, ...] = ()
@@ -161,20 +164,21 @@ class Replica:
     waits_for: str = ""
     """Name of the replica on the same host that fetches the version that this one takes next."""
     source_paths: tuple[str, ...] = ()
-    """Paths of the segments on its host that the replica was offered."""
+    """Paths of the segments of another replica on its host that it was offered."""
     staging_since: float = 0.0
-    """Time of the offer of the version that it stages."""
+    """Time at which the version that it stages was offered."""
     seniority: int = 0
-    """Order of the replicas that try to reach a newer version: lower for longer tries; 0 without a try."""
+    """Rank among the replicas that try to reach a newer version: lower if it began to try earlier; 0 if it does not."""
     outrun: bool = False
-    """Whether the version that the replica stages is no longer held here."""
+    """Whether the version that the replica stages has been let go here, for newer ones."""
     paused_since: float = 0.0
     """Time at which the pause was granted, or last requested again."""
     heard: float = 0.0
     """Time of its last message, or of the last answer to it."""
     failed_version: int = -1
+    """Target of the last failed update."""
     failed_attempts: int = 0
-    """Failed attempts at ``failed_version``, without a commit since."""
+    """Failed updates to ``failed_version`` in a row, without a commit since."""
 
     @property
     def is_fetching(self) -> bool:
@@ -182,7 +186,10 @@ class Replica:
         return self.phase is Phase.STAGING and self.fetches
 
     def follow(self, event: ReplicaEvent) -> bool:
-        """Go to the phase that the table gives; False for a message that has no place in this phase."""
+        """Change to the phase that the table gives for ``event``, and count a failed attempt.
+
+        Returns False for a message that the table does not have for the present phase: nothing changes.
+        """
         phase = TRANSITIONS.get((self.phase, event))
         if phase is None:
             assert event in MESSAGES, f"{self.name} is {self.phase}: {event}"
@@ -197,7 +204,7 @@ class Replica:
 
 
 SILENT = float("-inf")
-"""Time of the last message of a replica that will not be back soon."""
+"""Value of ``Replica.heard`` for a replica that has cancelled its question, so it does not count as present."""
 COUNTED = (
     "updates_committed",
     "updates_failed",
@@ -221,7 +228,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Question:
-    """A parked question of a caller."""
+    """A caller's request that is parked until it is answered."""
 
     name: str
     incarnation: int
@@ -229,7 +236,7 @@ class Question:
 
 
 class Replicas:
-    """All replicas, and the open questions of all callers."""
+    """Holds all replicas by name, phase and host, and the open questions of all callers."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Replica] = {}
@@ -246,20 +253,20 @@ class Replicas:
         """Open question of each caller."""
 
     def take_effects(self) -> tuple[set[str], list[Note]]:
-        """Callers whose open question may have an answer, and lines for the log, since the last call."""
+        """Return what has come up since the last call: callers whose question may have an answer, and log lines."""
         woken, notes = self._woken, self._notes
         self._woken, self._notes = set(), []
         return woken, notes
 
     def note(self, event: str, *, level: Level = "info", **facts: Any) -> None:
-        """Leave a line for the log."""
+        """Add a line for the log; the actor writes it."""
         self._notes.append(Note(event, facts, level))
 
     # --- questions ---
 
     def open(self, question: Question) -> None:
         """Open a question. An earlier one of the same caller is closed."""
-        # The parked earlier question looks again, finds itself closed, and is answered with nothing.
+        # The parked earlier question is woken, finds itself closed, and gets an empty reply.
         self.wake(question.name)
         self._open[question.name] = question
 
@@ -276,19 +283,19 @@ class Replicas:
         self._open.pop(name, None)
 
     def close_of_dead(self, name: str, incarnation: int) -> None:
-        """Close the question of this incarnation of a caller, or of an older one."""
+        """Close a caller's question if this incarnation, or an older one, has asked it."""
         if name in self._open and self._open[name].incarnation <= incarnation:
             self.close(name)
 
     def wake(self, name: str) -> None:
-        """Note that the caller's question may have another answer now."""
+        """Record that the caller's open question, if any, may have an answer now."""
         if name in self._open:
             self._woken.add(name)
 
     # --- replicas ---
 
     def add(self, replica: Replica) -> None:
-        """Add an unknown replica."""
+        """Add a new replica."""
         self.by_name[replica.name] = self._in_phase[replica.phase][replica.name] = replica
         self._on_host.setdefault(replica.host, {})[replica.name] = replica
 
@@ -301,7 +308,7 @@ class Replicas:
         self._leave_host(replica)
 
     def settle_in(self, replica: Replica, host: str) -> None:
-        """Note the host of a replica."""
+        """Record the host of a replica, which may have changed."""
         if host != replica.host:
             self._leave_host(replica)
             replica.host = host
@@ -314,7 +321,7 @@ class Replicas:
             del self._on_host[replica.host]
 
     def _wake_beside(self, replica: Replica) -> None:
-        """Wake the replicas that wait for this one, which fetches no longer."""
+        """Wake the replicas of the same host that wait for this one to fetch: it has stopped fetching."""
         for other in self.beside(replica):
             if other.waits_for == replica.name and other.phase in IDLE_PHASES:
                 self.wake(other.name)
@@ -328,17 +335,17 @@ class Replicas:
         return len(self._in_phase[phase])
 
     def first(self, phase: Phase) -> Replica | None:
-        """The replica that has been in a phase for longest, or since ``restart_phase``."""
+        """Return the replica that has been in a phase for longest; ``restart_phase`` counts as entering it."""
         return next(iter(self._in_phase[phase].values()), None)
 
     def restart_phase(self, replica: Replica) -> None:
-        """Order a replica as if it had entered its phase now."""
+        """Move a replica to the end of its phase, as if it had entered the phase now."""
         of_phase = self._in_phase[replica.phase]
         del of_phase[replica.name]
         of_phase[replica.name] = replica
 
     def beside(self, replica: Replica) -> Collection[Replica]:
-        """Replicas of a replica's host, itself included."""
+        """Return the replicas on the same host, itself included."""
         return self._on_host[replica.host].values()
 
     @property
@@ -347,7 +354,10 @@ class Replicas:
         return max((replica.failed_attempts for replica in self._failing.values()), default=0)
 
     def move(self, replica: Replica, event: ReplicaEvent) -> bool:
-        """Apply an event to a replica; False if it changes nothing."""
+        """Apply an event to a replica: change its phase, the lists and counts, and wake callers that this concerns.
+
+        Returns False if the event changes nothing.
+        """
         before, was_fetching = replica.phase, replica.is_fetching
         if not replica.follow(event):
             return False
@@ -359,7 +369,7 @@ class Replicas:
             self.note("phase", level="debug", replica=replica.name, phase=str(replica.phase))
         if replica.failed_attempts:
             self._failing[replica.name] = replica
-        # IDLE is not among them: a replica whose version is no longer held asks again, and keeps its seniority.
+        # Not for IDLE: an outrun replica asks for the next update, and keeps its seniority.
         if event in (ReplicaEvent.COMMITTED, ReplicaEvent.FAILED, ReplicaEvent.OVERDUE):
             replica.seniority = 0
         if event is ReplicaEvent.COMMITTED:

@@ -1,17 +1,19 @@
-"""Broadcasts of whole versions from the learner to the workers of all engines, over gloo or NCCL by one path.
+"""Broadcasts of whole versions from the learner to the workers of all engines, over gloo or NCCL by the same code.
 
-The learner is rank 0. It has a TCP store; the members of an epoch meet there under a secret prefix, form a process
+An epoch is one process group with a fixed set of members, and the number of that group. The learner is rank 0, and each
+engine worker is one member. The learner has a TCP store, where the members meet under a secret prefix. They form the
 group and receive every bucket: first its header (version, index, size, checksum), then its bytes. A member verifies a
-bucket before it hands it out. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
+bucket before it passes it on. The checksum is xxh3_64 in host memory, and a sum of 64-bit words in the memory of a GPU.
 
-Neither library can be relied on to end a transfer whose peer is dead or frozen. So each operation runs on a thread of
-its own, and the waiting thread ends at the timeout or at ``stop``. The thread that is left behind ends with gloo's own
-timeout, or when NCCL is aborted. Rank 0 writes the reason for the end of an epoch into the store. While it receives,
-each member watches that key on a second connection: it learns at once of an epoch that is over and of a learner that
-died. Between two versions no member uses the store. A group that failed is never used again.
+Neither library reliably ends a transfer whose peer is dead or frozen. So each operation runs on a thread of its own,
+and the thread that waits for it stops waiting at the timeout or at ``stop``. The operation's thread is left behind; it
+ends with gloo's own timeout, or when NCCL is aborted. Rank 0 writes the reason for the end of an epoch into the store,
+as key "over". While a member receives, it watches that key on a second connection. So it notices at once that the epoch
+is over or that the learner has died. Between two versions no member uses the store. A group that failed is never used
+again.
 
-Rank 0 has sent a version before the last member has received it. So each member counts itself in the store when it has
-received a version or has failed, and rank 0 keeps the group open until it has counted all members.
+Rank 0 may have sent a version before the last member has received it. So each member adds 1 to a counter in the store
+when it has received a version or has failed. Rank 0 keeps the group open until the counter has reached all members.
 
 Fails with BroadcastFailed naming the reason; with WeightsCorrupt naming the bucket whose bytes are wrong; with
 ConfigError where NCCL or a GPU is missing. Nothing here has run on GPUs.
@@ -42,18 +44,17 @@ from asyncrl.weights.segments import verify_bytes
 from asyncrl.weights.tensors import mapped
 
 c10d: Any = torch.distributed
-"""torch.distributed, whose types say little about what is used here."""
+"""torch.distributed as Any: its type stubs lack most of what is used here."""
 T = TypeVar("T")
 
 PIECE_BYTES = 64 << 20
-"""Bytes of one operation, which has the timeout to itself."""
+"""Bytes that one operation transfers; the timeout is for each operation."""
 LATER_S = 5.0
 """Seconds by which the library's own timeout is longer than ours."""
 LOOK_S = 0.1
-"""Seconds between a member's looks at the store while it receives."""
+"""Seconds between two reads of the key "over" while a member receives."""
 MEET_S = 0.02
-"""Seconds between looks at the store while the members of a group meet, and while rank 0 waits until they have a
-version."""
+"""Seconds between two reads of the store while the members of a group meet, and while rank 0 waits for the counter."""
 ANY = "0"
 """Value of network.ports for any free port."""
 BACKLOG = 1024
@@ -65,25 +66,31 @@ class _Stopped(Exception):
 
 
 class _Epoch:
-    """One rank's part in an epoch. One thread uses it; ``stop`` may come from any."""
+    """One rank's part in an epoch: forms the group, broadcasts buckets, and ends. Used from one thread.
+
+    ``stop`` may be called from any thread. ``address`` is the one at which gloo listens here.
+    """
 
     def __init__(self, group: BroadcastGroup, rank: int, store: TCPStore, address: str, timeout_s: float) -> None:
         self.group, self.rank, self.timeout_s = group, rank, timeout_s
         self.over = ""
-        """Reason that this rank has left the group."""
+        """Reason that this rank has left the group; empty while it is in it."""
         self._store = c10d.PrefixStore(f"{group.token}/{group.epoch}", store)
         self._address = address
         self._stopped: Future[str] = Future()
         self._formed: Any = None
         self._receives = threading.Event()
-        """Set during a receive, and once the epoch is stopped."""
+        """Set while this member receives, and once the epoch is stopped; ``watch`` waits for it."""
         self._version: int | None = None
-        """Version that this member receives."""
+        """Version that this member is receiving; None between versions."""
         self.device = torch.device("cuda" if group.backend == "nccl" else "cpu")
         """Device of the bytes; for NCCL the current GPU."""
 
     def form(self) -> None:
-        """Form the group, if it is not formed yet."""
+        """Wait until all members are there, and form the group with them; return at once if it is formed.
+
+        If members do not come in time, rank 0 raises TimeoutError that names their ranks.
+        """
         if self._formed is not None:
             return
         try:
@@ -97,7 +104,10 @@ class _Epoch:
         self._formed = self._run(self._form, f"the group of epoch {self.group.epoch} to be formed")
 
     def _meet(self) -> None:
-        """Wait until all members are there: a group that is being formed cannot be stopped."""
+        """Wait in the store until all members are there, or the epoch is stopped.
+
+        Forming a group cannot be interrupted, so it does not begin before.
+        """
         self._store.set(f"rank {self.rank}", "here")
         wanted = ["begin"] if self.rank else [f"rank {rank}" for rank in range(self.group.world_size)]
         while not self._store.check(wanted):
@@ -119,15 +129,14 @@ class _Epoch:
         return c10d.ProcessGroupNCCL(self._store, self.rank, self.group.world_size, options)
 
     def broadcast(self, memory: Tensor, what: str) -> None:
-        """Rank 0's ``memory`` into that of all ranks (contiguous, equally large everywhere)."""
+        """Copy rank 0's ``memory`` into that of all ranks (contiguous, equally large); ``what`` is for errors."""
         for piece in memory.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
             self._run(lambda piece=piece: self._broadcast(piece), what)  # type: ignore[misc]
 
     def _broadcast(self, memory: Tensor) -> None:
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        # This thread keeps the group until the operation has ended: its destructor would wait for that with the
-        # interpreter's lock.
+        # A local reference keeps the group: its destructor would wait, and hold the interpreter's lock.
         formed = self._formed
         if not memory.is_cuda:
             formed.broadcast([memory], options).wait()
@@ -138,9 +147,12 @@ class _Epoch:
             torch.cuda.current_stream().synchronize()
 
     def _run(self, work: Callable[[], T], what: str) -> T:
-        """The result of blocking work; the thread is left behind when it takes too long or the epoch is stopped."""
+        """Run blocking work on a new thread and return its result.
+
+        Raises TimeoutError after the timeout, and _Stopped once the epoch is stopped; the thread is left behind then.
+        """
         done: Future[T] = Future()
-        threading.Thread(target=_settle, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
+        threading.Thread(target=_complete, args=(done, work), name=f"asyncrl: {what}", daemon=True).start()
         futures: list[Future[Any]] = [done, self._stopped]
         try:
             wait(futures, self.timeout_s, FIRST_COMPLETED)
@@ -149,12 +161,12 @@ class _Epoch:
                 raise TimeoutError(f"waited {self.timeout_s:g} s for {what}")
             return done.result()
         except RuntimeError:
-            # The library knows only the broken connection. The reason may come a moment later.
+            # The library reports a broken connection only. ``watch`` may read the reason a moment later.
             wait([self._stopped], 10 * LOOK_S)
             self.check()
             raise
         finally:
-            # As in _settle.
+            # As in _complete.
             del done, futures
 
     def check(self) -> None:
@@ -163,25 +175,25 @@ class _Epoch:
             raise _Stopped(self._stopped.result())
 
     def begin_receiving(self, version: int) -> None:
-        """Watch the epoch until ``end_receiving`` or ``end``."""
+        """Member: let ``watch`` read the store until ``end_receiving`` or ``end``."""
         self._version = version
         self._receives.set()
 
     def end_receiving(self) -> None:
-        """Count this member as one that has the version or has failed, if it receives one. Returns at once."""
+        """Member: if it was receiving a version, add 1 to that version's counter, without waiting for the store."""
         version, self._version = self._version, None
         if version is None:
             return
         self._receives.clear()
         if self._stopped.done():
             self._receives.set()
-        # The host of the store may be frozen.
+        # On a thread, since the host of the store may be frozen.
         counting = Future[int]()
         work = (counting, lambda: self._store.add(_received(version), 1))
-        threading.Thread(target=_settle, args=work, name="asyncrl: count of members", daemon=True).start()
+        threading.Thread(target=_complete, args=work, name="asyncrl: count of members", daemon=True).start()
 
     def wait_for_members(self, version: int) -> None:
-        """Rank 0: wait until every member has received ``version`` or has failed."""
+        """Rank 0: wait until every member has received ``version`` or has failed. Raises TimeoutError, _Stopped."""
         key, members = _received(version), self.group.world_size - 1
         until = time.monotonic() + self.timeout_s
         while (count := self._store.add(key, 0)) < members:
@@ -193,9 +205,9 @@ class _Epoch:
         self._store.delete_key(key)
 
     def watch(self, store: TCPStore) -> None:
-        """Stop this member when, during a receive, it finds that rank 0 has ended the epoch or has died.
+        """Thread of a member: while it receives, read the key "over", and ``stop`` the epoch once rank 0 has set it.
 
-        ``store`` is a connection for this thread alone.
+        Also stops it if the connection breaks. ``store`` is a connection for this thread alone.
         """
         watched = c10d.PrefixStore(f"{self.group.token}/{self.group.epoch}", store)
         try:
@@ -212,14 +224,14 @@ class _Epoch:
         self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """End the present operation and every later one. From any thread."""
+        """Make the present operation and every later one raise _Stopped. From any thread."""
         with contextlib.suppress(InvalidStateError):
             self._stopped.set_result(reason)
         self._receives.set()
 
     @contextlib.contextmanager
     def ended_by_errors(self, version: int) -> Iterator[None]:
-        """Inside, an error ends the epoch; one of the exchange becomes BroadcastFailed."""
+        """Context in which every error ends the epoch; errors of the transfer become BroadcastFailed."""
         try:
             yield
         except (BroadcastFailed, WeightsCorrupt) as error:
@@ -233,7 +245,7 @@ class _Epoch:
             raise
 
     def end(self, reason: str) -> None:
-        """Leave the group; the first reason counts. May be repeated."""
+        """Leave the group for this ``reason``, which rank 0 writes into the store; later calls do nothing."""
         if self.over:
             return
         self.over = reason
@@ -245,31 +257,31 @@ class _Epoch:
             self.end_receiving()
         formed, self._formed = self._formed, None
         if formed is not None:
-            # It may take its time, and so may the destructor of a group with an operation under way.
+            # On a thread: aborting may take long, as may the destructor of a group with an operation under way.
             threading.Thread(target=formed.abort, name="asyncrl: end of a group", daemon=True).start()
 
 
 def _received(version: int) -> str:
-    """Key of the number of members that have received ``version`` or have failed."""
+    """Key in the store of the counter of members that have received ``version`` or have failed."""
     return f"received {version}"
 
 
-def _settle(done: Future[T], work: Callable[[], T]) -> None:
+def _complete(done: Future[T], work: Callable[[], T]) -> None:
     try:
         done.set_result(work())
     except BaseException as error:
         done.set_exception(error)
     finally:
-        # The error keeps this frame. If the frame kept the future, the group and the memory would stay until the next
-        # collection of garbage.
+        # The error refers to this frame. If the frame referred to the future, group and memory would stay until the
+        # next garbage collection.
         del done, work
 
 
 class Sender:
-    """Rank 0 of every group. One thread sends; ``abort`` may come from another."""
+    """Rank 0 of every group, in the learner. One thread sends; ``abort`` may be called from another."""
 
     def __init__(self, backend: CollectiveBackend, host: str, timeout_s: float, ports: str = ANY) -> None:
-        """``host`` is an address of this host, and ``ports`` are those that may be bound, as network.ports."""
+        """Open the store at ``host``, an address of this host, on one of ``ports`` (as network.ports)."""
         if backend == "nccl" and not (torch.cuda.is_available() and c10d.is_nccl_available()):
             raise ConfigError(["weights.transport: nccl needs a GPU and NCCL here; choose another transport"])
         self.host, self._timeout_s = host, timeout_s
@@ -281,13 +293,13 @@ class Sender:
         """Secret prefix of all groups' keys; members get it from the parameter server."""
         self._epoch: _Epoch | None = None
         self.all_sent = False
-        """Whether all of the version under way is sent, and ``send`` waits until the members have received it."""
+        """Whether all buckets are sent, and ``send`` now waits until all members have received them."""
 
     def send(self, group: BroadcastGroup, version: int, buckets: Iterable[tuple[Bucket, int]]) -> None:
-        """Broadcast ``version`` to ``group``: every bucket with the descriptor of its sealed memory, as they come.
+        """Broadcast ``version`` to ``group``: each bucket as soon as ``buckets`` yields it with its descriptor.
 
-        Blocks until every member has received all or has failed. The descriptors stay the caller's. An error of
-        ``buckets`` ends the epoch too.
+        Blocks until every member has received all or has failed. The caller closes the descriptors. Raises
+        BroadcastFailed; any error, also one of ``buckets``, ends the epoch.
         """
         epoch = self._enter(group, version)
         try:
@@ -307,6 +319,7 @@ class Sender:
             self.all_sent = False
 
     def _enter(self, group: BroadcastGroup, version: int) -> _Epoch:
+        """Return the epoch of ``group``, the present one or a new one. Raises BroadcastFailed."""
         epoch = self._epoch
         if self._store is None:
             raise BroadcastFailed(version, "the sender is closed")
@@ -321,30 +334,30 @@ class Sender:
         return epoch
 
     def abort(self, reason: str) -> None:
-        """Let a broadcast under way fail. From any thread; the next epoch may be sent to."""
+        """Make a broadcast under way fail; a later epoch can still be sent to. From any thread."""
         if (epoch := self._epoch) is not None:
             epoch.stop(reason)
 
     def close(self) -> None:
-        """Send no more, and close the store. Called on the thread that sends; may be repeated."""
+        """End the epoch and close the store. Called on the thread that sends; may be repeated."""
         if self._epoch is not None:
             self._epoch.end("the learner has ended")
-        # The store ends with its last reference, and with it every wait of members that are left behind.
+        # The last reference ends the store, and with it every wait of a member for it.
         self._epoch = self._store = None
 
 
 class Receiver:
-    """A worker's side of all broadcasts. One thread receives; ``close`` may come from another."""
+    """Receives all broadcasts of one engine worker. One thread receives; ``close`` may be called from another."""
 
     def __init__(self) -> None:
         self._epoch: _Epoch | None = None
         self._ended = threading.Event()
 
     def receive(self, part: BroadcastPart, worker: int) -> Generator[Tensor]:
-        """The bytes of every bucket, verified: uint8 [size]. ``worker`` counts within the replica.
+        """Join the group if necessary, and yield the verified bytes of every bucket, in order: uint8 [size].
 
-        Use a bucket before asking for the next. Raises BroadcastFailed, WeightsCorrupt. If the caller does not take all
-        buckets, the worker leaves the group.
+        ``worker`` is the number of this worker within its replica, from 0. Raises BroadcastFailed, WeightsCorrupt. If
+        the caller does not take all buckets, the worker leaves the group.
         """
         epoch = self._enter(part, worker)
         with epoch.ended_by_errors(part.version):
@@ -354,11 +367,12 @@ class Receiver:
             for index, layout in enumerate(part.buckets):
                 bucket = self._bucket(epoch, part, index, max(layout.size, 1))
                 if index == last:
-                    # The epoch may be over while the caller uses it.
+                    # All is received: the epoch may end while the caller uses the last bucket.
                     epoch.end_receiving()
                 yield bucket
 
     def _enter(self, part: BroadcastPart, worker: int) -> _Epoch:
+        """Return the epoch of ``part``, the present one or a new connection. Raises BroadcastFailed."""
         rank, group, epoch = part.first_rank + worker, part.group, self._epoch
         if self._ended.is_set():
             raise BroadcastFailed(part.version, ENDED)
@@ -375,7 +389,7 @@ class Receiver:
             raise BroadcastFailed(part.version, f"the learner cannot be reached: {error}") from error
         epoch = self._epoch = _Epoch(group, rank, store, address, part.timeout_s)
         threading.Thread(target=epoch.watch, args=(watched,), name="asyncrl: end of an epoch", daemon=True).start()
-        # ``close`` may have come from another thread meanwhile.
+        # Another thread may have called ``close`` meanwhile.
         if self._ended.is_set():
             epoch.end(ENDED)
             raise BroadcastFailed(part.version, ENDED)
@@ -383,6 +397,7 @@ class Receiver:
 
     @staticmethod
     def _bucket(epoch: _Epoch, part: BroadcastPart, index: int, size: int) -> Tensor:
+        """Receive a bucket. Raises RuntimeError for an unexpected header, WeightsCorrupt for wrong bytes."""
         what = f"bucket {index} of version {part.version}"
         header = torch.zeros(4, dtype=torch.int64, device=epoch.device)
         epoch.broadcast(header, what)
@@ -397,21 +412,24 @@ class Receiver:
                 problem = f"its sum is {found:#018x} instead of {checksum:#018x}"
                 raise WeightsCorrupt(problem, version=version, bucket=index)
             return memory
-        # numpy asks for huge pages, torch does not: a page fault for each 4 KiB costs more than the bytes themselves.
+        # numpy allocates huge pages, torch does not: a page fault for each 4 KiB costs more than the transfer.
         memory = torch.from_numpy(np.empty(size, np.uint8))
         epoch.broadcast(memory, what)
         verify_bytes(memory.numpy().data, checksum, version=version, index=index)
         return memory
 
     def close(self) -> None:
-        """Receive no more: a broadcast under way fails at once. From any thread; may be repeated."""
+        """Leave the group, which fails a broadcast under way, and refuse later ones.
+
+        May be called from any thread, and repeated.
+        """
         self._ended.set()
         if self._epoch is not None:
             self._epoch.end(ENDED)
 
 
 def _sum_of_words(memory: Tensor) -> int:
-    """Sum of the 64-bit words and of the bytes after them, modulo 2^64."""
+    """Return the sum of the 64-bit words of uint8 ``memory``, and of the bytes after the last, modulo 2^64."""
     whole = memory.numel() // 8 * 8
     words = memory[:whole].view(torch.int64).sum()
     return int(words + memory[whole:].sum(dtype=torch.int64)) % (1 << 64)
@@ -421,13 +439,13 @@ def _sum_of_words(memory: Tensor) -> int:
 
 
 def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
-    """Rank 0: a store on a free one of ``ports`` of ``host``, bound to that address alone.
+    """Rank 0: open a store on a free one of ``ports``, bound to the address ``host`` alone.
 
-    Its ``port`` is the real one. Raises OSError where none is free.
+    Its ``port`` is the one that was bound. Raises OSError if none is free.
     """
     with listen(host, ports) as listener:
         port = listener.getsockname()[1]
-        # The store takes the descriptor over, so no other process can get the port.
+        # The store takes over the bound descriptor, so no other process can get the port in between.
         return TCPStore(
             host,
             port,
@@ -439,18 +457,18 @@ def open_store(host: str, timeout_s: float, ports: str = ANY) -> TCPStore:
 
 
 def listen(host: str, ports: str = ANY) -> socket.socket:
-    """A socket that listens at the highest free port of ``host``, bound to it alone; ``ports`` as network.ports.
+    """Open a socket that listens at the highest free one of ``ports`` (as network.ports), bound to ``host`` alone.
 
-    The lowest port is the controller's and is taken last, because its successor needs it again. Raises OSError, naming
-    the range where nothing in it is free.
+    The lowest port is the controller's and is taken last, because a restarted controller needs it again. Raises OSError
+    naming the range if no port in it is free.
     """
     low, _, high = ports.partition("-")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in reversed(range(int(low), int(high or low) + 1)):
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # As ZeroMQ does: a connection that has just ended holds no port. Two listeners do not get the same one.
-            # Where the kernel chooses the port, it takes one that nothing holds at all.
+            # As ZeroMQ does: a connection that has just ended does not block the port, and two listeners cannot share
+            # one. Not for port 0, where the kernel chooses a port that is wholly free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
             listener.bind((host, port))
             listener.listen(BACKLOG)
@@ -469,7 +487,7 @@ def _connect(group: BroadcastGroup, timeout_s: float) -> TCPStore:
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Address of this host by which ``host`` can reach it."""
+    """Return the address of this host from which a connection to ``host`` starts."""
     with socket.create_connection((host, port), timeout=10.0) as connection:
         address: str = connection.getsockname()[0]
         return address

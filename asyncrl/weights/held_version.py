@@ -1,8 +1,9 @@
 """A version of the weights in sealed memory, held open by one process: the learner, the parameter server or a replica.
 
-Invariants: the bytes cannot change, because every segment is sealed; they stay as long as the version is held here,
-even if the process that wrote them dies. The kernel frees a segment when the last process lets go of it. A view keeps
-its mapping, and with it the pages: ZeroMQ may still send from a version that is closed. So nothing is unmapped by hand.
+Invariants: the bytes cannot change, because every segment is sealed (segments.py). They stay as long as the version is
+held here, even if the process that wrote them dies. The kernel frees a segment when no process has it open or mapped. A
+view keeps its mapping, and with it the pages: ZeroMQ may still send from a version that is closed. So no code here
+unmaps memory itself.
 
 Fails with WeightsCorrupt for a segment that is missing, of another size, not sealed, or with another checksum, and for
 a manifest that contradicts itself; with VersionGone for a version that is closed.
@@ -34,17 +35,20 @@ from asyncrl.weights.segments import (
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape of each parameter, by name."""
 OnSealed = Callable[[Bucket, int], None]
-"""Function that gets each sealed bucket, in order, with the descriptor of its segment. It runs on the thread that
-assembles the version: it neither waits nor raises, and duplicates the descriptor to keep it."""
+"""Function that is called with each sealed bucket, in order, and the descriptor of its segment. It is called on the
+thread that assembles the version, so it must neither block nor raise. To keep the descriptor, it duplicates it."""
 
 
 class HeldVersion:
-    """One version. ``manifest`` names the descriptors of this process. May be used from several threads."""
+    """One version, whose segments this object keeps open. May be used from several threads.
+
+    The paths of ``manifest`` lead to the descriptors of this process.
+    """
 
     def __init__(self, manifest: Manifest, descriptors: Sequence[int]) -> None:
-        """``descriptors`` are of the segments, bucket by bucket; the object closes them."""
+        """``descriptors`` are those of the segments, in order of the buckets; this object closes them."""
         self.descriptors = list(descriptors)
-        """Empty once closed."""
+        """Descriptors of the segments; empty once closed."""
         buckets = [
             msgspec.structs.replace(bucket, path=path_of(descriptor))
             for bucket, descriptor in zip(manifest.buckets, descriptors, strict=True)
@@ -52,7 +56,7 @@ class HeldVersion:
         self.manifest = msgspec.structs.replace(manifest, buckets=buckets)
         self._views: dict[int, memoryview] = {}
         self._lock = threading.RLock()
-        # An object that its owner never received, because the waiting task was cancelled, closes itself.
+        # If the task that waits for this object is cancelled, no owner closes it. Then it closes itself.
         self._finalizer = weakref.finalize(self, close_all, self.descriptors)
 
     @property
@@ -67,17 +71,23 @@ class HeldVersion:
 
     @cached_property
     def layout(self) -> Layout:
-        """Dtype and shape of each parameter."""
+        """Dtype and shape of each parameter, by name. Raises WeightsCorrupt, as ``layout_of``."""
         return layout_of(self.manifest)
 
     def bytes_of(self, bucket: int) -> memoryview:
-        """Bytes of a bucket, read-only and not copied. Raises InvalidRequest for an unknown bucket, VersionGone."""
+        """Map a bucket, read-only and without a copy, and keep the view until ``close``.
+
+        Raises InvalidRequest for an unknown bucket, VersionGone once closed.
+        """
         with self._lock:
             view = self._views[bucket] = self._view(bucket)
             return view
 
     def _view(self, bucket: int) -> memoryview:
-        """The view of a bucket that is kept, or a new one that is not: its pages count as memory of this process."""
+        """Return the kept view of a bucket; without one, a new view, which is not kept.
+
+        Mapped pages count as memory of this process, so ``verify`` does not keep its view.
+        """
         with self._lock:
             if not self._finalizer.alive:
                 raise VersionGone(self.version)
@@ -88,15 +98,15 @@ class HeldVersion:
             return memoryview(map_segment(self.descriptors[bucket], self.manifest.buckets[bucket].size))
 
     def verify(self, bucket: int) -> None:
-        """Compare a bucket with its checksum; blocks. Raises WeightsCorrupt, VersionGone.
+        """Compare a bucket with its checksum, and map it only for that time; blocks.
 
-        It is mapped for the time of the check.
+        Raises WeightsCorrupt, VersionGone.
         """
         checksum = self.manifest.buckets[bucket].checksum
         verify_bytes(self._view(bucket), checksum, version=self.version, index=bucket)
 
     def close(self) -> None:
-        """Let the memory go. May be repeated. A GiB that no other process holds takes about 0.1 s."""
+        """Close the segments; may be repeated. Takes about 0.1 s for each GiB that no other process holds."""
         with self._lock:
             self._views.clear()
             self._finalizer()
@@ -109,7 +119,10 @@ class HeldVersion:
 
 
 def hold(manifest: Manifest) -> HeldVersion:
-    """Open every segment of a manifest, without comparing checksums. Raises WeightsCorrupt."""
+    """Open every segment of a manifest, and return the held version; checksums are not compared.
+
+    Raises WeightsCorrupt.
+    """
     descriptors: list[int] = []
     try:
         for index, bucket in enumerate(manifest.buckets):
@@ -130,24 +143,26 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def layout_of(manifest: Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Layout of a manifest. Raises WeightsCorrupt unless each name occurs once, and each tensor lies aligned within its
-    bucket and overlaps no other.
+    """Read the dtype and shape of each parameter from a manifest.
+
+    Raises WeightsCorrupt if a name occurs twice, a bucket is empty, or a tensor is not aligned, overlaps another or
+    does not fit into its bucket.
     """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    layouts: dict[str, tuple[str, tuple[int, ...]]] = {}
     for index, bucket in enumerate(manifest.buckets):
         if not bucket.size:
             raise WeightsCorrupt("it is empty", version=manifest.version, bucket=index)
         end = 0
-        # An empty tensor may lie where the next one begins. It comes first, or it would seem to lie inside that one.
+        # An empty tensor may have the offset of the next one. Sorted first, it does not count as overlapping that one.
         for spec in sorted(bucket.tensors, key=lambda spec: (spec.offset, math.prod(spec.shape))):
             problem = _spec_problem(spec, bucket, end)
-            if problem is None and spec.name in found:
+            if problem is None and spec.name in layouts:
                 problem = "occurs twice"
             if problem is not None:
                 raise WeightsCorrupt(f"{spec.name} {problem}", version=manifest.version, bucket=index)
-            found[spec.name] = (spec.dtype, spec.shape)
+            layouts[spec.name] = (spec.dtype, spec.shape)
             end = spec.offset + size_of(spec)
-    return found
+    return layouts
 
 
 def _spec_problem(spec: TensorSpec, bucket: Bucket, end: int) -> str | None:
@@ -172,9 +187,10 @@ def check_complete(
     optional: frozenset[str] = frozenset(),
     dtypes: bool = True,
 ) -> None:
-    """Compare a version's layout with the expected one; raises WeightsCorrupt naming the first few differences.
+    """Compare a version's layout (``found``) with the expected one.
 
-    ``optional`` names may be absent on either side. ``dtypes`` False compares shapes only.
+    Raises WeightsCorrupt naming the first few differences. ``optional`` names may be absent on either side. If
+    ``dtypes`` is False, only names and shapes are compared.
     """
     missing = expected.keys() - found.keys() - optional
     unknown = found.keys() - expected.keys() - optional

@@ -1,8 +1,8 @@
-"""The form of an adapter outside of the learner: names of its tensors and its adapter_config.json, as PEFT has them.
+"""The names of an adapter's tensors, and its adapter_config.json, in PEFT's format. Pure.
 
-Pure. Learner, engines and exports share it, so that one set of names goes all the way. The adapter of the linear layer
-``NAME`` [out, in] is two matrices: ``base_model.model.NAME.lora_A.weight`` [rank, in] and
-``base_model.model.NAME.lora_B.weight`` [out, rank] (https://huggingface.co/docs/peft/developer_guides/checkpoint).
+Learner, engines and exports use the same names. The adapter of the linear layer ``NAME`` [out, in] is two matrices:
+``base_model.model.NAME.lora_A.weight`` [rank, in] and ``base_model.model.NAME.lora_B.weight`` [out, rank]
+(https://huggingface.co/docs/peft/developer_guides/checkpoint).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ADAPTER_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
 
 
 def tensor_names(layer: str) -> tuple[str, str]:
-    """Names of the matrices A and B of the layer that the model calls ``layer``."""
+    """Return the published names of the matrices A and B of a layer, given the layer's name in the model."""
     return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
 
 
 def layer_of(tensor: str) -> tuple[str, str] | None:
-    """The layer of an adapter's tensor, and "A" or "B"; None where the name is no adapter's."""
+    """Return the layer's name, and "A" or "B", for a tensor's published name; None if it is not an adapter's."""
     for matrix in ("A", "B"):
         suffix = f".lora_{matrix}.weight"
         if tensor.startswith(PREFIX) and tensor.endswith(suffix):
@@ -33,7 +33,10 @@ def layer_of(tensor: str) -> tuple[str, str] | None:
 
 
 def adapter_settings(lora: LoraConfig, *, model: str, targets: Iterable[str]) -> dict[str, Any]:
-    """adapter_config.json of adapters on layers whose names end in ``targets``, over the model folder ``model``."""
+    """Return the content of adapter_config.json for adapters on the model in folder ``model``.
+
+    ``targets`` are the ends of the names of the layers with an adapter.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

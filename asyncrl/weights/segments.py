@@ -1,8 +1,8 @@
 """Sealed memory segments: large immutable data for other processes of this host.
 
-A segment is a memfd: written once, checksummed (xxh3_64), then sealed. After that no process can change or shrink the
-pages that others have mapped. Processes of the same user open it as /proc/PID/fd/N. The kernel frees it when the last
-process that holds it closes it or dies.
+A segment is a memfd (anonymous memory with a file descriptor): written once, checksummed (xxh3_64), then sealed. After
+that no process can change or shrink the pages that others have mapped. Processes of the same user open it as
+/proc/PID/fd/N. The kernel frees it when the last process that holds it closes it or dies.
 
 Fails with OSError when memory or descriptors run out, and with WeightsCorrupt when a segment differs from its bucket.
 """
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 ALIGNMENT = 64
-"""Bytes to which every tensor's offset is aligned."""
+"""Every tensor's offset is a multiple of this many bytes."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-# F_SEAL_SEAL only keeps others from adding seals, and a further seal takes nothing from a reader.
+# F_SEAL_SEAL prevents further seals. A reader does not need that, since a further seal does it no harm.
 NEEDED_SEALS = SEALS & ~fcntl.F_SEAL_SEAL
 ITEM_BYTES = {
     "float64": 8,
@@ -48,18 +48,18 @@ ITEM_BYTES = {
     "bool": 1,
 }
 CHUNK_BYTES = 16 << 20
-"""Bytes of one step of a checksum; a few milliseconds."""
+"""Bytes that are added to a checksum in one step, in a few milliseconds."""
 
 MADV_POPULATE_READ = 22
-"""Advice of Linux 5.14; older kernels refuse it, which does no harm."""
+"""Value of MADV_POPULATE_READ, since Linux 5.14; older kernels refuse it, which does no harm."""
 
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class Segment:
-    """A segment that is being written. ``memory`` is its content; ``seal`` ends the writing.
+    """A new segment, to be written to ``memory`` (or with ``write``) and then sealed.
 
-    Drop all views of ``memory`` (tensors, arrays) before ``seal``.
+    Delete all views of ``memory`` (tensors, arrays) before ``seal``.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -74,7 +74,7 @@ class Segment:
             raise
 
     def write(self, offset: int, data: Buffer) -> None:
-        """Put ``data`` at byte ``offset``, without the interpreter's lock. Raises OSError when memory runs out."""
+        """Write ``data`` at byte ``offset``; releases the interpreter's lock. Raises OSError when memory runs out."""
         left = memoryview(data).cast("B")
         assert offset + left.nbytes <= self.size, "past the end"
         while left:
@@ -82,7 +82,7 @@ class Segment:
             left, offset = left[written:], offset + written
 
     def seal(self, tensors: Sequence[TensorSpec]) -> Bucket:
-        """Checksum, unmap, seal. From here on the caller owns the descriptor."""
+        """Compute the checksum, unmap and seal. Returns the bucket; the caller must close ``fd`` from here on."""
         checksum = xxhash.xxh3_64_intdigest(self.memory)
         # The kernel refuses F_SEAL_WRITE while a writable mapping is left.
         self.memory.close()
@@ -95,7 +95,7 @@ class Segment:
         )
 
     def discard(self) -> None:
-        """Give the segment up, instead of ``seal`` or after that failed."""
+        """Free the segment, instead of ``seal`` or after ``seal`` has failed."""
         # A view that still exists keeps the pages until it is dropped.
         with suppress(BufferError):
             self.memory.close()
@@ -103,8 +103,9 @@ class Segment:
 
 
 def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int) -> int:
-    """Seal the written segment, compare it with the manifest, and return the descriptor. Raises WeightsCorrupt; the
-    segment is discarded then.
+    """Seal a written segment and compare its size and checksum with the manifest's ``bucket``.
+
+    Returns the descriptor. If they differ, discards the segment and raises WeightsCorrupt.
     """
     try:
         found = segment.seal(bucket.tensors)
@@ -122,12 +123,15 @@ def seal_verified(segment: Segment, bucket: Bucket, *, version: int, index: int)
 
 
 def path_of(descriptor: int) -> str:
-    """Path by which processes of this user open a descriptor of this one."""
+    """Return the path by which other processes of this user can open a descriptor of this process."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[list[TensorSpec], int]:
-    """Place (name, dtype, shape) one after the other, aligned. Returns the specs and the size of the bucket."""
+    """Place tensors, given as (name, dtype, shape), one after the other in a bucket, each one aligned.
+
+    Returns their specs and the size of the bucket in bytes.
+    """
     specs, offset = [], 0
     for name, dtype, shape in tensors:
         spec = TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset)
@@ -137,7 +141,10 @@ def layout(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> tuple[list[Te
 
 
 def fill_buckets(sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive units, joined into buckets of at most ``limit`` bytes; a larger unit is a bucket of its own."""
+    """Divide consecutive units of these sizes into buckets of at most ``limit`` bytes. Returns ranges of indices.
+
+    A unit that is larger than the limit becomes a bucket of its own.
+    """
     buckets: list[range] = []
     start, total = 0, 0
     for i, size in enumerate(sizes):
@@ -156,7 +163,7 @@ def size_of(spec: TensorSpec) -> int:
 
 
 def open_segment(bucket: Bucket, *, version: int, index: int) -> int:
-    """A descriptor of a bucket's segment, after its seals and size were checked. Raises WeightsCorrupt."""
+    """Open a bucket's segment, check its seals and size, and return the descriptor. Raises WeightsCorrupt."""
     if not _PATH.fullmatch(bucket.path):
         raise WeightsCorrupt(f"{bucket.path!r} is not a /proc/PID/fd/N", version=version, bucket=index)
     try:
@@ -189,7 +196,7 @@ def _check_sealed(descriptor: int, bucket: Bucket, version: int, index: int) -> 
 
 
 def map_segment(descriptor: int, size: int) -> mmap.mmap:
-    """The content of a segment, read-only. The descriptor may be closed afterwards."""
+    """Map the content of a segment, read-only. The descriptor may be closed afterwards."""
     return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
 
 
@@ -198,12 +205,12 @@ def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -
     digest, mapping = xxhash.xxh3_64(), view.obj
     for start in range(0, len(view), CHUNK_BYTES):
         if isinstance(mapping, mmap.mmap):
-            # Read all pages of a step at once: page faults of a few pages each take a sixth of the time.
+            # Map all pages of a step at once: page faults for a few pages each would take a sixth of the whole time.
             with suppress(OSError):
                 mapping.madvise(MADV_POPULATE_READ, start, min(CHUNK_BYTES, len(view) - start))
         with view[start : start + CHUNK_BYTES] as chunk:
             digest.update(chunk)
-    # The traceback of an error would keep the memory.
+    # Otherwise the traceback of the error below would keep the memory mapped.
     del view, mapping
     found = digest.intdigest()
     if found != checksum:
@@ -214,6 +221,6 @@ def verify_bytes(view: memoryview, checksum: int, *, version: int, index: int) -
 
 @cache
 def host_id() -> str:
-    """Id of processes that can open the /proc/PID/fd of one another: one kernel, PID namespace and user."""
+    """Return an id of kernel, PID namespace and user. Processes with the same id can open segments of one another."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"

@@ -1,4 +1,4 @@
-"""The tensors of a version that is in sealed memory or was received."""
+"""Makes torch tensors from the bytes of a version, which are in sealed memory or were received."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.weights.segments import size_of
 
 
 def tensors_of(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a version whose paths this process can open: views that keep their bucket's memory."""
+    """Yield names and tensors of a version whose paths this process can open: views that keep their bucket mapped."""
     for bucket in manifest.buckets:
         descriptor = os.open(bucket.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -24,7 +24,7 @@ def tensors_of(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensors_in(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket, as views of its bytes."""
+    """Yield the names and tensors of a bucket, as views of its bytes (``memory``, uint8)."""
     for spec in specs:
         dtype = getattr(torch, spec.dtype)
         size = size_of(spec)
@@ -35,6 +35,6 @@ def tensors_in(memory: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tu
 
 
 def mapped(descriptor: int, size: int) -> torch.Tensor:
-    """The bytes of a segment, not copied: uint8 [size]. The descriptor may be closed afterwards."""
-    # Copy on write: torch has no read-only tensors, and a loader that works in place changes pages of its own.
+    """Map the bytes of a segment without a copy: uint8 [size]. The descriptor may be closed afterwards."""
+    # Copy on write: torch has no read-only tensors. If a loader writes to them, it changes private pages only.
     return torch.frombuffer(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)

@@ -213,8 +213,8 @@ FAULTS = (
     ),
     Fault(
         "seal-without-incarnation",
-        "said = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]",
-        "said = [lease.uid, lease.number, lease.purpose, rollouter]",
+        "sealed_fields = [lease.uid, lease.number, lease.purpose, rollouter, incarnation]",
+        "sealed_fields = [lease.uid, lease.number, lease.purpose, rollouter]",
         "I6: a lease fits the incarnation that it was leased to and nobody else",
     ),
     # --- life and death ---

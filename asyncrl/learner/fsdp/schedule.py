@@ -30,7 +30,7 @@ def learning_rate(step: int, config: LearnerConfig) -> float:
 
 
 def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> float:
-    """Learning rate of a warm step (1 to ``sft.warm_steps``): as ``learning_rate``, with rise_steps and linear to 0."""
+    """Learning rate of a warm step (1 to ``sft.warm_steps``): rises over ``sft.rise_steps``, falls linearly to 0."""
     peak = learner.lr if sft.lr is None else sft.lr
     if step < sft.rise_steps:
         return peak * step / sft.rise_steps
@@ -38,6 +38,6 @@ def warm_learning_rate(step: int, learner: LearnerConfig, sft: SftConfig) -> flo
 
 
 def _decayed(step: int, rise: int, steps: int) -> float:
-    """Share of the decay that is over: 0 at the step with the peak, 1 one step after the last."""
+    """Return x of ``learning_rate``: 0 at the step with the peak, 1 one step after the last."""
     peak_at = max(1, rise)
     return min(1.0, (step - peak_at) / max(1, steps + 1 - peak_at))

@@ -1,7 +1,7 @@
 """One rank of the learner: FSDP2 on torch.distributed (the ``fsdp2`` backend; its interface is in backend.py).
 
-Rank 0 sends commands (train, score a batch or the probe, gather, save, stop); the other ranks follow. updates.py has
-the part of a rank in a step.
+The learner actor calls the methods of rank 0. Each sends a command to the other ranks, which run ``follow``. Then all
+ranks work together. updates.py has the part of a rank in a step.
 
 Invariant: on CPU, with the same ranks and threads, the same calls give the same bits. Fails as backend.py says.
 """
@@ -102,6 +102,7 @@ class Trainer:
         return host, self._store.port
 
     def setup(self, host: str, port: int) -> None:
+        """Meet the other ranks, load and shard the models, and create optimizer, saver and assembly."""
         device = choose_device(self._learner, self._rank)
         prepare_device(device, self._learner)
         self._met = Ranks(
@@ -140,6 +141,8 @@ class Trainer:
         self.given_up += [f"start-up check of {key}: {warning}" for warning in scoring.warnings]
 
     def _build_scorers(self, objective: Objective) -> Scorers:
+        """Load the frozen models that the objective or the rewards need; adapters need no second model as reference."""
+
         def frozen(key: str, path: str | None) -> Policy:
             assert path is not None
             policy, scoring = build_frozen(key, path, self._config, self._ranks, self._dtype, packed=self.packed)
@@ -152,9 +155,9 @@ class Trainer:
         reference: Scorer | None = None
         if objective.needs_reference or kl.in_reward:
             if self._config.sft.warm_steps and kl.path is None:
-                # Only with a user's own loss: for the others, the configuration was checked.
-                told = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
-                raise ConfigError([f"learner.kl.path: {told} sft.warm_steps lead away from it; name a folder"])
+                # Only a user's own loss gets here: the configuration is checked for the other losses.
+                problem = f"the loss {self._learner.loss} asks for a reference, which is model.path by default, and"
+                raise ConfigError([f"learner.kl.path: {problem} sft.warm_steps lead away from it; name a folder"])
             if self._config.lora.is_on and kl.path is None:
                 reference = WithoutAdapters(self.policy)
             else:
@@ -165,8 +168,12 @@ class Trainer:
         )
 
     def train(self, plan: StepPlan) -> dict[str, float]:
+        """Rank 0: send the other ranks their micro-batches, and take the step with them. Returns its metrics.
+
+        Raises NonFiniteStep, which names the groups or conversations of a refused update.
+        """
         if not plan.updates:
-            # Momentum alone would move the weights. The other ranks get no command.
+            # An empty step would still move the weights by momentum. So the other ranks get no command.
             return {}
         parcels = self._pack([of_step(plan, rank) for rank in range(self._learner.ranks)])
         command = Train(
@@ -177,13 +184,13 @@ class Trainer:
             warm=plan.warm,
         )
         self._ranks.commands.send(command)
-        kind, step = self._next(plan.warm)
+        kind, step = self._next_step(plan.warm)
         self._ranks.scatter(parcels, 0, f"the batch of {kind} {step}")
-        # The other ranks have theirs; rank 0 computes from the plan.
+        # The parcels have been sent. Rank 0 takes its own micro-batches from the plan.
         del parcels
         began = time.monotonic()
         result = self._step(command, of_step(plan, 0))
-        # The update that was refused was computed, none after it was.
+        # The refused update was computed too; no later one was.
         done = plan.updates if result.refused is None else plan.updates[: result.refused.update + 1]
         tokens = sum(update.tokens for update in done)
         metrics = result.metrics | self._utilisation(tokens, time.monotonic() - began)
@@ -212,15 +219,18 @@ class Trainer:
         return plan.in_order([row[:count] for row, count in zip(values, tokens, strict=True)])
 
     def _score_batches(self, command: Reference, batches: Sequence[MicroBatch]) -> np.ndarray:
-        """Log-probs by the reference of all ranks' micro-batches, padded: float64 [world size, tokens]."""
+        """All ranks together: score each rank's micro-batches with the reference model.
+
+        Returns log-probs, float64 [world size, command.tokens], nats; each row is padded with 0.
+        """
         name = "scoring by the reference"
         with self._phase(name):
             scored = self._updates.refer(batches, command.temperature)
             ours = np.concatenate([values.cpu().numpy() for values in scored])
             return self._ranks.all_gather([*ours.tolist(), *[0.0] * (command.tokens - len(ours))], name)
 
-    def _next(self, warm: bool) -> tuple[str, int]:
-        """Kind of the step to come, and its number, counted from 1."""
+    def _next_step(self, warm: bool) -> tuple[str, int]:
+        """Kind of the next step, and its number, counted from 1."""
         return ("warm step", self.warm_steps + 1) if warm else ("step", self.steps + 1)
 
     def _utilisation(self, tokens: int, seconds: float) -> dict[str, float]:
@@ -268,6 +278,7 @@ class Trainer:
         return sum(parameter.numel() * self._dtype.itemsize for parameter in self._parameters)
 
     def sees(self, folder: Path) -> None:
+        """Rank 0: write a file, and raise CheckpointError unless every rank sees it."""
         probe = folder / f".probe-{uuid.uuid4().hex}"
         try:
             probe.touch()
@@ -275,7 +286,7 @@ class Trainer:
             raise refused(folder, error) from error
         try:
             self._ranks.commands.send(See(str(probe)))
-            problems = self._look(probe)
+            problems = self._check_visible(probe)
         finally:
             with contextlib.suppress(OSError):
                 probe.unlink()
@@ -293,11 +304,12 @@ class Trainer:
         self._load(folder)
 
     def follow(self) -> None:
+        """Ranks above 0: take part in each command of rank 0, until StopRank or an interrupt."""
         while (command := self._ranks.commands.next()) is not None:
             if isinstance(command, Train):
                 self._follow_step(command)
             elif isinstance(command, Reference):
-                # Without a local name, so that a used parcel is freed before the next command.
+                # The micro-batches get no local name, so that their memory is freed before the next command.
                 self._score_batches(command, self._receive(command.parcel_bytes, "a batch to be scored"))
             elif isinstance(command, Gather):
                 with self._phase("copy"):
@@ -305,25 +317,25 @@ class Trainer:
             elif isinstance(command, ScoreProbe):
                 self._score_probe(command.sequences)
             elif isinstance(command, See):
-                self._look(Path(command.path))
+                self._check_visible(Path(command.path))
             elif isinstance(command, Save):
-                # Rank 0 learns how it ends.
+                # The other ranks ignore the future: the result of the save reaches rank 0 (dcp.write).
                 self._save(command)
             elif isinstance(command, LoadCheckpoint):
-                # Nothing was changed: rank 0 continues with another one.
+                # Nothing has changed; rank 0 gets the same error and sends the next checkpoint.
                 with contextlib.suppress(DamagedCheckpoint):
                     self._load(Path(command.folder))
             else:
                 return
 
     def _follow_step(self, command: Train) -> None:
-        kind, step = self._next(command.warm)
+        kind, step = self._next_step(command.warm)
         result = self._step(command, self._receive(command.parcel_bytes, f"the batch of {kind} {step}"))
         if result.refused is not None:
             raise NonFiniteStep(result.refused.what, kind=kind, step=step, uids=[])
 
     def _pack(self, of_ranks: Sequence[Sequence[MicroBatch]]) -> list[np.ndarray]:
-        """A parcel for each rank; that of rank 0, which has the micro-batches, is empty."""
+        """Pack each rank's micro-batches into a parcel; rank 0 has its own already, so its parcel is empty."""
         return [np.empty(0, np.uint8), *map(pack, of_ranks[1:])]
 
     def _receive(self, parcel_bytes: Sequence[int], what: str) -> list[MicroBatch]:
@@ -345,7 +357,7 @@ class Trainer:
         self._store = None
 
     def _enter_phase(self, name: str) -> None:
-        # Set by the actor after this backend was made.
+        # Looked up at each call: the actor sets ``on_phase`` after it has made this backend.
         self.on_phase(name)
 
     @contextlib.contextmanager
@@ -356,7 +368,7 @@ class Trainer:
         finally:
             self.on_phase("")
 
-    def _look(self, path: Path) -> list[str]:
+    def _check_visible(self, path: Path) -> list[str]:
         problem = None if path.exists() else f"learner/{self._rank} does not see a file that learner/0 wrote there"
         return self._ranks.agree(problem, "the folder of checkpoints")
 
@@ -385,11 +397,14 @@ class Trainer:
             )
 
     def _step(self, command: Train, batches: Sequence[MicroBatch]) -> StepResult:
-        """This rank's part of a step; the same result on all ranks."""
-        kind, step = self._next(command.warm)
+        """All ranks together: take a step with this rank's micro-batches, and count it.
+
+        The result is the same on all ranks. The last warm step and the first step of the run reset the optimizer.
+        """
+        kind, step = self._next_step(command.warm)
         sft = self._config.sft
         if not command.warm and not self.steps:
-            # A run that is resumed with fewer warm steps has not taken a last one.
+            # A run that resumes with fewer warm steps may not have reached the reset after the last one, below.
             self._optimizer.state.clear()
         try:
             result = self._updates.step(

@@ -1,15 +1,16 @@
 """A rank's part of a step: scoring passes, then updates of the weights.
 
-    score     log-probs without a gradient: by the reference and the teacher where the objective asks for them, and by
-              the weights as they are, the proximal policy, where more than one update follows; by the reference also
-              before the step is planned, where the rewards need it
-    update    forward and backward of each micro-batch, those of the conversations of ``[sft]`` after those of
-              the policy; one exchange of sums among the ranks; the optimizer
+    score     log-probs without a gradient: of the reference and the teacher if the objective needs them; of the policy
+              before its first update (the "proximal" policy) if the step has several updates
+    update    forward and backward of each micro-batch: first the policy's, then the supervised ones, which are
+              conversations of ``[sft]``; one exchange of sums among the ranks; one step of the optimizer
 
-It keeps: the gradient does not depend on how the batch was cut, since the denominator is the update's over all ranks
-and local losses are multiplied by the world size against FSDP's mean; from the sums every rank computes the same loss,
-gradient norm and metrics, and takes or refuses the same update; a refused update changes nothing, and no other follows
-it.
+If rewards need the reference, ``refer`` scores with it before the step is planned.
+
+Invariants: the gradient does not depend on how the batch was cut. The denominator is that of the whole update, over all
+ranks. Each local loss is multiplied by the world size, since FSDP takes the mean of gradients. From the sums every rank
+computes the same loss, gradient norm and metrics, and so takes or refuses the same update. An update is refused if one
+of these is not finite. It changes nothing, and the step ends.
 
 Fails with ConfigError when the user's loss raises.
 """
@@ -39,20 +40,20 @@ SUPERVISED_TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RefusedUpdate:
-    """An update that was not taken."""
+    """An update that was not taken because a number was not finite."""
 
     what: str
     """Name of the number that is not finite: the loss, SUPERVISED_LOSS, or the gradient norm."""
     update: int
     """Number of the update in the step, counted from 0."""
     sequences: list[int]
-    """Sequences of the update, or of its supervised term, with a loss that is not finite, ascending; none where only
-    the gradient was."""
+    """Sequences whose loss is not finite, ascending indices into the update, or into its supervised term. Empty if only
+    the gradient norm is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Metrics of the updates that were taken, and the update that was not."""
+    """Mean metrics of the updates that were taken, and the update that was refused, if any."""
 
     metrics: dict[str, float]
     refused: RefusedUpdate | None
@@ -60,7 +61,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Log-probs of a micro-batch without a gradient, float32 [N] each; None where the step needs none."""
+    """Log-probs of a micro-batch by each model, without a gradient: float32 [N], nats; None if the step needs none."""
 
     proximal: Tensor | None
     reference: Tensor | None
@@ -73,14 +74,14 @@ Scorer = Policy | WithoutAdapters
 
 @dataclass(frozen=True, slots=True)
 class Scorers:
-    """Frozen models, where the objective asks for them."""
+    """The frozen models, each None if the objective does not need it."""
 
     reference: Scorer | None = None
     teacher: Scorer | None = None
 
 
 class Updates:
-    """A rank's part of every step."""
+    """Takes the steps of one rank; all ranks call each method together."""
 
     def __init__(
         self,
@@ -108,39 +109,44 @@ class Updates:
         fresh: bool,
         rate: float,
     ) -> StepResult:
-        """Take a step, named for errors: this rank's micro-batches, one update's after the other's."""
+        """Take one step: score what the updates need, then take each update until one is refused.
+
+        ``step`` names the step in errors. ``batches`` are this rank's micro-batches, update by update, as ``shapes``
+        counts them. ``fresh``: whether the newest published weights are the ones that are trained; the metrics then
+        compare the engines' log-probs with the policy's. ``rate`` is the learning rate.
+        """
         rows = [self._row(batch) for batch in batches]
-        mine, taught = _parts(shapes)
-        scored = self._score([rows[i] for part in mine for i in part], temperature, several=len(shapes) > 1)
+        policy_parts, supervised_parts = _split_batches(shapes)
+        scored = self._score([rows[i] for part in policy_parts for i in part], temperature, several=len(shapes) > 1)
         metrics: list[dict[str, float]] = []
         for number, shape in enumerate(shapes):
-            found = self._update(
+            outcome = self._update(
                 step,
                 shape,
-                [(batches[i], rows[i], scored.pop(0)) for i in mine[number]],
-                [(batches[i], rows[i]) for i in taught[number]],
+                [(batches[i], rows[i], scored.pop(0)) for i in policy_parts[number]],
+                [(batches[i], rows[i]) for i in supervised_parts[number]],
                 rate=rate,
                 temperature=temperature,
                 fresh=fresh and not number,
                 first=not number,
             )
-            if isinstance(found, dict):
-                metrics.append(found)
+            if isinstance(outcome, dict):
+                metrics.append(outcome)
             else:
-                what, sequences = found
+                what, sequences = outcome
                 return StepResult(_mean(metrics), RefusedUpdate(what, number, sequences))
         return StepResult(_mean(metrics), None)
 
     def refer(self, batches: Sequence[MicroBatch], temperature: float) -> list[Tensor]:
-        """Log-probs by the reference, in a pass of its own: float32 [N] for each micro-batch, nats."""
+        """Score micro-batches with the reference alone. Returns float32 [N] for each of them, log-probs in nats."""
         assert self._scorers.reference is not None
         with torch.no_grad(), self._ranks.waiting("scoring by the reference"):
             scorer = self._scorers.reference
-            found = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
-        self._cut_up(scorer)
+            logprobs = [self._score_row(scorer, self._row(batch), temperature) for batch in batches]
+        self._reshard_frozen(scorer)
         # The reference may have scored with the weights of the policy.
         self._policy.reshard()
-        return found
+        return logprobs
 
     def _row(self, batch: MicroBatch) -> PackedRow:
         return make_row(
@@ -148,19 +154,21 @@ class Updates:
         )
 
     def _score(self, rows: Sequence[PackedRow], temperature: float, *, several: bool) -> list[_Scored]:
-        def by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
+        """Score rows with each model that the step needs; ``several``: whether it has more than one update."""
+
+        def score_by(scorer: Scorer | None, name: str) -> list[Tensor | None]:
             if scorer is None:
                 return [None] * len(rows)
             with torch.no_grad(), self._ranks.waiting(name):
                 self._on_phase(name)
-                found = [self._score_row(scorer, row, temperature) for row in rows]
-            self._cut_up(scorer)
-            return list(found)
+                logprobs = [self._score_row(scorer, row, temperature) for row in rows]
+            self._reshard_frozen(scorer)
+            return list(logprobs)
 
-        proximal = by(self._policy if several else None, "scoring by the proximal policy")
-        wanted = self._scorers.reference if self._objective.needs_reference else None
-        reference = by(wanted, "scoring by the reference")
-        teacher = by(self._scorers.teacher, "scoring by the teacher")
+        proximal = score_by(self._policy if several else None, "scoring by the proximal policy")
+        reference_scorer = self._scorers.reference if self._objective.needs_reference else None
+        reference = score_by(reference_scorer, "scoring by the reference")
+        teacher = score_by(self._scorers.teacher, "scoring by the teacher")
         return [_Scored(*each) for each in zip(proximal, reference, teacher, strict=True)]
 
     def _score_row(self, scorer: Scorer, row: PackedRow, temperature: float) -> Tensor:
@@ -168,8 +176,8 @@ class Updates:
         self._ranks.mark()
         return logprobs
 
-    def _cut_up(self, scorer: Scorer) -> None:
-        """Let a frozen model keep nothing whole: no backward pass of it comes, and the policy needs the room."""
+    def _reshard_frozen(self, scorer: Scorer) -> None:
+        """Reshard a frozen model: no backward pass follows, and the policy needs the memory."""
         if isinstance(scorer, Policy) and scorer is not self._policy:
             scorer.reshard()
 
@@ -178,45 +186,50 @@ class Updates:
         name: str,
         shape: UpdateShape,
         members: Sequence[tuple[MicroBatch, PackedRow, _Scored]],
-        taught: Sequence[tuple[MicroBatch, PackedRow]],
+        supervised_members: Sequence[tuple[MicroBatch, PackedRow]],
         *,
         rate: float,
         temperature: float,
         fresh: bool,
         first: bool,
     ) -> dict[str, float] | tuple[str, list[int]]:
-        """Metrics of an update, or the name of the number that was not finite and the sequences with one."""
+        """Compute the gradient of one update, exchange the sums, and step the optimizer unless a sum is not finite.
+
+        ``members`` are this rank's micro-batches of the policy, ``supervised_members`` the supervised ones. Returns the
+        metrics; or, for a refused update, the name of the number that is not finite and the sequences that have it.
+        ``first``: no update of this step came before, so the current policy is the proximal one.
+        """
         self._on_phase("forward and backward")
         with self._ranks.waiting(name):
-            done = [
+            results = [
                 self._accumulate(*member, shape.policy.denominator, temperature=temperature, fresh=fresh, first=first)
                 for member in members
             ]
-            said = [self._teach(*member, shape) for member in taught]
-            # All ranks have the same names: each has as many micro-batches, fillers among them.
-            names = list(done[0].named) if done else []
-            named = [_sum([d.named[each] for d in done]) for each in names]
+            supervised_results = [self._accumulate_supervised(*member, shape) for member in supervised_members]
+            # All ranks have the same names: each has the same number of micro-batches, some of them empty fillers.
+            names = list(results[0].named) if results else []
+            named = [_sum([d.named[each] for d in results]) for each in names]
             gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
             square = torch.nn.utils.get_total_norm(gradients).double().square()
-            ours = _totals([d.statistics.tolist() for d in done])
+            own_sums = _totals([d.statistics.tolist() for d in results])
             self._on_phase("sums of all ranks")
-            losses = [_sum([d.loss for d in done]), _sum([d.loss for d in said])]
-            values = [*losses, float(square), *named, *(getattr(ours, item.name) for item in fields(ours))]
-            everyone = self._ranks.all_gather(values, f"the sums of {name}")
-        totals = _totals(everyone[:, 3 + len(names) :].tolist())
+            losses = [_sum([d.loss for d in results]), _sum([d.loss for d in supervised_results])]
+            values = [*losses, float(square), *named, *(getattr(own_sums, item.name) for item in fields(own_sums))]
+            of_ranks = self._ranks.all_gather(values, f"the sums of {name}")
+        totals = _totals(of_ranks[:, 3 + len(names) :].tolist())
         self._on_phase("optimizer")
-        # The norm takes the squares of the first replica alone: all replicas have the same gradient.
+        # The norm sums over the shards of the first replica alone: all replicas have the same gradient.
         loss, nll, norm = (
-            math.fsum(everyone[:, 0]),
-            math.fsum(everyone[:, 1]),
-            math.sqrt(math.fsum(everyone[: self._ranks.shards, 2])),
+            math.fsum(of_ranks[:, 0]),
+            math.fsum(of_ranks[:, 1]),
+            math.sqrt(math.fsum(of_ranks[: self._ranks.shards, 2])),
         )
         try:
             if not math.isfinite(loss):
-                return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in done])
+                return "loss", self._not_finite(shape.policy, [m[0] for m in members], [d.logprobs for d in results])
             if not math.isfinite(nll):
                 assert shape.supervised is not None
-                batches, logprobs = [m[0] for m in taught], [d.logprobs for d in said]
+                batches, logprobs = [m[0] for m in supervised_members], [d.logprobs for d in supervised_results]
                 return SUPERVISED_LOSS, self._not_finite(shape.supervised, batches, logprobs)
             if not math.isfinite(norm):
                 return "gradient norm", []
@@ -230,14 +243,14 @@ class Updates:
         finally:
             # A refused update leaves no gradient to the next one.
             self._optimizer.zero_grad()
-        found = {"policy/grad_norm": norm, "learner/lr": rate}
+        metrics = {"policy/grad_norm": norm, "learner/lr": rate}
         if members:
-            found = {"loss/policy": loss} | found | totals.metrics()
+            metrics = {"loss/policy": loss} | metrics | totals.metrics()
             for at, each in enumerate(names, start=3):
-                found[f"loss/{each}"] = math.fsum(everyone[:, at]) / max(1.0, totals.count)
+                metrics[f"loss/{each}"] = math.fsum(of_ranks[:, at]) / max(1.0, totals.count)
         if shape.supervised is not None:
-            found["loss/sft"] = nll
-        return found
+            metrics["loss/sft"] = nll
+        return metrics
 
     def _accumulate(
         self,
@@ -250,6 +263,7 @@ class Updates:
         fresh: bool,
         first: bool,
     ) -> _Accumulated:
+        """Add the gradient of the policy's loss on one micro-batch."""
         logprobs, entropies = self._policy.score(row, temperature)
         tokens = self._token_batch(batch, scored, logprobs, entropies, first=first)
         loss, named = self._objective(tokens, denominator)
@@ -258,8 +272,8 @@ class Updates:
         statistics = token_sums(tokens, fresh=fresh, cap=self._config.tis_cap)
         return _Accumulated(loss.detach(), statistics, dict(named), logprobs.detach())
 
-    def _teach(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
-        """Add the gradient of a micro-batch of conversations; its loss is a share of the mean, without coefficient."""
+    def _accumulate_supervised(self, batch: MicroBatch, row: PackedRow, shape: UpdateShape) -> _Accumulated:
+        """Add the gradient of the supervised loss on one micro-batch; the returned loss lacks the coefficient."""
         assert shape.supervised is not None
         logprobs, _ = self._policy.score(row, SUPERVISED_TEMPERATURE)
         weights = torch.from_numpy(batch.weights).to(self._ranks.device)
@@ -271,6 +285,8 @@ class Updates:
     def _token_batch(
         self, batch: MicroBatch, scored: _Scored, logprobs: Tensor, entropies: Tensor, *, first: bool
     ) -> TokenBatch:
+        """Put what the loss needs of a micro-batch on the device; in the first update the policy itself is proximal."""
+
         def put(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(self._ranks.device)
 
@@ -289,10 +305,10 @@ class Updates:
         )
 
     def _not_finite(self, shape: TermShape, batches: Sequence[MicroBatch], logprobs: Sequence[Tensor]) -> list[int]:
-        """All ranks together: the sequences of the update with a token whose loss is not finite, ascending."""
+        """All ranks together: find the sequences with a token whose loss is not finite. Returns indices, ascending."""
         flags = np.zeros(shape.sequences)
         for batch, values in zip(batches, logprobs, strict=True):
-            # The sum is finite only where all three are.
+            # This expression is finite only if all three values are.
             bad = ~np.isfinite(values.cpu().numpy() - batch.behaviour + batch.advantages)
             indices = batch.sequences[batch.segments[bad]]
             flags[indices[indices >= 0]] = 1.0
@@ -302,24 +318,25 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class _Accumulated:
-    """Loss and sums of a micro-batch, left when its gradient has been added."""
+    """Results of a micro-batch whose gradient has been added."""
 
     loss: Tensor
     statistics: Tensor
-    """The fields of TokenSums."""
+    """The fields of TokenSums, in order."""
     named: dict[str, Tensor]
+    """Further sums that the objective reports, by name."""
     logprobs: Tensor
 
 
-def _parts(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
-    """Places of each update's micro-batches of the policy, and of its supervised ones."""
-    policy, taught, start = [], [], 0
+def _split_batches(shapes: Sequence[UpdateShape]) -> tuple[list[range], list[range]]:
+    """Split a rank's list of micro-batches: for each update the indices of the policy's, and of the supervised ones."""
+    policy_parts, supervised_parts, start = [], [], 0
     for shape in shapes:
-        behind = start + shape.policy.micro_batches
-        policy.append(range(start, behind))
+        supervised_start = start + shape.policy.micro_batches
+        policy_parts.append(range(start, supervised_start))
         start += shape.micro_batches
-        taught.append(range(behind, start))
-    return policy, taught
+        supervised_parts.append(range(supervised_start, start))
+    return policy_parts, supervised_parts
 
 
 def _sum(values: Sequence[Tensor]) -> float:
@@ -334,16 +351,16 @@ def _totals(rows: list[list[float]]) -> TokenSums:
 
 
 def _mean(updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a step: of one update as they are, of several their means, counts added and extremes kept."""
+    """Combine the metrics of a step's updates: the mean of each, but the sum of counts and the maximum of maxima."""
     if len(updates) <= 1:
         return dict(*updates)
-    found = {}
+    combined = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
         if name == "policy/engine_kl_tokens":
-            found[name] = math.fsum(values)
+            combined[name] = math.fsum(values)
         elif name == "policy/ratio_max":
-            found[name] = max(values)
+            combined[name] = max(values)
         else:
-            found[name] = math.fsum(values) / len(values)
-    return found
+            combined[name] = math.fsum(values) / len(values)
+    return combined

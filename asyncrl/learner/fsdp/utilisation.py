@@ -1,8 +1,8 @@
 """Model FLOPs utilisation (MFU): the share of its devices' peak operations that a step has used. Pure.
 
 A token counts 6 floating-point operations per trained parameter (Kaplan et al. 2020, arXiv:2001.08361) and 4 per frozen
-one, which needs no gradient. Attention and recomputed activations are left out, as is usual. It is None if the
-peak of the device is not known.
+one, which needs no gradient. Attention and recomputed activations are left out, as is usual. Without a known peak there
+is no MFU.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ PEAK_FLOPS = (
 """Dense bfloat16 operations a second, as the maker states them, by words of the device's name; the first match
 counts."""
 SLOWER = re.compile(r"\b(Laptop|MIG|D)\b")
-"""Words in the name of a card that is slower than the card of the plain name."""
+"""Words in a device's name that make it slower than the device of the same name without them."""
 OPERATIONS, OF_TRAINED = 4, 2
 """Operations per parameter and token: 2 forward and 2 for the gradient of the layer's input; and 2 more for the
 gradient of a trained parameter."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations a second of a device; None where they are not known."""
+    """Look up a device's dense bfloat16 operations a second; None if they are unknown."""
     if SLOWER.search(device_name):
         return None
     return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
 
 
 def mfu(*, parameters: int, trained: int, tokens: int, seconds: float, devices: int, device_name: str) -> float | None:
-    """Share of the peak of all devices, 0 to 1."""
+    """Return the share of all devices' peak operations that training on ``tokens`` used in ``seconds``, 0 to 1."""
     peak = peak_flops(device_name)
     if peak is None or seconds <= 0:
         return None

@@ -1,15 +1,17 @@
-"""Attention over a packed row: each piece attends to itself and to the piece before it.
+"""Attention over a packed row of T tokens, without the cost of a T x T square.
 
-The cost is the sum of the products of lengths. transformers instead masks a T x T square, at the cost of one sequence
-of T tokens. There are two implementations, each registered with transformers under its own name:
+A row is a list of pieces. A piece is a whole sequence, a beginning that several sequences share, or the rest of such a
+sequence. A position attends to the earlier positions of its own piece, and to the whole prefix of the piece: its shared
+beginning, if it has one. The cost is the sum of the products of lengths. transformers instead masks a T x T square.
+There are two implementations, each registered with transformers under its own name:
 
     VARLEN   one kernel: torch.nn.attention.varlen, which is flash attention on CUDA
     PACKED   torch's dot-product attention, once for each run of pieces of equal lengths; for everything else
 
 A model that runs with one of them gets ``sequence_lengths``, ``key_lengths`` and ``key_index`` as keyword arguments of
 its forward and passes them to every attention layer; VARLEN also needs ``cu_seqlens``, ``cu_seqlens_k`` and
-``max_seqlen``. If a piece is a whole sequence, its keys are its own. A common beginning of several sequences is one
-piece. Its keys and values are fetched for each sequence, and collect the gradients of all of them.
+``max_seqlen``. ``key_index`` copies the keys and values of a shared beginning for each of its sequences, so they
+collect the gradients of all.
 
 PACKED reads the lengths from tensors, outside the graphs of torch.compile. As numbers they would be guards, and each
 count of sequences would need another graph. VARLEN reads no values of a tensor, so a compiled layer stays one graph for
@@ -39,17 +41,18 @@ PACKED, VARLEN = "asyncrl_packed", "asyncrl_varlen"
 DEVICE = "cuda"
 """Type of device for which torch has the kernel."""
 CAPABILITY = (8, 0)
-"""Least capability of a device (Ampere)."""
+"""Least CUDA compute capability of a device (Ampere)."""
 HEAD_MULTIPLE, LARGEST_HEAD = 8, 256
-"""Dimensions of a head for which there is a kernel: multiples of the first number up to the second."""
+"""The kernel supports heads whose dimension is a multiple of the first number, up to the second."""
 LEAST_LONGEST = 128
 """Least value of ``max_seqlen``: a block of the kernel."""
-# Some pieces have one token, some are longer than the window, no length is round; two are behind the third.
+# The row on which ``kernel_problem`` tries the kernel: two pieces have the third as their prefix. Some pieces have one
+# token, some are longer than the window, and no length is a multiple of a block.
 TRIED_LENGTHS = (33, 1, 70, 20, 1)
 TRIED_PREFIXES = (-1, -1, -1, 2, 2)
 TRIED_WINDOW = 16
 TRIED_DISTANCE = 0.05
-"""Largest distance of the kernel's results from float32, relative to their size; rounding to bfloat16 is 0.002."""
+"""Largest relative error of the kernel's results against float32; rounding to bfloat16 alone gives 0.002."""
 # Before torch 2.12 keys and values need as many heads as queries.
 _HAS_GQA = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
@@ -61,19 +64,23 @@ class Pieces:
     lengths: tuple[int, ...]
     """Length of each piece; sums to T."""
     key_lengths: tuple[int, ...]
-    """Tokens that each attends to: the piece before it and itself; sums to K."""
+    """Number of tokens that each piece attends to: its prefix and itself; sums to K."""
     positions: np.ndarray
     """Position of each token, from 0 in each sequence: int64 [T]."""
     key_index: np.ndarray | None
-    """Places in the row of the tokens that the pieces attend to: int64 [K]; None where it is the row as it stands."""
+    """Indices in the row of the tokens that each piece attends to, piece by piece: int64 [K]. None if no piece has a
+    prefix, since it would be 0 to T - 1."""
 
 
 def connect(lengths: Sequence[int] | np.ndarray, prefixes: Sequence[int] | np.ndarray | None = None) -> Pieces:
-    """Pieces of these lengths; ``prefixes`` as in MicroBatch, None where each piece is a whole sequence."""
+    """Describe the pieces of a row, given their lengths.
+
+    ``prefixes`` has for each piece the index of its prefix among the pieces, or -1; None if no piece has a prefix.
+    """
     own = np.asarray(lengths, np.int64)
     before = np.full(len(own), -1) if prefixes is None else np.asarray(prefixes)
     starts = np.cumsum(own) - own
-    # -1 fetches the last length, which ``where`` leaves out.
+    # For -1, ``own[before]`` is the last length; ``where`` replaces it by 0.
     skipped = np.where(before >= 0, own[before], 0)
     index: np.ndarray | None = None
     if (before >= 0).any():
@@ -96,7 +103,7 @@ class Heads:
     width: int
     """Dimension of each head."""
     softcap: float | None = None
-    """Bound of the scores."""
+    """Bound c of the scores s, which become c tanh(s / c); None without one."""
 
 
 def register() -> None:
@@ -123,11 +130,11 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one packed row, in the form that transformers calls.
+    """PACKED: compute causal attention over one packed row, with the signature that transformers calls.
 
-    ``query`` [1, heads, T, D], ``key`` and ``value`` [1, kv heads, T, D]. ``sequence_lengths``, int64 on the CPU, sums
-    to T; ``key_lengths`` to the K tokens that ``key_index`` fetches. Without an index, keys and values stay in place.
-    Returns [1, T, heads, D]. ``attention_mask`` is ignored: the lengths replace it.
+    ``query`` is [1, heads, T, D], ``key`` and ``value`` are [1, kv heads, T, D]. ``sequence_lengths``, ``key_lengths``
+    and ``key_index`` are those of Pieces, the lengths as int64 on the CPU. Returns [1, T, heads, D]. Neighbouring
+    pieces of equal lengths are computed in one call. ``attention_mask`` is ignored: the lengths replace it.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -138,7 +145,7 @@ def packed_attention(
     else:
         key, value = key.index_select(2, key_index), value.index_select(2, key_index)
     assert key_lengths is not None
-    # Neighbouring pieces of equal lengths are computed together.
+    # A run is (number of pieces, length, key length) of neighbouring pieces with equal lengths.
     runs = [
         (len(list(run)), *shape)
         for shape, run in groupby(zip(sequence_lengths.tolist(), key_lengths.tolist(), strict=True))
@@ -149,7 +156,7 @@ def packed_attention(
     for (count, length, seen), q, k, v in zip(runs, queries, keys, values, strict=True):
         # [1, heads, count * length, D] becomes [count, heads, length, D].
         q, k, v = (x[0].view(x.shape[1], count, -1, x.shape[3]).transpose(0, 1) for x in (q, k, v))
-        # torch's causal mask aligns the first query with the first key, which is wrong behind a common beginning.
+        # torch's causal mask aligns the first query with the first key, which is wrong for a piece with a prefix.
         mask = None
         if softcap is not None or length != seen or (sliding_window is not None and length > sliding_window):
             mask = _mask(length, seen, sliding_window, q)
@@ -163,9 +170,9 @@ def packed_attention(
 
 
 def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
-    """The mask that is added to the scores of the last ``length`` of ``seen`` tokens: 0 or -inf, [length, seen].
+    """Make the mask to add to the scores of a piece: 0 or -inf, [length, seen].
 
-    A position sees itself and those before it, ``window`` in all.
+    The piece is the last ``length`` of ``seen`` tokens. A position sees itself and those before it, ``window`` in all.
     """
     hidden = torch.full((length, seen), -torch.inf, dtype=like.dtype, device=like.device)
     mask = hidden.triu(1 + seen - length)
@@ -173,7 +180,7 @@ def _mask(length: int, seen: int, window: int | None, like: Tensor) -> Tensor:
 
 
 def refuse_unknown(module: nn.Module, kwargs: dict[str, Any], lengths: Tensor | None) -> None:
-    """Raise NotImplementedError for attention that is not causal, or does not get the lengths."""
+    """Raise NotImplementedError for attention that is not causal, has sinks, or does not get the lengths."""
     if lengths is None:
         raise NotImplementedError(f"{type(module).__name__} is not given the lengths of the packed sequences")
     if kwargs.get("s_aux") is not None:
@@ -208,7 +215,10 @@ def _soft_capped(
 def refusal(
     *, device: str, dtype: torch.dtype, head: int, value_head: int, softcap: float | None = None, dropout: float = 0.0
 ) -> str | None:
-    """Reason that the kernel cannot attend so, None where it can; ``head`` and ``value_head`` are dimensions. Pure."""
+    """Return the reason that the kernel cannot compute such attention; None if it can. Pure.
+
+    ``head`` and ``value_head`` are the dimensions of a head of queries and of values.
+    """
     if device != DEVICE:
         return f"the kernel is for {DEVICE} alone"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -225,12 +235,15 @@ def refusal(
 
 
 def round_longest(length: int) -> int:
-    """``max_seqlen`` for a longest sequence: the next power of 2, so that there are few, should one make a graph."""
+    """Round a longest length up to a power of 2 for ``max_seqlen``.
+
+    So few different values occur: torch.compile may build a graph for each.
+    """
     return max(LEAST_LONGEST, 1 << (length - 1).bit_length())
 
 
 def cumulate(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """``cu_seqlens`` of sequences of these lengths: int32 [sequences + 1], the beginning of each, and the end."""
+    """Return ``cu_seqlens`` for these lengths: the beginning of each piece, and the end, int32 [pieces + 1]."""
     return torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
 
 
@@ -252,7 +265,7 @@ def varlen_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one packed row, in the form that transformers calls; as ``packed_attention``."""
+    """VARLEN: like ``packed_attention``, in one kernel. Calls that instead if the kernel cannot compute this layer."""
     reason = refusal(
         device=query.device.type,
         dtype=query.dtype,
@@ -282,7 +295,7 @@ def varlen_attention(
     assert cu_seqlens is not None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     if key_index is not None:
-        # In float32, so that the gradients of a shared key are summed in it.
+        # Copied in float32, so that the gradients of a shared key are summed in float32.
         key, value = (x.float().index_select(0, key_index).to(x.dtype) for x in (key, value))
     output = attend(
         query,
@@ -308,15 +321,15 @@ def attend(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
-    """The kernel: ``query`` [T, heads, D], ``key`` and ``value`` [K, kv heads, D]; returns [T, heads, D].
+    """Call the kernel: ``query`` [T, heads, D], ``key`` and ``value`` [K, kv heads, D]; returns [T, heads, D].
 
-    A position sees itself and the ``sliding_window`` - 1 before it.
+    With a ``sliding_window`` a position sees itself and the ``sliding_window`` - 1 before it.
     """
     gqa = query.shape[1] != key.shape[1]
     if gqa and not _HAS_GQA:
         each = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(each, dim=1) for x in (key, value))
-    # The kernel counts positions before it.
+    # The kernel's window does not count the position itself.
     window = (-1 if sliding_window is None else sliding_window - 1, 0)
     named: dict[str, Any] = {"enable_gqa": gqa} if _HAS_GQA else {}
     output = varlen.varlen_attn(
@@ -327,7 +340,11 @@ def attend(
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, windowed: bool) -> str | None:
-    """Reason that this device cannot use the kernel, None where it can: tried on random numbers, gradients as well."""
+    """Return the reason that the kernel does not work on this device; None if it does.
+
+    Runs it on random numbers, forward and backward, and compares the results with PACKED in float32. ``windowed``:
+    whether the model has a sliding window.
+    """
     reason = refusal(device=device.type, dtype=dtype, head=heads.width, value_head=heads.width, softcap=heads.softcap)
     if reason is None and device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         reason = f"the kernel needs a device of capability {CAPABILITY[0]}.{CAPABILITY[1]}"
@@ -339,7 +356,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
         for count in (heads.queries, heads.keys, heads.keys)
     ]
     window = TRIED_WINDOW if windowed else None
-    told = {
+    arguments = {
         "sliding_window": window,
         "sequence_lengths": torch.tensor(pieces.lengths),
         "key_lengths": torch.tensor(pieces.key_lengths),
@@ -351,20 +368,20 @@ def kernel_problem(device: torch.device, dtype: torch.dtype, heads: Heads, *, wi
     module = nn.Module()
     module.num_key_value_groups = heads.queries // heads.keys  # type: ignore[assignment]
     try:
-        found = _with_gradients(varlen_attention, module, values, told)
+        results = _with_gradients(varlen_attention, module, values, arguments)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
-    exact = _with_gradients(packed_attention, module, [x.float() for x in values], told)
-    for ours, truth in zip(found, exact, strict=True):
+    expected = _with_gradients(packed_attention, module, [x.float() for x in values], arguments)
+    for ours, truth in zip(results, expected, strict=True):
         distance = float((ours.float() - truth).norm() / truth.norm())
-        # A distance that is not a number fails too.
+        # Written with ``not``, so that NaN fails too.
         if not distance <= TRIED_DISTANCE:
             return f"what the kernel gives is {distance:.2g} away from float32, relative to its size"
     return None
 
 
-def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], told: dict[str, Any]) -> list[Tensor]:
-    """Output of an attention, and the gradient of its sum of squares by query, key and value."""
+def _with_gradients(attention: Any, module: nn.Module, values: list[Tensor], arguments: dict[str, Any]) -> list[Tensor]:
+    """Return the output of an attention, and the gradients of its sum of squares by query, key and value."""
     leaves = [x.detach().requires_grad_() for x in values]
-    output = attention(module, *leaves, None, **told)[0]
+    output = attention(module, *leaves, None, **arguments)[0]
     return [output.detach(), *torch.autograd.grad(output.float().square().sum(), leaves)]

@@ -1,4 +1,4 @@
-"""The head of a causal LM: log-probs and entropies from hidden states, without the logits of a whole row in memory.
+"""The head of a causal LM: computes log-probs and entropies from hidden states, a chunk of logits at a time.
 
 The head is applied in chunks of positions, and again in the backward pass. A chunk's softmax statistics are float32. On
 CUDA the arithmetic of a chunk is compiled into two kernels, one forward and one backward; where the compiler fails, it
@@ -25,14 +25,16 @@ CHUNK_BYTES = 256 << 20
 
 
 def chunk_size(vocabulary: int) -> int:
-    """Positions whose logits are there at once."""
+    """Return the number of positions whose logits are in memory at once, for a vocabulary of this size."""
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def score_logits(
     logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at the targets, and -sum p log p. [N, V], [N] -> two float32 [N].
+    """Compute log softmax(logits / temperature) at the targets, and the entropy -sum p log p, in nats.
+
+    ``logits`` [N, V] and ``targets`` [N] give two float32 [N].
 
     With ``entropy_gradient`` the entropy has a gradient, at the cost of one more [N, V] in the backward pass.
     """
@@ -46,7 +48,7 @@ def score_logits(
 
 
 def find_likeliest(logits: Tensor, temperature: float, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of log softmax(logits / temperature): [N, V] -> int64 and float32 [N, count], nats."""
+    """Find the ``count`` likeliest tokens and their log-probs: [N, V] -> int64 and float32 [N, count], nats."""
     logits = logits.float() / temperature
     values, tokens = logits.topk(count, dim=-1)
     return tokens, values - torch.logsumexp(logits, dim=-1, keepdim=True)
@@ -62,7 +64,9 @@ def score_hidden(
     softcap: float | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``score_logits`` of ``hidden @ weight.T + bias``: [N, H], [V, H], [V] or None, [N] -> two float32 [N].
+    """Compute ``score_logits`` of ``hidden @ weight.T + bias`` chunk by chunk. Returns two float32 [N].
+
+    The shapes are: ``hidden`` [N, H], ``weight`` [V, H], ``bias`` [V] or None, ``targets`` [N].
 
     With a ``softcap`` c logits x become c tanh(x / c) before the temperature (Gemma 2, arXiv 2408.00118, section 2).
     """
@@ -74,11 +78,13 @@ def score_hidden(
 
 
 def head_logits(softcap: float | None, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[N, H] -> [N, V], with the soft cap of ``score_hidden``."""
+    """Compute all logits at once, with the soft cap of ``score_hidden``: ``hidden`` [N, H] -> [N, V]."""
     return _capped(F.linear(hidden, weight, bias), softcap)
 
 
 class _ScoreHidden(torch.autograd.Function):
+    """``score_hidden`` with its own backward pass, so that no chunk's logits are kept for it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -91,13 +97,14 @@ class _ScoreHidden(torch.autograd.Function):
         entropy_gradient: bool,
         size: int,
     ) -> tuple[Tensor, Tensor]:
+        """Score the positions in chunks of ``size``; keep hidden states, entropies and normalisers, but no logits."""
         logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropies, normalisers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         scores = _on(hidden.device.type, _scores)
         for chunk in _chunks(len(hidden), size):
             logits = F.linear(hidden[chunk], weight, bias)
-            found = scores(logits, targets[chunk], temperature, softcap)
-            logprobs[chunk], entropies[chunk], normalisers[chunk] = found
+            chunk_scores = scores(logits, targets[chunk], temperature, softcap)
+            logprobs[chunk], entropies[chunk], normalisers[chunk] = chunk_scores
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalisers)
         ctx.temperature, ctx.softcap, ctx.size, ctx.entropy_gradient = temperature, softcap, size, entropy_gradient
         if not entropy_gradient:
@@ -106,6 +113,7 @@ class _ScoreHidden(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_logprobs: Tensor, of_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        """Compute the logits again, chunk by chunk, and the gradients; ``of_x`` is the loss's gradient by x."""
         hidden, weight, bias, targets, entropies, normalisers = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight, of_bias = (
@@ -125,7 +133,7 @@ class _ScoreHidden(torch.autograd.Function):
                 ctx.softcap,
             )
             of_hidden[chunk] = of_logits @ weight
-            # Each chunk's own gradient is of the compute type; only their sum is not.
+            # A chunk's gradient has the compute type, and is added to a sum in float32.
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[chunk]
             if of_bias is not None:
@@ -137,7 +145,7 @@ class _ScoreHidden(torch.autograd.Function):
 def _scores(
     logits: Tensor, targets: Tensor, temperature: float, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and the logarithms of the softmax's denominators."""
+    """Compute a chunk's log-probs, entropies and normalisers (logarithms of the softmax's denominators)."""
     logits = _capped(logits, softcap).float() / temperature
     normalisers = torch.logsumexp(logits, dim=-1)
     logs = logits - normalisers[:, None]
@@ -155,7 +163,9 @@ def _slopes(
     temperature: float,
     softcap: float | None,
 ) -> Tensor:
-    """The gradient of the logits before their cap, in their type.
+    """Compute the loss's gradient by a chunk's logits (before the soft cap), in their type.
+
+    ``of_logprobs`` and ``of_entropies`` are the gradients by log-probs and entropies; None if entropies have none.
 
     With p the softmax of z, and H its entropy: d log p_t / d z_j = [j = t] - p_j, and d H / d z_j = -p_j (log p_j + H).
     """
@@ -163,12 +173,12 @@ def _slopes(
     logs = capped.float() / temperature - normalisers[:, None]
     p = logs.exp()
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    found = of_logprobs[:, None] * ((tokens == targets[:, None]).float() - p)
+    gradient = of_logprobs[:, None] * ((tokens == targets[:, None]).float() - p)
     if of_entropies is not None:
-        found = found - of_entropies[:, None] * p * (_finite(logs) + entropies[:, None])
+        gradient = gradient - of_entropies[:, None] * p * (_finite(logs) + entropies[:, None])
     if softcap is not None:
-        found = found * (1 - (capped.float() / softcap) ** 2)
-    return (found / temperature).to(logits.dtype)
+        gradient = gradient * (1 - (capped.float() / softcap) ** 2)
+    return (gradient / temperature).to(logits.dtype)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -176,7 +186,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Logarithms of probabilities, finite also for 0: there p log p has no slope by p, and by log p it has."""
+    """Replace -inf, the logarithm of probability 0, by the least finite number, so that p log p is 0 and not NaN."""
     return logs.clamp(min=torch.finfo(logs.dtype).min)
 
 
@@ -186,7 +196,7 @@ def _chunks(count: int, size: int) -> Iterator[slice]:
 
 @functools.cache
 def _on(device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it runs on a device: compiled on CUDA."""
+    """Return ``function`` for a type of device: compiled on CUDA, as it is elsewhere or if compiling fails."""
     if device_type != "cuda":
         return function
     compiled: Callable[..., Any] | None = torch.compile(function, dynamic=True)
@@ -199,7 +209,7 @@ def _on(device_type: str, function: Callable[..., Any]) -> Callable[..., Any]:
             except (torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except Exception as error:
-                # Triton wants a C compiler, for example.
+                # For example, Triton needs a C compiler.
                 _LOG.warning("the head is not compiled: %s: %s", type(error).__name__, error)
                 compiled = None
         return function(*arguments)

@@ -33,19 +33,19 @@ class LoraLinear(nn.Linear):
     """A linear layer with an adapter; takes over the weight and bias of ``linear``."""
 
     def __init__(self, linear: nn.Linear, *, rank: int, alpha: float) -> None:
-        """Leave A without a value: see ``first_a``."""
+        """Create the adapter, with B = 0 and A uninitialised; ``first_a`` computes its initial value."""
         # The layer needs no memory of its own: weight and bias are those of ``linear``.
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = alpha / rank
         self.enabled = True
-        """Whether the adapter counts; False: y = W x + b."""
+        """Whether ``forward`` adds the adapter; if False, y = W x + b."""
         device = linear.weight.device
         self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, device=device))
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, device=device))
 
     def first_a(self, generator: torch.Generator) -> Tensor:
-        """The initial value of A, whole."""
+        """Draw the initial value of the whole matrix A from ``generator``."""
         first = torch.empty(self.lora_A.shape)
         return nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)
 
@@ -57,14 +57,17 @@ class LoraLinear(nn.Linear):
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + scale * B A in float32: [rows, in], [rank, in], [rows, rank] -> [rows, in]; rows may be some of the layer."""
+    """Return W + scale * B A in float32: [rows, in], [rank, in], [rows, rank] -> [rows, in].
+
+    The rows may be a part of the layer's rows, the same of W and B.
+    """
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
 
 def add_adapters(policy: Policy, lora: LoraConfig, *, seed: int) -> None:
-    """Freeze the whole model, and put adapters on the layers that ``lora`` names.
+    """Freeze the whole model, and put adapters on the layers that ``lora`` names. Raises ConfigError.
 
-    The model is whole, or on meta. Raises ConfigError.
+    The model is not sharded yet. On device "meta" the adapters get no values.
     """
     layers = _linear_layers(policy)
     chosen = _chosen(list(layers), lora)
@@ -81,7 +84,7 @@ def add_adapters(policy: Policy, lora: LoraConfig, *, seed: int) -> None:
 
 
 def first_adapters(policy: Policy, *, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """The whole matrices that the adapters of ``policy`` begin with, one by one, by the names of Policy."""
+    """Yield the initial values of all adapters, as pairs of the name in Policy and the whole matrix."""
     generator = torch.Generator().manual_seed(seed)
     for name, layer in adapted_layers(policy.model).items():
         yield f"model.{name}.{A}", layer.first_a(generator)
@@ -94,33 +97,33 @@ def adapted_layers(model: nn.Module) -> dict[str, LoraLinear]:
 
 
 def target_names(model: nn.Module, lora: LoraConfig) -> list[str]:
-    """The ends of names by which PEFT finds the layers with an adapter."""
+    """Return the ends of layer names that PEFT's ``target_modules`` needs to find the layers with an adapter."""
     if isinstance(lora.targets, list):
         return lora.targets
-    return sorted({_last(name) for name in adapted_layers(model)})
+    return sorted({_own_name(name) for name in adapted_layers(model)})
 
 
 def unreached(policy: Policy, row: PackedRow) -> list[str]:
-    """Layers whose adapter gets no gradient from scoring ``row``, by name: the model does not call them.
+    """Find the layers whose adapter gets no gradient when ``row`` is scored, by name: the model does not call them.
 
-    It holds the whole model, and has no gradients before and after.
+    The model must have no gradients before; its gradients are removed afterwards.
     """
     with torch.enable_grad():
         torch.autograd.backward(policy.score(row, 1.0)[0].sum())
-    found = [name for name, layer in adapted_layers(policy.model).items() if layer.lora_B.grad is None]
+    without_gradient = [name for name, layer in adapted_layers(policy.model).items() if layer.lora_B.grad is None]
     policy.zero_grad(set_to_none=True)
-    return found
+    return without_gradient
 
 
 class WithoutAdapters:
-    """The model as the run found it, which scores with the weights of ``policy`` and holds none of its own."""
+    """Scores with the initial model, by switching the adapters of ``policy`` off; needs no weights of its own."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._layers = list(adapted_layers(policy.model).values())
 
     def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies as those of Policy."""
+        """Return log-probs and entropies, as ``Policy.score`` does, without the adapters."""
         for layer in self._layers:
             layer.enabled = False
         try:
@@ -131,7 +134,7 @@ class WithoutAdapters:
 
 
 def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
-    """Linear layers of the decoder layers, by name; a subclass may compute something else."""
+    """Return the linear layers inside decoder layers, by name; no subclasses, which may compute something else."""
     decoder = {id(layer) for layer in policy.decoder_layers()}
     named: list[tuple[str, Any]] = list(policy.model.named_modules())
     prefixes = tuple(f"{name}." for name, module in named if id(module) in decoder)
@@ -139,22 +142,22 @@ def _linear_layers(policy: Policy) -> dict[str, nn.Linear]:
 
 
 def _chosen(names: list[str], lora: LoraConfig) -> list[str]:
-    """Names of the layers that ``lora`` chooses. Raises ConfigError."""
-    there = ", ".join(sorted({_last(name) for name in names})) or "none"
+    """Return those of ``names`` that ``lora.targets`` matches. Raises ConfigError if a target matches none."""
+    known = ", ".join(sorted({_own_name(name) for name in names})) or "none"
     if lora.targets == "all-linear":
         if not names:
             raise ConfigError(["lora.targets: the decoder of this model has no linear layer to put an adapter on"])
         return names
-    wrong = [target for target in lora.targets if not any(_is(name, target) for name in names)]
-    if wrong:
-        told = f"{', '.join(wrong)}: no linear layer of the decoder is called so; there are {there}"
-        raise ConfigError([f"lora.targets: {told}"])
-    return [name for name in names if any(_is(name, target) for target in lora.targets)]
+    unmatched = [target for target in lora.targets if not any(_matches(name, target) for name in names)]
+    if unmatched:
+        problem = f"{', '.join(unmatched)}: no linear layer of the decoder is called so; there are {known}"
+        raise ConfigError([f"lora.targets: {problem}"])
+    return [name for name in names if any(_matches(name, target) for target in lora.targets)]
 
 
-def _is(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _last(name: str) -> str:
+def _own_name(name: str) -> str:
     return name.rpartition(".")[2]

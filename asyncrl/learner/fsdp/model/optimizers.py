@@ -1,8 +1,8 @@
 """The learner's optimizer: AdamW, or Muon for the matrices of the layers with AdamW for everything else.
 
-Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) steps along the nearest orthogonal matrix of a
-matrix's momentum. Its steps have the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both take one
-learning rate.
+Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) steps along the nearest orthogonal matrix of a matrix's
+momentum. Its steps have the root mean square of AdamW's (arXiv 2502.16982, section 2.2), so both take one learning
+rate.
 
 Invariant: every trained parameter belongs to one of the two, and its state has names of ``STATES`` alone.
 """
@@ -28,7 +28,7 @@ ITERATIONS = 5
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 """Coefficients of an iteration of Newton and Schulz, from Keller Jordan's post."""
 RMS = 0.2
-"""Root mean square of AdamW's steps, over the learning rate."""
+"""Root mean square of a step of AdamW, divided by the learning rate."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -44,13 +44,17 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Take a step with every matrix that has a gradient. With shards, all ranks together."""
+        """Take a step with every matrix that has a gradient. If matrices are sharded, all ranks call it together."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is not None:
                     self._move(matrix, local(matrix.grad), group["lr"], group["weight_decay"])
 
     def _move(self, matrix: Tensor, gradient: Tensor, rate: float, weight_decay: float) -> None:
+        """Update one matrix in place: gather the momentum, orthogonalise it, and step with this rank's rows of it.
+
+        ``gradient`` is this rank's part.
+        """
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
@@ -64,19 +68,22 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About U V^T of a matrix U S V^T, [A, B] in its own type: the singular values become 0.7 to 1.2."""
+    """Approximate U V^T of a matrix U S V^T (singular value decomposition), of the same shape and type.
+
+    Newton-Schulz iterations bring all singular values to between 0.7 and 1.2.
+    """
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     # No singular value is larger than the norm. A matrix of zeros stays one.
     found: Tensor = wide / wide.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
     for _ in range(ITERATIONS):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if matrix.shape[0] > matrix.shape[1] else found
+        gram = iterate @ iterate.T
+        iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.T if matrix.shape[0] > matrix.shape[1] else iterate
 
 
 def _whole(part: Tensor, matrix: Tensor) -> Tensor:
-    """The matrix of which every rank has a ``part``, as ``matrix`` is cut up."""
+    """Gather a whole matrix from each rank's ``part``; it is sharded like ``matrix``, or whole already."""
     if not isinstance(matrix, DTensor):
         return part
     mesh = matrix.device_mesh
@@ -93,19 +100,19 @@ def _whole(part: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _rows_of(whole: Tensor, matrix: Tensor) -> Tensor:
-    """This rank's part of a matrix that all ranks have, as ``matrix`` is cut up."""
+    """Return this rank's part of a ``whole`` matrix that all ranks have, sharded like ``matrix``."""
     if not isinstance(matrix, DTensor):
         return whole
     return distribute_tensor(whole, matrix.device_mesh, matrix.placements, src_data_rank=None).to_local()
 
 
 class MuonWithAdamW:
-    """Muon and AdamW as one optimizer: all groups of parameters, and one table of states."""
+    """Combines Muon and AdamW into one optimizer, with all groups of parameters and one dict of states."""
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW) -> None:
         self._both = muon, adamw
         self.matrices = {parameter for group in muon.param_groups for parameter in group["params"]}
-        """The parameters that Muon moves."""
+        """The parameters that Muon trains."""
         self.param_groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
         self.state = muon.state = adamw.state
 
@@ -124,9 +131,9 @@ Optimizer = torch.optim.AdamW | MuonWithAdamW
 
 
 def make_optimizer(policy: Policy, config: Config) -> Optimizer:
-    """The optimizer of ``learner.optimizer`` over the float32 shards of trained parameters.
+    """Make the optimizer that ``learner.optimizer`` names, for the float32 shards of trained parameters.
 
-    Norms and biases (one dimension) do not decay.
+    Muon gets the matrices inside of decoder layers, AdamW the rest. Norms and biases (one dimension) do not decay.
     """
     learner = config.learner
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]

@@ -1,11 +1,11 @@
 """The policy: a causal LM that scores packed rows, wrapped for FSDP2.
 
-Invariant: the head is applied to the positions that have a loss, and never are all their logits in memory (head.py).
+Invariant: the head is applied only to positions that have a loss, and all their logits are never in memory (head.py).
 
-``position_ids`` that restart at 0 mark the sequences of a packed row, with ``use_cache=False`` and no attention mask.
-With the cache left on, or a mask of ones, transformers silently treats the row as one long sequence. A common beginning
-of several sequences may be in the row once (algorithm/packing.py). Positions then continue behind it, and attention.py
-fetches its keys and values for each sequence.
+A packed row holds several sequences. transformers recognises them by ``position_ids`` that restart at 0, with
+``use_cache=False`` and no attention mask. With the cache left on, or a mask of ones, it silently treats the row as one
+long sequence. A common beginning of several sequences may be in the row once (algorithm/packing.py). Positions then
+continue behind it, and attention.py copies its keys and values for each sequence. attention.py also explains pieces.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class PackedRow:
     lengths: tuple[int, ...]
     """Lengths of the pieces; they sum to T."""
     key_lengths: tuple[int, ...]
-    """Tokens that each piece attends to: the piece before it and itself; sums to K."""
+    """Number of tokens that each piece attends to: its prefix and itself; sums to K."""
     cu_seqlens: Tensor
     """Beginnings of the pieces, and T: int32 [pieces + 1]."""
     cu_seqlens_k: Tensor
     """Beginnings of the tokens that each piece attends to, and K: int32 [pieces + 1]."""
     key_index: Tensor | None
-    """Places in the row of the tokens that the pieces attend to: int64 [K]; None where it is the row as it stands."""
+    """Indices in the row of the tokens that each piece attends to: int64 [K]; None if no piece has a prefix."""
     predict: Tensor
     """Positions whose next token is scored: int64 [N]."""
     targets: Tensor
@@ -54,7 +54,7 @@ class PackedRow:
 
 @dataclass(frozen=True, slots=True)
 class Likeliest:
-    """A request for the likeliest next tokens at some of a row's N positions."""
+    """A request for the likeliest next tokens at some of a row's N scored positions."""
 
     choose: Callable[[Tensor], Tensor]
     """Function from the entropies, float32 [N], to the chosen positions, int64 [C] below N."""
@@ -63,18 +63,18 @@ class Likeliest:
     """Number K of tokens of each position."""
 
     def find(self, entropies: Tensor, logits: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The tokens, int64 [C, K], and their log-probs, float32 [C, K], nats; ``logits`` of chosen positions, [C, V].
+        """Choose C positions by entropy. Returns their likeliest tokens, int64 [C, K], and log-probs, float32 [C, K].
 
-        All their logits are there at once.
+        ``logits`` computes the logits of chosen positions, [C, V], which are all in memory at once.
         """
         return find_likeliest(logits(self.choose(entropies)), self.temperature, self.count)
 
 
 class Policy(nn.Module):
-    """A causal LM of transformers and how it scores.
+    """Scores packed rows with a causal LM of transformers.
 
-    ``chunked`` False takes the logits of the whole row from the model itself. A model needs that if it does more after
-    its last layer than to apply the head and a soft cap.
+    If ``chunked`` is True, the head is applied here, chunk by chunk. If False, the model computes the logits of the
+    whole row. A model needs that if it does more after its last layer than to apply the head and a soft cap.
     """
 
     def __init__(self, model: Any, *, chunked: bool = True) -> None:
@@ -87,7 +87,7 @@ class Policy(nn.Module):
         self._softcap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def use_attention(self, name: Attention) -> None:
-        """Attend in one of the ways that Attention names. Raises ValueError where the model has no plain one."""
+        """Switch the model to this attention implementation. Raises ValueError if the model does not have it."""
         attention.register()
         implementations = {
             "varlen": attention.VARLEN,
@@ -98,9 +98,9 @@ class Policy(nn.Module):
         self.model.set_attn_implementation(implementations[name])
 
     def forward(self, row: PackedRow, temperature: float, likeliest: Likeliest | None = None) -> tuple[Tensor, ...]:
-        """Log-prob of each target under the logits divided by ``temperature``, and the entropy there.
+        """Compute the log-prob of each target with logits divided by ``temperature``, and the entropy at its position.
 
-        Returns two float32 [N], nats, and with ``likeliest`` also its tokens and their log-probs.
+        Returns two float32 [N], nats. With ``likeliest`` also returns the results of ``likeliest.find``.
         """
         arguments: dict[str, Any] = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
         implementation = self.model.config._attn_implementation
@@ -108,7 +108,7 @@ class Policy(nn.Module):
             longest = attention.round_longest(max(row.key_lengths))
             arguments |= {"cu_seqlens": row.cu_seqlens, "cu_seqlens_k": row.cu_seqlens_k, "max_seqlen": longest}
         if implementation in (attention.PACKED, attention.VARLEN):
-            # Made here, below FSDP's root, which would move its arguments to the device.
+            # Created here, since FSDP's root would move tensors among its arguments to the device.
             arguments |= {"sequence_lengths": torch.tensor(row.lengths), "key_lengths": torch.tensor(row.key_lengths)}
             arguments["key_index"] = row.key_index
         elif row.key_index is not None:
@@ -134,24 +134,24 @@ class Policy(nn.Module):
         return *scores, *found
 
     def score(self, row: PackedRow, temperature: float) -> tuple[Tensor, Tensor]:
-        """``forward`` of a row."""
+        """Call ``forward`` with its hooks. Returns log-probs and entropies, float32 [N] each, nats."""
         logprobs, entropies = self(row, temperature)
         return logprobs, entropies
 
     def score_likeliest(self, row: PackedRow, likeliest: Likeliest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``score`` at temperature 1 and the tokens of ``likeliest``, in one forward pass without a gradient."""
+        """Call ``score`` at temperature 1 and ``likeliest.find`` in one forward pass, without a gradient."""
         with torch.no_grad():
             logprobs, entropies, tokens, values = self(row, 1.0, likeliest)
         return logprobs, entropies, tokens, values
 
     def reshard(self) -> None:
-        """Cut up parameters outside of the layers that FSDP keeps whole for a backward pass, where none will come."""
+        """Shard again the parameters that FSDP has left gathered for a backward pass, if none will come."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def decoder_layers(self) -> list[nn.Module]:
-        """The repeated blocks, which are sharded, compiled and checkpointed as units."""
+        """Find the repeated blocks of the model, which are sharded, compiled and checkpointed as units."""
         kinds = set(self.model._no_split_modules or ())
         layers: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
@@ -159,7 +159,7 @@ class Policy(nn.Module):
             inside = any(name.startswith(outer + ".") for outer in layers)
             if type(module).__name__ in kinds and not inside:
                 layers[name] = module
-        # Where a model names no block, its longest list of modules is taken for the blocks.
+        # If a model names no block, its longest list of modules is used.
         lists = [list(m) for m in self.model.modules() if isinstance(m, nn.ModuleList)]
         return list(layers.values()) or max(lists, key=len, default=[])
 
@@ -167,7 +167,7 @@ class Policy(nn.Module):
 def make_row(
     input_ids: Any, lengths: Any, predict: Any, targets: Any, device: torch.device, *, prefixes: Any = None
 ) -> PackedRow:
-    """A row from the integer arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
+    """Make a row on ``device`` from the arrays of a MicroBatch; without ``prefixes`` each piece is a whole sequence."""
 
     def put(values: Any) -> Tensor:
         return torch.as_tensor(values).to(device=device, dtype=torch.int64)
@@ -189,17 +189,17 @@ def make_row(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, without its gradient."""
+    """Return this rank's part of a tensor, detached; the whole tensor if it is not sharded."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parts(policy: Policy) -> dict[str, Tensor]:
-    """This rank's shards of the parameters, and the buffers, by the names of Policy."""
+    """Return this rank's shards of all parameters, and the whole buffers, by their names in Policy."""
     return {name: local(tensor) for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]}
 
 
 def _pick(values: Tensor, places: Tensor) -> Tensor:
-    """Rows of ``values`` [T, D] at ``places`` int64 [N], which may repeat: [N, D]."""
-    # An embedding: on several threads the gradient of an index is summed in a different order at each call.
+    """Return the rows of ``values`` [T, D] at the indices ``places``, int64 [N], which may repeat: [N, D]."""
+    # Not ``values[places]``: on several threads its gradient would be summed in a different order at each call.
     return nn.functional.embedding(places, values)

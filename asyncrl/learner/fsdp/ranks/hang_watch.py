@@ -1,15 +1,15 @@
 """Detects that the learner's ranks hang, and names the waiting rank, what it waits for, and the ranks it waits on.
 
 Under gloo a collective that not all ranks enter raises in time; under NCCL it spins until a signal ends the process. So
-each rank writes its Position to the store every BEAT_S, and reads those of the others in a long wait. A wait of the
-training thread without progress for longer than the limit ends the process with an error. Progress is the end of a
-wait, and each ``mark`` once the device has reached it.
+each rank writes its Position to the ranks' store every BEAT_S. During a long wait it also reads the positions of the
+others. A wait is a block of code around collectives, with a name. If the training thread makes no progress in a wait
+for longer than the limit, the process ends with an error. Progress is the end of a wait, or a ``mark`` in it that the
+device has reached.
 
 Invariant: the watch enters no collective, and its thread that reads the clock calls no other process. If all ranks
 compute at the same place, no rank is to blame, and without NCCL that is not a hang, however long it lasts.
 
-Fails by ending the process (``end_process``). A store that does not answer counts as silence of learner/0, which holds
-it.
+Fails by ending the process (``end_process``). If the store does not answer, learner/0 is to blame, which holds it.
 """
 
 from __future__ import annotations
@@ -34,78 +34,81 @@ from asyncrl.observe.logging import write_text
 BEAT_S = 2.0
 """Seconds between two positions that a rank writes, and between two looks at the clock."""
 SILENT_S = 15.0
-"""Seconds without a new position after which a rank has stopped."""
+"""Seconds without a new position after which a rank counts as stopped."""
 AFTER_S = 5.0
-"""Seconds past the limit in which a collective may still raise by itself."""
+"""Seconds past the limit that a collective has to raise by itself, before the process is ended."""
 ASK_FROM = 0.5
-"""Share of its limit that a wait has lasted before the other ranks are looked at."""
+"""Share of the limit after which a waiting rank begins to read the positions of the others."""
 MOST_NAMED = 4
 """Most ranks that an error names."""
 _LOG = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True, array_like=True):
-    """Place of a rank's training thread, written by the rank itself."""
+    """Where a rank's training thread is; the rank writes it to the store."""
 
     beat: int
-    """Counts up while the process lives."""
+    """Number of this position, from 1; it grows as long as the process lives."""
     waits: int
-    """Waits begun so far; all ranks begin the same ones."""
+    """Number of waits begun so far; all ranks begin the same waits in the same order."""
     what: str
     """Name of the present wait; empty outside of waits."""
 
 
 @dataclass
 class Others:
-    """The positions of the other ranks, and the ranks to blame for a wait. Pure: the caller passes the time."""
+    """Remembers the positions of the other ranks, and finds the ranks to blame. Pure: the caller passes the time."""
 
     rank: int
     world_size: int
     _seen: dict[int, Position] = field(default_factory=dict)
-    _fresh: dict[int, float] = field(default_factory=dict)
-    _asked: float | None = None
+    _heard_at: dict[int, float] = field(default_factory=dict)
+    _asked_at: float | None = None
 
     def ask(self, now: float) -> None:
-        """Record that the store is asked for the positions."""
-        self._asked = now if self._asked is None else self._asked
+        """Record that the caller begins to read the positions from the store."""
+        self._asked_at = now if self._asked_at is None else self._asked_at
 
     def note(self, positions: dict[int, Position], now: float) -> None:
-        """Record the positions that the store holds."""
-        self._asked = None
+        """Record the positions that were read, by rank."""
+        self._asked_at = None
         for rank, position in positions.items():
             known = self._seen.get(rank)
             if known is None or known.beat != position.beat:
-                self._fresh[rank] = now
+                self._heard_at[rank] = now
             self._seen[rank] = position
 
     def blame(self, waits: int, what: str, now: float) -> list[str]:
-        """Ranks that have stopped, or are not at the wait of this rank; one text each."""
-        if self.rank and self._asked is not None and now - self._asked > SILENT_S:
-            return [f"learner/0 (its store has not answered for {now - self._asked:.0f} s)"]
-        found = list[str]()
-        # No position was read so far.
+        """Find the ranks that have stopped, or have not reached the wait of this rank. Returns one text for each.
+
+        ``waits`` and ``what`` are those of this rank's own Position. If the store does not answer, rank 0 is to blame.
+        """
+        if self.rank and self._asked_at is not None and now - self._asked_at > SILENT_S:
+            return [f"learner/0 (its store has not answered for {now - self._asked_at:.0f} s)"]
+        blamed = list[str]()
+        # No position has been read yet.
         if not self._seen:
-            return found
+            return blamed
         for rank in range(self.world_size):
             if rank == self.rank:
                 continue
             seen = self._seen.get(rank)
             if seen is None:
-                found.append(f"learner/{rank} (never heard of)")
-            elif (silence := now - self._fresh[rank]) > SILENT_S:
-                found.append(f"learner/{rank} (silent for {silence:.0f} s, last {_place(seen)})")
-            # A rank that is ahead waits for others itself.
+                blamed.append(f"learner/{rank} (never heard of)")
+            elif (silence := now - self._heard_at[rank]) > SILENT_S:
+                blamed.append(f"learner/{rank} (silent for {silence:.0f} s, last {_describe(seen)})")
+            # A rank that has begun more waits than this one is not to blame: it waits itself.
             elif (seen.waits, seen.what) != (waits, what) and seen.waits <= waits:
-                found.append(f"learner/{rank} ({_place(seen)})")
-        return found
+                blamed.append(f"learner/{rank} ({_describe(seen)})")
+        return blamed
 
 
-def _place(position: Position) -> str:
+def _describe(position: Position) -> str:
     return f"in {position.what}" if position.what else "outside of any wait"
 
 
 def in_words(blamed: list[str]) -> str:
-    """Ranks that an error names."""
+    """Join the texts of ``Others.blame`` for an error, at most MOST_NAMED of them."""
     if not blamed:
         return "the other ranks of the learner"
     more = f" and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
@@ -113,7 +116,7 @@ def in_words(blamed: list[str]) -> str:
 
 
 def end_process(error: DeadlineExceeded) -> NoReturn:
-    """End this process at once; the node agent reports the error, which is its last output."""
+    """Log and print the error, and end this process at once; the node agent reports the last output."""
     _LOG.error("%s", error)
     write_text(f"{error.who}: {error}\n")
     # The training thread is in a call that nothing ends, and an orderly exit would wait for it.
@@ -127,7 +130,10 @@ class _Wait:
 
 
 class HangWatch:
-    """The watch of one rank; it watches the thread that creates it."""
+    """Watches the waits of one rank's training thread, which is the thread that creates the watch.
+
+    Two threads of its own run until ``stop``: one writes and reads positions, one reads the clock.
+    """
 
     def __init__(
         self,
@@ -150,14 +156,14 @@ class HangWatch:
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._tell, "hang-tell"), (self._look, "hang-look"))
+            for work, name in ((self._exchange_positions, "hang-tell"), (self._watch_clock, "hang-look"))
         ]
         for thread in self._threads:
             thread.start()
 
     @contextmanager
     def wait(self, what: str) -> Iterator[None]:
-        """Context of a wait; the waits of other threads are not watched."""
+        """Context that names a wait; on any thread but the watched one it does nothing. Contexts may be nested."""
         if threading.get_ident() != self._watched:
             yield
             return
@@ -173,16 +179,16 @@ class HangWatch:
                     self._waits[-1].began = time.monotonic()
 
     def mark(self) -> None:
-        """Record progress within a wait: now, and once the device has done its present work."""
+        """Record progress within a wait: now, and again once the device has done the work queued so far."""
         if self._on_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             with self._lock:
                 self._marks.append(event)
-        self._moved()
+        self._restart_clock()
 
     def blamed(self) -> list[str]:
-        """Ranks that this rank waits on now; empty on any thread but the watched one."""
+        """Return texts on the ranks to blame for the present wait; empty on any thread but the watched one."""
         return self._blame() if threading.get_ident() == self._watched else []
 
     def _blame(self) -> list[str]:
@@ -196,12 +202,14 @@ class HangWatch:
         for thread in self._threads:
             thread.join(BEAT_S)
 
-    def _moved(self) -> None:
+    def _restart_clock(self) -> None:
+        """Restart the clock of the innermost wait."""
         with self._lock:
             if self._waits:
                 self._waits[-1].began = time.monotonic()
 
-    def _tell(self) -> None:
+    def _exchange_positions(self) -> None:
+        """Thread: write this rank's position every BEAT_S; in a long wait also read those of the others."""
         beat = 0
         while not self._stopped.wait(BEAT_S):
             beat += 1
@@ -209,13 +217,13 @@ class HangWatch:
                 own = Position(beat, self._begun, self._waits[-1].what if self._waits else "")
             try:
                 self._store.set(f"position/{self._rank}", msgspec.msgpack.encode(own))  # type: ignore[arg-type]
-                # Not all the time, which would keep the store busy.
-                if self._lasted() > self._timeout_s * ASK_FROM:
+                # Only in a long wait, or the store would always be busy.
+                if self._waited_s() > self._timeout_s * ASK_FROM:
                     with self._lock:
                         self._others.ask(time.monotonic())
-                    found = self._read_others()
+                    positions = self._read_others()
                     with self._lock:
-                        self._others.note(found, time.monotonic())
+                        self._others.note(positions, time.monotonic())
             except (DistNetworkError, DistStoreError) as error:
                 # Rank 0 is gone or ending.
                 _LOG.debug("the ranks' store: %s", error)
@@ -224,26 +232,27 @@ class HangWatch:
     def _read_others(self) -> dict[int, Position]:
         keys = {rank: f"position/{rank}" for rank in range(self._world_size) if rank != self._rank}
         # multi_get would wait for the key of a rank that has written no position yet.
-        there = [rank for rank, key in keys.items() if self._store.check([key])]
-        said = self._store.multi_get([keys[rank] for rank in there])
+        present = [rank for rank, key in keys.items() if self._store.check([key])]
+        bodies = self._store.multi_get([keys[rank] for rank in present])
         return {
-            rank: msgspec.msgpack.decode(bytes(body), type=Position) for rank, body in zip(there, said, strict=True)
+            rank: msgspec.msgpack.decode(bytes(body), type=Position) for rank, body in zip(present, bodies, strict=True)
         }
 
-    def _lasted(self) -> float:
+    def _waited_s(self) -> float:
         """Seconds without progress in the present wait."""
         with self._lock:
             return time.monotonic() - self._waits[-1].began if self._waits else 0.0
 
-    def _look(self) -> None:
+    def _watch_clock(self) -> None:
+        """Thread: every BEAT_S record the marks that the device has reached, and end the process if it hangs."""
         while not self._stopped.wait(BEAT_S):
-            # Only this thread removes marks, so the first stays the first without the lock.
+            # No lock is needed to look at the first mark: only this thread removes marks.
             while self._marks and self._marks[0].query():  # type: ignore[no-untyped-call]
                 self._marks.popleft()
-                self._moved()
-            lasted, blamed = self._lasted(), self._blame()
-            if lasted > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
+                self._restart_clock()
+            waited_s, blamed = self._waited_s(), self._blame()
+            if waited_s > self._timeout_s + AFTER_S and (blamed or self._on_cuda):
                 hint = "see their logs; the limit is learner.collective_timeout_s"
                 with self._lock:
                     what = self._waits[-1].what if self._waits else ""
-                end_process(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, lasted, hint))
+                end_process(DeadlineExceeded(f"learner/{self._rank}", in_words(blamed), what, waited_s, hint))

@@ -37,31 +37,32 @@ from asyncrl.learner.algorithm.probe_sequences import ProbeSequence
 from asyncrl.learner.fsdp.ranks.hang_watch import HangWatch, in_words
 
 NCCL_AFTER_S = 60.0
-"""Time after the limit when NCCL's own watchdog ends the process, if ours has not."""
+"""Seconds after the limit when NCCL's own watchdog ends the process, if ours has not."""
 LEAVE_WAIT_S = 5.0
-"""Time that rank 0 gives the others to leave."""
+"""Seconds that rank 0 gives the others to leave."""
 _LOG = logging.getLogger(__name__)
 IDLE_WAIT_S = 300.0
-"""Length of one wait of a rank for the next command; it is repeated."""
+"""Seconds of one wait of a rank for the next command; the rank then waits again."""
 
 
 class TermShape(msgspec.Struct, frozen=True):
-    """Shape of the policy's loss in an update, or of its supervised term, as all ranks know it."""
+    """Sizes of one term of an update's loss, the same on all ranks: of the policy's loss, or of the supervised one."""
 
     micro_batches: int
     """Micro-batches of each rank."""
     denominator: float
+    """Number that divides the sum of the losses of all ranks."""
     sequences: int
     """Sequences of all ranks."""
 
 
 class UpdateShape(msgspec.Struct, frozen=True):
-    """Shape of an update as all ranks know it; a rank has the policy's micro-batches first, then the others."""
+    """Sizes of an update, the same on all ranks. A rank has the policy's micro-batches first, then the supervised."""
 
     policy: TermShape
     supervised: TermShape | None = None
     coefficient: float = 0.0
-    """Factor of the supervised term."""
+    """Factor of the supervised loss in the sum of the two."""
 
     @property
     def micro_batches(self) -> int:
@@ -70,7 +71,7 @@ class UpdateShape(msgspec.Struct, frozen=True):
 
 
 def shape_of_update(update: UpdatePlan) -> UpdateShape:
-    """Shape of an update, as the other ranks are told it."""
+    """Return the sizes of an update that rank 0 sends to the other ranks."""
     policy, term = TermShape(len(update.ranks[0]), update.denominator, len(update.sequences)), update.supervised
     if term is None:
         return UpdateShape(policy)
@@ -139,10 +140,11 @@ DECODER = msgspec.msgpack.Decoder(Command)
 
 
 def pack(batches: Sequence[MicroBatch]) -> np.ndarray:
-    """A parcel of one or more micro-batches, uint8, in NumPy's format: the lengths of all arrays, int64 [fields,
-    micro-batches], then for each field the arrays of all micro-batches, one after the other.
+    """Serialise one or more micro-batches into a parcel, uint8, in NumPy's file format.
 
-    Few large arrays: reading the header of an array takes longer than copying a row of tokens.
+    First come the lengths of all arrays, int64 [fields, micro-batches]. Then one array for each field of MicroBatch
+    holds that field of all micro-batches, one after the other. Few large arrays are faster: reading the header of an
+    array takes longer than copying a row of tokens.
     """
     columns = [[getattr(batch, item.name) for batch in batches] for item in fields(MicroBatch)]
     stream = io.BytesIO()
@@ -153,20 +155,20 @@ def pack(batches: Sequence[MicroBatch]) -> np.ndarray:
 
 
 def unpack(parcel: np.ndarray) -> list[MicroBatch]:
-    """The micro-batches of a parcel, with the types, shapes and bits that were packed."""
+    """Return the micro-batches of a parcel that ``pack`` made, with the same types, shapes and bits."""
     stream = io.BytesIO(parcel.data)
     columns = [np.split(np.load(stream), np.cumsum(lengths)[:-1]) for lengths in np.load(stream)]
     return [MicroBatch(*arrays) for arrays in zip(*columns, strict=True)]
 
 
 def of_step(plan: StepPlan, rank: int) -> list[MicroBatch]:
-    """Micro-batches of a rank, one update's after the other's; in each the policy's before the supervised ones."""
+    """Return a rank's micro-batches of a step, update by update; in each the policy's, then the supervised ones."""
     terms = [term for update in plan.updates for term in (update, update.supervised) if term is not None]
     return [batch for term in terms for batch in term.ranks[rank]]
 
 
 class Ranks:
-    """One of the learner's ranks. All ranks create it together; it blocks until all are there."""
+    """Connects this rank with the others, for collectives. All ranks create it together; it blocks until all have."""
 
     def __init__(
         self,
@@ -180,9 +182,10 @@ class Ranks:
         replicas: int = 1,
         store: TCPStore | None = None,
     ) -> None:
-        """``store`` is rank 0's, as of weights.broadcast.open_store; ``replicas`` divides ``world_size``.
+        """Join the rendezvous at ``host``:``port``. Raises DeadlineExceeded when a rank is late.
 
-        Raises DeadlineExceeded when a rank is late.
+        ``store`` is given on rank 0 alone: the store that weights.broadcast.open_store has opened there. ``replicas``
+        divides ``world_size``.
         """
         assert (store is not None) == (rank == 0)
         self.rank, self.world_size, self.device = rank, world_size, device
@@ -194,8 +197,8 @@ class Ranks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         try:
             self._store = store if store is not None else self._client(host, port)
-            # Each has its own client: a waiting client blocks its connection.
-            self._told = self._client(host, port)
+            # Waiting and interrupting need clients of their own: a waiting client blocks its connection.
+            self._command_client = self._client(host, port)
             self._interrupter = self._client(host, port)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -213,7 +216,7 @@ class Ranks:
                 timeout_s,
                 str(error),
             ) from error
-        self.commands = CommandLine(rank, world_size, client=self._told, interrupter=self._interrupter)
+        self.commands = CommandLine(rank, world_size, client=self._command_client, interrupter=self._interrupter)
         self._watch: HangWatch | None = None
         if world_size > 1:
             self._watch = HangWatch(rank, world_size, self._client(host, port), device=device, timeout_s=timeout_s)
@@ -222,7 +225,10 @@ class Ranks:
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s), wait_for_workers=False)
 
     def scatter(self, parcels: Sequence[np.ndarray] | None, size: int, what: str) -> np.ndarray:
-        """Send each rank its uint8 array. Rank 0 passes ``parcels``; the others pass their ``size``."""
+        """Send each rank its parcel from rank 0. Returns this rank's, uint8.
+
+        Rank 0 passes all ``parcels``, in order of rank; each other rank passes None and the ``size`` of its own.
+        """
         with self.waiting(what):
             if parcels is not None:
                 sent = [dist.isend(torch.from_numpy(parcels[r]), r) for r in range(1, self.world_size)]
@@ -235,12 +241,12 @@ class Ranks:
             return parcel.numpy()
 
     def broadcast_bytes(self, data: bytes | None, what: str) -> bytes:
-        """Broadcast rank 0's ``data`` to all."""
+        """Return the ``data`` of rank 0, on all ranks; the other ranks pass None."""
         with self.waiting(what):
             return _broadcast(data or b"", 0)
 
     def all_gather(self, values: Sequence[float], what: str) -> np.ndarray:
-        """Numbers of every rank, the same on all: float64 [world size, len(values)]."""
+        """Exchange equally many numbers among all ranks. Returns float64 [world size, len(values)] on each."""
         with self.waiting(what):
             ours = torch.tensor(values, dtype=torch.float64)
             everyone = [torch.empty_like(ours) for _ in range(self.world_size)]
@@ -248,12 +254,14 @@ class Ranks:
             return torch.stack(everyone).numpy()
 
     def agree(self, problem: str | None, what: str) -> list[str]:
-        """Share the problem of any rank. Returns the problems in order of rank, the same on all ranks."""
+        """Exchange problems, each rank its own or None. Returns those of all ranks, in order of rank, on each rank."""
         if not self.all_gather([float(problem is not None)], what).any():
             return []
         with self.waiting(what):
-            said = [_broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)]
-        return [words.decode() for words in said if words]
+            problems = [
+                _broadcast((problem or "").encode() if r == self.rank else b"", r) for r in range(self.world_size)
+            ]
+        return [words.decode() for words in problems if words]
 
     @property
     def replica(self) -> int:
@@ -261,9 +269,9 @@ class Ranks:
         return self.rank // self.shards
 
     def another_group(self, timeout_s: float, *, members: int | None = None) -> dist.ProcessGroup | None:
-        """All ranks together: a group of the first ``members`` (by default all), for collectives on another thread.
+        """All ranks together: create a process group of the first ``members`` ranks, for collectives on another thread.
 
-        None for a single member, and on a rank that is not a member.
+        By default all ranks are members. Returns None if there is one member only, and on ranks that are not members.
         """
         members = members or self.world_size
         if members == 1:
@@ -273,10 +281,10 @@ class Ranks:
         return group if isinstance(group, dist.ProcessGroup) else None
 
     def exchange(self, data: bytes, group: dist.ProcessGroup | None, what: str, timeout_s: float) -> list[bytes]:
-        """All ranks together, on one thread each: the ``data`` of every rank, in order of rank.
+        """All ranks together, from any thread: exchange ``data``. Returns that of every rank, in order of rank.
 
-        ``group`` is from ``another_group``, with that timeout, and nothing else uses it meanwhile. Collectives of the
-        training may run at the same time.
+        ``group`` was created by ``another_group`` with ``timeout_s``. Nothing else may use it meanwhile, but the
+        collectives of the training, on another thread, may run at the same time.
         """
         if group is None:
             assert self.world_size == 1
@@ -294,9 +302,10 @@ class Ranks:
 
     @contextmanager
     def waiting(self, what: str, timeout_s: float | None = None) -> Iterator[None]:
-        """Context around collectives; its errors name the waiting rank and the ranks that it waited on.
+        """Context around collectives, which ``what`` names: it watches for hangs, and names the ranks in errors.
 
-        ``timeout_s`` if the process group has another limit than learner.collective_timeout_s.
+        A timeout becomes DeadlineExceeded. ``timeout_s`` is given if the process group has another limit than
+        learner.collective_timeout_s.
         """
         blamed: list[str] = []
         try:
@@ -304,11 +313,11 @@ class Ranks:
                 try:
                     yield
                 except RuntimeError:
-                    # While this rank is still in the wait.
+                    # Asked here, because this rank is still in the wait.
                     blamed = self._watch.blamed() if self._watch is not None else []
                     raise
         except RuntimeError as error:
-            # torch raises RuntimeError for timeouts and everything else; only the text differs.
+            # torch raises RuntimeError for timeouts as for other failures; only the text differs.
             if "timed out" in str(error).lower():
                 raise DeadlineExceeded(
                     f"learner/{self.rank}",
@@ -331,18 +340,20 @@ class Ranks:
             self._watch.stop()
             self._watch = None
         if self.rank:
-            self._told.set(f"left/{self.rank}", "")
+            self._command_client.set(f"left/{self.rank}", "")
         else:
             try:
-                self._told.wait([f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S))
+                self._command_client.wait(
+                    [f"left/{rank}" for rank in range(1, self.world_size)], timedelta(seconds=LEAVE_WAIT_S)
+                )
             except DistStoreError:
                 _LOG.warning("not all ranks of the learner left within %.0f s", LEAVE_WAIT_S)
         dist.destroy_process_group()
-        del self.commands, self._store, self._told, self._interrupter
+        del self.commands, self._store, self._command_client, self._interrupter
 
 
 def _broadcast(data: bytes, source: int) -> bytes:
-    """The ``data`` of rank ``source``, on all."""
+    """Collective: return the ``data`` of rank ``source`` on all ranks."""
     size = torch.tensor([len(data)])
     dist.broadcast(size, source)
     buffer = torch.empty(int(size), dtype=torch.uint8)
@@ -353,16 +364,16 @@ def _broadcast(data: bytes, source: int) -> bytes:
 
 
 class CommandLine:
-    """The commands of rank 0 to all other ranks, in order, through the store of their rendezvous.
+    """Carries the commands of rank 0 to all other ranks, in order, through the store of their rendezvous.
 
-    One thread uses an end, except for ``interrupt``. Command n for rank r is the key ``command/r/n``. A rank waits for
-    its next key without a limit, in repeated waits of IDLE_WAIT_S; no collective runs meanwhile. The wait ends at once
-    when the key is set, when the connection to rank 0 breaks, or when ``interrupt`` sets the key. Invariant: each
-    command is received once, in order, however late, and then deleted from the store.
+    Each rank has one, which one thread uses, except for ``interrupt``. Command n for rank r is the value of the key
+    ``command/r/n``. A rank waits for its next key without a limit, in repeated waits of IDLE_WAIT_S; no collective runs
+    meanwhile. The wait ends at once when the key is set, when the connection to rank 0 breaks, or when ``interrupt``
+    sets the key. Invariant: each command is received once, in order, however late, and then deleted from the store.
     """
 
     def __init__(self, rank: int, world_size: int, *, client: TCPStore, interrupter: TCPStore) -> None:
-        """While this end waits it blocks ``client``."""
+        """``next`` blocks the connection of ``client`` while it waits, so ``interrupt`` uses ``interrupter``."""
         self._rank, self._world_size = rank, world_size
         self._client, self._interrupter = client, interrupter
         self._count = 0
@@ -376,16 +387,19 @@ class CommandLine:
             self._client.set(_key(rank, self._count), body)  # type: ignore[arg-type]
 
     def next(self) -> Command | None:
-        """Ranks above 0: the next command, or None once interrupted. Raises ActorFailed when rank 0 is gone."""
+        """Ranks above 0: wait for the next command and return it; None once interrupted.
+
+        Raises ActorFailed when rank 0 is gone.
+        """
         self._count += 1
         key = _key(self._rank, self._count)
         while not self._interrupted.is_set():
             try:
                 self._client.wait([key], timedelta(seconds=IDLE_WAIT_S))
                 body = bytes(self._client.get(key))
-                # The reader deletes it: rank 0 does not wait for the others after each command.
+                # The receiver deletes the key: rank 0 does not wait until a command is received.
                 self._client.delete_key(key)
-                # ``interrupt`` sets an empty one.
+                # An empty value is that of ``interrupt``.
                 return DECODER.decode(body) if body else None
             except DistStoreError:
                 # No command yet: wait again.
@@ -395,10 +409,10 @@ class CommandLine:
         return None
 
     def interrupt(self) -> None:
-        """From any thread: end ``next``, at once if it waits."""
+        """From any thread: let ``next`` return None, at once if it is waiting."""
         self._interrupted.set()
-        # Only if rank 0 has not set it, so that no command is lost. ``next`` counts up before it waits, so it waits for
-        # the first of these keys, or is about to wait for the second.
+        # A key is set only if rank 0 has not set it, so that no command is lost. ``next`` counts up before it waits. So
+        # it either waits for the first of these two keys, or is about to wait for the second.
         for count in (self._count, self._count + 1):
             self._interrupter.compare_set(_key(self._rank, count), "", "")
 

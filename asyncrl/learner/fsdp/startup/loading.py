@@ -1,10 +1,10 @@
-"""Reads a model into the shards of the ranks.
+"""Reads a model from its files, each rank its own rows.
 
-Each rank maps the files into memory, reads its own rows, a layer at a time, and casts them to float32 in host memory.
-Each byte is read from storage once per host, or once in all if a host has only a part of the shards. No rank holds more
-than its shards and one layer. If transformers must convert a weight across rows, each rank reads it whole, a layer at a
-time; only the first read goes to storage. transformers itself reads, renames, converts and ties weights and computes
-buffers, as in its ``from_pretrained``.
+A weight is cut by rows, as FSDP2 will shard it (shard_plan.py). Each rank maps the files into memory, reads its own
+rows, a layer at a time, and casts them to float32 in host memory. Each byte is read from storage once per host, or once
+in all if a host has only a part of the shards. No rank holds more than its shards and one layer. If transformers must
+convert a weight across rows, each rank reads it whole, a layer at a time; only the first read goes to storage.
+transformers itself reads, renames, converts and ties weights and computes buffers, as in its ``from_pretrained``.
 
 If any rank cannot read a model like this (``shard_plan.obstacle``), rank 0 reads it whole and sends each rank its rows.
 
@@ -47,26 +47,28 @@ from asyncrl.learner.fsdp.weights.shard_plan import (
 
 _LOG = logging.getLogger(__name__)
 UNLOADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
-"""Errors that transformers raises where a model cannot be loaded."""
+"""Types of errors that transformers raises when it cannot load a model."""
 
 
 @dataclass
 class Loaded:
-    """This rank's part of a model that was read."""
+    """This rank's rows of a model, and what is needed to build the model around them."""
 
     config: ModelConfig
     values: dict[str, Tensor]
-    """This rank's rows of each parameter, and the buffers, by the names of Policy. In host memory; taken from it."""
+    """This rank's rows of each parameter, and the buffers, by the names of Policy, in host memory. ``sharding.fill``
+    removes what it copies."""
     tied: dict[str, str]
+    """Names of tied weights, each with the name of the weight that it shares."""
     conversions: Any
-    """Conversions by which transformers turns names and shapes of the checkpoint into its own."""
+    """Conversions by which transformers turned the checkpoint's names and shapes into its own."""
 
     def empty(self) -> Policy:
-        """A new policy without memory, for the tensors of ``values``."""
+        """Build a policy on device "meta", with exactly the parameters of ``values`` and the weights tied as loaded."""
         policy = empty_policy(self.config)
         model = policy.model
         for name in model.all_tied_weights_keys.keys() - self.tied.keys():
-            # Tied by the configuration, and not by the checkpoint.
+            # The configuration ties this weight, but the checkpoint has a value of its own for it.
             _replace(model, name, nn.Parameter(model.get_parameter(name).detach().clone()))
         model.all_tied_weights_keys = dict(self.tied)
         model._weight_conversions = self.conversions
@@ -74,13 +76,17 @@ class Loaded:
 
 
 def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
-    """All ranks together: the model that ``config`` names; ``mesh`` is of their host memory. Raises ConfigError."""
+    """All ranks together: read the model that ``config`` names, each rank its rows. Raises ConfigError.
+
+    Each rank checks the files first. If any rank cannot read them in shards, rank 0 reads the model whole and sends the
+    rows. ``mesh`` is the mesh of all ranks for tensors in host memory.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    if refused := ranks.agree(_judged(config, refusal), "looking at what the model's folder holds"):
+    if refused := ranks.agree(_judge_folder(config, refusal), "looking at what the model's folder holds"):
         raise ConfigError([f"model.path: {config.path} cannot be trained: {refused[0]}"])
-    reasons = ranks.agree(_judged(config, obstacle), "looking at the files of the model")
+    reasons = ranks.agree(_judge_folder(config, obstacle), "looking at the files of the model")
     if reasons and not ranks.rank:
         _LOG.warning("%s: learner/0 reads it whole and hands it out: %s", config.path, reasons[0])
     policy, problem = None, None
@@ -98,12 +104,13 @@ def load(config: ModelConfig, ranks: Ranks, mesh: DeviceMesh) -> Loaded:
     assert policy is not None
     if reasons:
         with ranks.waiting("handing out the weights"):
-            _hand_out(policy, ranks, mesh)
+            _distribute(policy, ranks, mesh)
     model = policy.model
     return Loaded(config, parts(policy), model.all_tied_weights_keys, getattr(model, "_weight_conversions", None))
 
 
-def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> str | None:
+def _judge_folder(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, Any]], str | None]) -> str | None:
+    """Call ``judge`` (``refusal`` or ``obstacle``) with the file names and the config.json of the model's folder."""
     folder = Path(config.path or "")
     try:
         settings = json.loads((folder / "config.json").read_text())
@@ -114,7 +121,7 @@ def _judged(config: ModelConfig, judge: Callable[[Collection[str], Mapping[str, 
 
 
 def _read(config: ModelConfig, mesh: DeviceMesh) -> Policy:
-    """The model with this rank's rows. Raises ConfigError."""
+    """Read the model in shards: this rank's rows of each weight. Raises ConfigError."""
     policy, path = empty_policy(config), model_folder(config)
     try:
         info = _fill(policy.model, _files(path), mesh)
@@ -131,7 +138,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
-    """Read this rank's rows into a model on meta; the loading information of ``from_pretrained``."""
+    """Read this rank's rows from ``files`` into a model on device "meta", a layer at a time.
+
+    Parameters that can be read by rows become shards first. Others are read whole and then cut. Returns the loading
+    information of ``from_pretrained``.
+    """
     from safetensors import safe_open
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model, dot_natural_key
@@ -143,28 +154,30 @@ def _fill(model: Any, files: list[Path], mesh: DeviceMesh) -> dict[str, Any]:
         for file in files:
             source = opened.enter_context(safe_open(file, framework="pt"))
             slices |= {name: _Slice(source.get_slice(name)) for name in source.keys()}  # noqa: SIM118 - no mapping
-        targets, by_rows = _targets(model, sorted(slices, key=dot_natural_key), mesh)
-        _cut_up(model, by_rows, mesh)
+        targets, by_rows = _match_names(model, sorted(slices, key=dot_natural_key), mesh)
+        _make_empty_shards(model, by_rows, mesh)
         mapping: Any = get_model_conversion_mapping(model)
         config = LoadStateDictConfig(dtype=torch.float32, weight_mapping=mapping)
         for group in read_together(targets):
-            found, _ = convert_and_load_state_dict_in_model(model, {name: slices[name] for name in group}, config, None)
-            _cut_whole(model, mesh)
+            group_info, _ = convert_and_load_state_dict_in_model(
+                model, {name: slices[name] for name in group}, config, None
+            )
+            _keep_own_rows(model, mesh)
             if info is not None:
-                # Each group lacks the weights of the others: missing weights are in no group.
-                found.missing_keys &= info.missing_keys
-                found.unexpected_keys |= info.unexpected_keys
-                found.mismatched_keys |= info.mismatched_keys
-                found.conversion_errors |= info.conversion_errors
-            info = found
+                # Weights of other groups count as missing in each group; really missing are those in no group.
+                group_info.missing_keys &= info.missing_keys
+                group_info.unexpected_keys |= info.unexpected_keys
+                group_info.mismatched_keys |= info.mismatched_keys
+                group_info.conversion_errors |= info.conversion_errors
+            info = group_info
     if info is None:
         raise ValueError("its files hold no weights")
-    told: dict[str, Any] = model._finalize_model_loading(model, config, info).to_dict()
-    return told
+    report: dict[str, Any] = model._finalize_model_loading(model, config, info).to_dict()
+    return report
 
 
 class _Slice:
-    """A tensor in a file, in the form that transformers reads; each read copies, so that the file is read once."""
+    """A tensor in a file, with the interface that transformers reads; each read copies, to read the file once."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -176,13 +189,16 @@ class _Slice:
         return read.clone() if read.dtype == torch.float32 else read
 
 
-def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
-    """For each weight of the checkpoint, the model's weight that it becomes a part of, or the first of several; and the
-    parameters whose rows come from the same rows of the checkpoint."""
+def _match_names(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
+    """Match the weights of the checkpoint (``names``) with those of the model.
+
+    Returns the model's name for each name in the checkpoint: that of the weight that it becomes, or the first of
+    several. Also returns the parameters that can be read by rows (``converts_rows``).
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    # Renaming leaves its traces in them.
+    # A copy of its own: renaming changes the state of these objects.
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -195,28 +211,28 @@ def _targets(model: Any, names: list[str], mesh: DeviceMesh) -> tuple[dict[str, 
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         targets[name] = target
-        told = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern or "", ())]
-        if target in parameters and converts_rows(told, len(parameters[target]), mesh.size(mesh.ndim - 1)):
+        steps = [(type(each).__name__, getattr(each, "dim", 0)) for each in operations.get(pattern or "", ())]
+        if target in parameters and converts_rows(steps, len(parameters[target]), mesh.size(mesh.ndim - 1)):
             by_rows[target] = None
     return targets, list(by_rows)
 
 
-def _cut_up(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
-    """Make these parameters shards, so that transformers reads only these rows."""
+def _make_empty_shards(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Replace parameters by empty shards, so that transformers reads only these rows."""
     for name in names:
         parameter = model.get_parameter(name)
         rows = len(own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)))
         _replace(model, name, _shard(parameter.new_empty(rows, *parameter.shape[1:]), parameter, mesh))
 
 
-def _cut_whole(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's rows of the parameters that have been read whole."""
+def _keep_own_rows(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the parameters that have been read whole to this rank's rows."""
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if isinstance(parameter, DTensor) or parameter.is_meta:
             continue
         rows = own_rows(len(parameter), mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1))
         cut = _shard(parameter.detach()[rows.start : rows.stop].clone(), parameter, mesh)
-        # transformers looks here for weights that are left to initialise.
+        # By this attribute transformers knows that the weight needs no initial value.
         cut._is_hf_initialized = True  # type: ignore[attr-defined]
         _replace(model, name, cut)
 
@@ -232,8 +248,11 @@ def _replace(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     setattr(module.get_submodule(owner), own, parameter)
 
 
-def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
-    """All ranks together: leave each its rows of rank 0's model, tensor by tensor; the others' is without memory."""
+def _distribute(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
+    """All ranks together: distribute rank 0's whole model, tensor by tensor; each rank keeps its rows.
+
+    The others' ``policy`` is on device "meta" before. Buffers become whole on every rank.
+    """
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     parameters = dict(policy.named_parameters())
     # A tied weight has several names and is handed out once.
@@ -256,10 +275,9 @@ def _hand_out(policy: Policy, ranks: Ranks, mesh: DeviceMesh) -> None:
 
 
 def load_policy(config: ModelConfig) -> Policy:
-    """The whole model in float32 on the CPU, in evaluation mode: no dropout, so that ratios compare like with
-    like.
+    """Load the whole model in float32 on the CPU. Raises ConfigError.
 
-    Raises ConfigError.
+    It is in evaluation mode, without dropout, so that log-probs of different passes can be compared.
     """
     import transformers
 
@@ -280,33 +298,33 @@ def load_policy(config: ModelConfig) -> Policy:
 
 
 def cannot_load(path: Path, error: Exception) -> ConfigError:
-    """The error when transformers cannot make a model of its folder."""
+    """Return the error for a model that transformers cannot load; it names ``model.path``."""
     return ConfigError([f"model.path: {path} cannot be loaded as a causal LM: {error}"])
 
 
 def refuse_incomplete(model: nn.Module, path: Path, info: dict[str, Any]) -> None:
-    """Raise ConfigError for a model that lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
+    """Raise ConfigError if a model lacks weights, or holds NaN or infinity; ``info`` is transformers' report."""
     # transformers would use random numbers in their place.
     wrong = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if wrong:
         raise ConfigError([f"model.path: {path} lacks {len(wrong)} weights of the model, the first {wrong[0]}"])
     if broken := _not_finite(model):
-        told = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
-        raise ConfigError([f"model.path: {told}, the first {broken[0]}: download or copy the model again"])
+        problem = f"{path} holds weights that are not finite (NaN or infinity) in {len(broken)} tensors"
+        raise ConfigError([f"model.path: {problem}, the first {broken[0]}: download or copy the model again"])
 
 
 def _not_finite(model: nn.Module) -> list[str]:
-    """Names of the parameters that hold NaN or infinity on this rank; such a model learns nothing."""
+    """Return the names of the parameters that hold NaN or infinity in this rank's part."""
 
     def is_finite(weights: Tensor) -> bool:
-        # A sum would overflow, and a mask for each number would take as much memory again.
+        # A sum might overflow, and a mask of the same shape would take much memory.
         return not weights.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(weights))
 
     return [name for name, weights in model.named_parameters() if not is_finite(local(weights))]
 
 
 def empty_policy(config: ModelConfig) -> Policy:
-    """The model of ``config`` without memory behind its parameters (device meta). Raises ConfigError."""
+    """Build the model of ``config`` on device "meta", without memory for its parameters. Raises ConfigError."""
     import transformers
 
     path = model_folder(config)
@@ -323,7 +341,7 @@ def empty_policy(config: ModelConfig) -> Policy:
 
 
 def model_folder(config: ModelConfig) -> Path:
-    """The folder of the model. Raises ConfigError naming model.path if it is not there."""
+    """Return the folder of the model. Raises ConfigError naming model.path if it holds no config.json."""
     assert config.path is not None
     path = Path(config.path)
     if not (path / "config.json").is_file():

@@ -20,20 +20,20 @@ Checkpointing = Literal["off", "selective", "full"]
 FLOAT32 = 4
 ADAMW_STATES, MUON_STATES = 2, 1
 GATHERED_LAYERS = 2
-"""Layers that are gathered at once: the one that computes and the one that is fetched for the next."""
+"""Layers that are whole in memory at once: the one that computes, and the next, which FSDP prefetches."""
 LOGITS_KEPT = 3
-"""Arrays of a chunk's logits that are there at once: the logits, their softmax, its gradient."""
+"""Arrays of the size of a chunk's logits that are in memory at once: logits, softmax and its gradient."""
 USABLE = 0.9
-"""Share of a device's memory that is counted on."""
+"""Share of a device's memory that an estimate may fill before ``advise`` suggests changes."""
 CAUTIOUS = 0.75
-"""Share that activations are kept in without being asked for: a wrong estimate would end the run."""
+"""Share that it may fill when "auto" keeps activations: lower, since a wrong estimate would end the run."""
 TOKENS, FEWEST_TOKENS = "learner.tokens_per_microbatch", 1024
-"""Key of a row's tokens, and the count below which a GPU is idle most of the time."""
+"""Configuration key of a row's length, and the smallest value to advise: below it a GPU is mostly idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Counts of a dense causal LM."""
+    """Sizes of a dense causal LM."""
 
     parameters: int
     trained: int
@@ -61,14 +61,14 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class TrainingShape:
-    """The way a model is trained."""
+    """The settings that determine how much memory training takes."""
 
     shards: int
-    """Ranks that a copy of the model is cut up over."""
+    """Ranks over which a copy of the model is sharded."""
     tokens: int
     """Tokens of a row: learner.tokens_per_microbatch."""
     chunk: int
-    """Positions whose logits are there at once."""
+    """Positions whose logits are in memory at once."""
     compute_bytes: int
     """Bytes of a number in the compute type."""
     checkpointing: Checkpointing
@@ -88,7 +88,9 @@ class Estimate:
     weights: int
     gradients: int
     states: int
+    """The optimizer's states."""
     gathered: int
+    """Layers that are whole in memory while they compute."""
     activations: int
     logits: int
     offloaded: bool
@@ -109,24 +111,24 @@ class Estimate:
 
     def __str__(self) -> str:
         parts = ("weights", "gradients", "states", "gathered", "activations", "logits")
-        told = ", ".join(f"{name} {in_gigabytes(getattr(self, name))}" for name in parts)
-        beside = f" and {in_gigabytes(self.host)} of host memory" if self.host else ""
-        return f"about {in_gigabytes(self.device)} a rank{beside}: {told}"
+        sizes = ", ".join(f"{name} {in_gigabytes(getattr(self, name))}" for name in parts)
+        host = f" and {in_gigabytes(self.host)} of host memory" if self.host else ""
+        return f"about {in_gigabytes(self.device)} a rank{host}: {sizes}"
 
 
 def estimate(shape: ModelShape, load: TrainingShape) -> Estimate:
-    """Bytes that a rank needs."""
+    """Estimate the bytes that a rank needs to train a model of this ``shape`` with these settings (``load``)."""
     trained = FLOAT32 * shape.trained // load.shards
     by_muon = min(trained, FLOAT32 * shape.layers * shape.layer_parameters // load.shards) if load.muon else 0
     frozen = load.compute_bytes * (shape.parameters - shape.trained) // load.shards
-    # A whole copy in the type of the shards is computed with as it is.
+    # A single shard that has the compute type is used as it is: nothing is gathered.
     apart = load.shards > 1 or load.compute_bytes != FLOAT32
     gathered = shape.other_parameters + GATHERED_LAYERS * shape.layer_parameters if apart else 0
     return Estimate(
         weights=trained + frozen,
         gradients=trained,
         states=ADAMW_STATES * (trained - by_muon) + MUON_STATES * by_muon,
-        # And the gradient of the trained part of it until it is reduced.
+        # The second summand is the gradient of the trained part, which is whole until it is reduced.
         gathered=load.compute_bytes * gathered * (shape.parameters + shape.trained) // shape.parameters,
         activations=load.tokens * _activation_bytes(shape, load),
         logits=LOGITS_KEPT * FLOAT32 * load.chunk * shape.vocabulary,
@@ -153,7 +155,10 @@ def _activation_bytes(shape: ModelShape, load: TrainingShape) -> int:
 
 
 def choose_checkpointing(shape: ModelShape, load: TrainingShape, available: int) -> Checkpointing:
-    """The kind that computes least again among those that fit well into ``available`` bytes; else full."""
+    """Choose the activation checkpointing that recomputes least and fits into a CAUTIOUS share of ``available`` bytes.
+
+    Returns "full" if none fits.
+    """
     kinds: tuple[Checkpointing, ...] = ("off", "selective")
     for kind in kinds:
         if estimate(shape, replace(load, checkpointing=kind)).device <= int(CAUTIOUS * available):
@@ -162,7 +167,10 @@ def choose_checkpointing(shape: ModelShape, load: TrainingShape, available: int)
 
 
 def advise(shape: ModelShape, load: TrainingShape, available: int) -> str | None:
-    """The keys to change where a device of ``available`` bytes has no room, the cheapest first; None where it fits."""
+    """Name the configuration keys to change so that training fits into ``available`` bytes, the cheapest change first.
+
+    Each change is added until the estimate fits. Returns None if it fits already.
+    """
     room, words = int(USABLE * available), list[str]()
 
     def fits() -> bool:

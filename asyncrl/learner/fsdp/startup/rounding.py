@@ -31,12 +31,12 @@ MARGIN = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far one computation is from another."""
+    """Difference between two computations of the same log-probs."""
 
     nats: float
     """Largest difference of a log-prob."""
     ratio: float
-    """Largest difference divided by its bound: the computations agree up to 1."""
+    """Largest quotient of a difference and its bound: up to 1 the computations agree."""
 
     @property
     def agrees(self) -> bool:
@@ -48,13 +48,17 @@ class Distance:
 
 
 def score_rows(policy: Policy, rows: Sequence[PackedRow]) -> Tensor:
-    """Log-probs of all rows, float32, one after the other."""
+    """Score rows without a gradient. Returns the log-probs of all positions, float32, row after row."""
     with torch.no_grad():
         return torch.cat([policy.score(row, 1.0)[0] for row in rows])
 
 
 def measure_rounding(policy: Policy, rows: Sequence[PackedRow], scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bound of each position, nats, float32 as ``scores``: the log-probs of ``rows``, one sequence each."""
+    """Score ``rows`` with random rounding, and return the bound of each position, float32, nats.
+
+    ``rows`` hold one sequence each, and ``scores`` are their log-probs without random rounding. ``dtype`` is the
+    compute type, whose last place is changed.
+    """
     with _random_rounding(policy, dtype):
         differences = (score_rows(policy, rows) - scores).abs()
     if not differences.isfinite().all():
@@ -65,16 +69,16 @@ def measure_rounding(policy: Policy, rows: Sequence[PackedRow], scores: Tensor, 
 
 
 def distance(scores: Tensor, expected: Tensor, bounds: Tensor) -> Distance:
-    """Distance of log-probs from those expected, all float32 [N], nats."""
+    """Compare log-probs with those expected and with the bounds, all float32 [N], nats."""
     differences = (scores - expected).abs()
     return Distance(float(differences.max()), float((differences / bounds).max()))
 
 
 @contextmanager
 def _random_rounding(policy: Policy, dtype: torch.dtype) -> Iterator[None]:
-    """Hooks that change the embeddings and the output of each layer by one unit in the last place.
+    """Context in which the embeddings and each layer's output are changed by one unit in the last place, at random.
 
-    They are outside of what is compiled, which is the ``forward`` of a layer.
+    Its hooks run outside of the compiled code, which is the ``forward`` of a layer.
     """
     generator = torch.Generator().manual_seed(0)
     unit = torch.finfo(dtype).eps

@@ -6,8 +6,8 @@ the window of the model's attention. A way that agreed in startup_check.py but n
 
     logits      in chunks, against the model's own, for the short sequences
     rows        several sequences a row, against each alone. The row holds the long sequence and one with the same
-                beginning, between short ones. VARLEN comes first if the devices of all ranks have it, then the ways of
-                the first part. VARLEN and PACKED are tried again with common beginnings in the row once
+                beginning, between short ones. VARLEN is tried first if all ranks' devices support it, then the ways
+                of the first part. VARLEN and PACKED (attention.py) are tried again with common beginnings shared
 
 Rounding is measured where the model runs. In float32 each position has its own bound (rounding.py). In bfloat16 the
 rounding is the root mean square by which the short sequences differ from the first part's float32. A way then agrees if
@@ -48,29 +48,29 @@ from asyncrl.learner.fsdp.startup.startup_check import (
 )
 
 ROUNDINGS = 4.0
-"""Root mean squares of the rounding by which a stretch may differ in bfloat16."""
+"""Factor from the measured rounding to the largest allowed difference of a stretch, in bfloat16."""
 STRETCH = 32
-"""Positions of a stretch."""
+"""Number of positions of a stretch: neighbouring positions whose differences are averaged."""
 OTHER_MODEL = 1.0
-"""Root mean square in nats that no rounding explains."""
+"""Root mean square of differences, in nats, that no rounding explains: the sharded model must be another one."""
 FLOPS = {"cpu": 5e10, "cuda": 1e14}
 """Floating-point operations of one pass over the long sequence, by type of device: about a second."""
 PAST = 2 * STRETCH
-"""Positions past the window."""
+"""Positions by which the long sequence is longer than the window."""
 BEFORE = 2
-"""Short sequences before the long one."""
+"""Short sequences in the row before the long one."""
 BEHIND = 8
-"""Positions of the other one behind its common beginning with the long one, half of that."""
+"""The second sequence is the first half of the long one, and this many positions more."""
 LONG = 2048
-"""Length of the long sequence of a model without a window, where there is room and time for it."""
+"""Longest length of the long sequence for a model without a window."""
 
 
 def confirm_scoring(
     policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, *, path: str
 ) -> Scoring:
-    """All ranks together: the fastest way of ``choice`` that holds. Raises ConfigError on all ranks alike.
+    """All ranks together: set ``policy`` to the fastest way of ``choice`` that agrees for it, and return that way.
 
-    Leaves ``policy`` set to it. ``path`` names the model.
+    ``dtype`` is the compute type, and ``path`` names the model in errors. Raises ConfigError on all ranks alike.
     """
     check = _Check(policy, choice, config, ranks, dtype)
     with ranks.waiting("the check at start"):
@@ -81,20 +81,20 @@ def confirm_scoring(
 
 
 def attention_window(model: Any) -> int | None:
-    """Positions that the narrowest windowed layer of a model sees, by its configuration; None without such layers."""
-    found = []
-    # A model that does not name the kinds of its layers may have both.
+    """Read from a model's configuration how many positions its narrowest windowed layer sees; None without one."""
+    sizes = []
+    # A model that does not name the types of its layers may have both.
     layers = set(getattr(model, "layer_types", None) or ("sliding_attention", "chunked_attention"))
-    # Some name a window and switch it off.
+    # Some models have a window in their configuration and switch it off.
     if "sliding_attention" in layers and getattr(model, "use_sliding_window", True):
-        found.append(getattr(model, "sliding_window", None))
+        sizes.append(getattr(model, "sliding_window", None))
     if "chunked_attention" in layers:
-        found.append(getattr(model, "attention_chunk_size", None))
-    return min((size for size in found if size), default=None)
+        sizes.append(getattr(model, "attention_chunk_size", None))
+    return min((size for size in sizes if size), default=None)
 
 
 def head_shape(model: Any) -> attention.Heads:
-    """Attention heads of the layers of a model, by its configuration. Raises if that does not have them."""
+    """Read the attention heads of a model from its configuration. Raises an error of any type if it lacks them."""
     heads = model.num_attention_heads
     return attention.Heads(
         queries=heads,
@@ -105,7 +105,7 @@ def head_shape(model: Any) -> attention.Heads:
 
 
 def long_length(window: int | None, *, longest: int, parameters: int, device: str) -> int:
-    """Length of the long sequence: past the window, no longer than any in training, and within FLOPS."""
+    """Choose the length of the long sequence: past the window, but within FLOPS and the ``longest`` of training."""
     # A forward pass takes about 2 operations a parameter for each token.
     affordable = int(FLOPS[device] / (2 * parameters))
     wanted = LONG if window is None else window + PAST
@@ -113,6 +113,8 @@ def long_length(window: int | None, *, longest: int, parameters: int, device: st
 
 
 class _Check:
+    """One run of the check. Its methods are called by all ranks together."""
+
     def __init__(self, policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
         self._policy, self._choice, self._config, self._ranks = policy, choice, config, ranks
         self._dtype = dtype
@@ -128,6 +130,10 @@ class _Check:
         )
 
     def run(self, path: str) -> Scoring:
+        """Try logits in chunks, then the ways for several sequences a row. Return the fastest way that agrees.
+
+        The truth is one sequence a row, for the short sequences with the model's own logits.
+        """
         choice, warnings = self._choice, list(self._choice.warnings)
         tokens = short_tokens(self._policy, self._seed)
         short = make_batch(tokens, self._ranks.device)
@@ -137,12 +143,14 @@ class _Check:
 
         chunked = choice.chunked
         if chunked:
-            row, its = short.longest
-            found = self._distance(self._score([row], choice.single, chunked=True), whole[its], bounds[its])
-            if not found.agrees:
+            row, longest_slice = short.longest
+            chunked_result = self._distance(
+                self._score([row], choice.single, chunked=True), whole[longest_slice], bounds[longest_slice]
+            )
+            if not chunked_result.agrees:
                 chunked = False
-                differ = f"log-probs in chunks differ from the model's own logits {self._where} ({found})"
-                warnings.append(f"{differ}; whole logits are held")
+                finding = f"log-probs in chunks differ from the model's own logits {self._where} ({chunked_result})"
+                warnings.append(f"{finding}; whole logits are held")
         if not choice.packed:
             return Scoring(False, choice.single, chunked, warnings)
         if self._window is not None and self._length <= self._window < self._config.longest_sequence:
@@ -154,40 +162,44 @@ class _Check:
         rows = make_batch(long, self._ranks.device).single
         alone = self._score(rows, choice.single, chunked=chunked)
         longer = self._bounds(rows, alone, rounding)
-        # The order is that of the sequences in the batch below.
+        # The log-probs are in the order of the sequences in the batch below.
         truth = torch.cat([whole[:before], alone, whole[before:]])
         bounds = torch.cat([bounds[:before], longer, bounds[before:]])
         batch = make_batch([*tokens[:BEFORE], *long, *tokens[BEFORE:]], self._ranks.device)
 
-        def tried(row: PackedRow, kind: Attention) -> Distance:
-            return self._distance(self._score([row], kind, chunked=chunked), truth, bounds)
+        def compare(row: PackedRow, implementation: Attention) -> Distance:
+            return self._distance(self._score([row], implementation, chunked=chunked), truth, bounds)
 
         results: dict[Attention, Distance] = {}
         ways = self._ways(warnings)
-        for kind in ways:
-            results[kind] = result = tried(batch.packed, kind)
+        for implementation in ways:
+            results[implementation] = result = compare(batch.packed, implementation)
             if not result.agrees:
                 continue
-            if kind != ways[0]:
-                warnings.append(slower_packing(kind, f"{results[ways[0]]} {self._where}"))
-            shared = choice.shared and kind in ("varlen", OURS)
-            if shared and not (together := tried(batch.shared, kind)).agrees:
+            if implementation != ways[0]:
+                warnings.append(slower_packing(implementation, f"{results[ways[0]]} {self._where}"))
+            shared = choice.shared and implementation in ("varlen", OURS)
+            if shared and not (shared_result := compare(batch.shared, implementation)).agrees:
                 shared = False
-                warnings.append(no_sharing(f"{together} {self._where}"))
-            return Scoring(True, kind, chunked, warnings, shared)
+                warnings.append(no_sharing(f"{shared_result} {self._where}"))
+            return Scoring(True, implementation, chunked, warnings, shared)
         least = min(results.values(), key=lambda result: result.ratio)
         warnings.append(no_packing(self._config.learner, f"{least} {self._where}"))
         return Scoring(False, choice.single, chunked, warnings)
 
     def _bounds(self, rows: Sequence[PackedRow], scores: Tensor, rounding: float) -> Tensor:
-        """The bound of each position of ``rows``, nats; the policy scores as it did for ``scores``."""
+        """Return the bound of each position of ``rows``, nats; the policy still scores as it did for ``scores``."""
         if not self._exact:
             return torch.full_like(scores, ROUNDINGS * max(rounding, torch.finfo(torch.float32).eps))
         self._ranks.mark()
         return measure_rounding(self._policy, rows, scores, self._dtype)
 
     def _ways(self, warnings: list[str]) -> list[Attention]:
-        """Attention for several sequences a row, fastest first. PACKED supports everything that VARLEN supports."""
+        """Return the attention to try for several sequences a row, fastest first.
+
+        VARLEN is among them if it works on the devices of all ranks; else a warning is added. Where PACKED does not
+        agree, VARLEN is not tried: it supports less.
+        """
         ways, device = self._choice.packed, self._ranks.device
         if "packed" not in ways or device.type != attention.DEVICE:
             return ways
@@ -195,7 +207,7 @@ class _Check:
         try:
             heads = head_shape(self._policy.model.config.get_text_config())
         except Exception as error:
-            # A configuration is code of its model, and refuses in its own way.
+            # The configuration's class may be code of the model, which raises errors of any type.
             problem = f"the heads of its layers are not known: {type(error).__name__}: {error}"
         else:
             problem = attention.kernel_problem(device, self._dtype, heads, windowed=self._window is not None)
@@ -205,29 +217,31 @@ class _Check:
         return ["varlen", *ways]
 
     def _rounding(self, whole: Tensor, path: str) -> float:
-        """Root mean square of the distance from the model that was loaded, nats."""
+        """Return the root mean square of the distance from the first part's log-probs, nats. Raises ConfigError."""
         loaded = torch.tensor(self._choice.truth, device=whole.device)
-        found = self._everyone(float((whole - loaded).square().mean().sqrt()))
-        if not found <= OTHER_MODEL:
-            told = f"log-probs {self._where} over {self._ranks.world_size} ranks are {found:.2g} nats from those loaded"
-            raise ConfigError([f"model.path: {path}: its {told}; no rounding explains that"])
-        return found
+        rounding = self._worst_of_ranks(float((whole - loaded).square().mean().sqrt()))
+        if not rounding <= OTHER_MODEL:
+            finding = (
+                f"log-probs {self._where} over {self._ranks.world_size} ranks are {rounding:.2g} nats from those loaded"
+            )
+            raise ConfigError([f"model.path: {path}: its {finding}; no rounding explains that"])
+        return rounding
 
-    def _score(self, rows: list[Any], kind: Attention, *, chunked: bool) -> Tensor:
-        Scoring(packed=False, attention=kind, chunked=chunked).apply(self._policy)
+    def _score(self, rows: list[Any], implementation: Attention, *, chunked: bool) -> Tensor:
+        Scoring(packed=False, attention=implementation, chunked=chunked).apply(self._policy)
         self._ranks.mark()
         return score_rows(self._policy, rows)
 
     def _distance(self, scores: Tensor, truth: Tensor, bounds: Tensor) -> Distance:
-        """The worst distance of all ranks: of a position in float32, of a stretch in bfloat16."""
-        found = distance(scores, truth, bounds)
+        """Return the distance from the truth, the worst of all ranks: of a position in float32, else of a stretch."""
+        result = distance(scores, truth, bounds)
         if not self._exact:
             squares = ((scores - truth) / bounds).double().square()
             stretches = squares.tensor_split(max(1, len(squares) // STRETCH))
-            found = Distance(found.nats, float(torch.stack([stretch.mean() for stretch in stretches]).max().sqrt()))
-        return Distance(found.nats, self._everyone(found.ratio))
+            result = Distance(result.nats, float(torch.stack([stretch.mean() for stretch in stretches]).max().sqrt()))
+        return Distance(result.nats, self._worst_of_ranks(result.ratio))
 
-    def _everyone(self, value: float) -> float:
-        """Largest ``value`` of all ranks; infinite where any is no number."""
+    def _worst_of_ranks(self, value: float) -> float:
+        """Largest ``value`` of all ranks; infinity if one is not finite."""
         values = self._ranks.all_gather([value], "the check at start")[:, 0].tolist()
         return max(each if math.isfinite(each) else math.inf for each in values)

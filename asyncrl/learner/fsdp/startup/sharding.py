@@ -1,8 +1,9 @@
 """Loads the policy and shards it over the ranks with FSDP2.
 
-Every model begins without memory, is sharded, and gets the shards that each rank has read (loading.py). The first one
-is the loaded model in float32, with which the ways to score are tried (startup_check.py). Its shards then move to the
-second, which trains, so no rank holds a whole model or a second copy of its shards.
+A model is built on torch's device "meta" (without memory), sharded, and then filled with the rows that each rank has
+read (loading.py). This happens twice. The first model holds the loaded weights in float32, and the start-up check tries
+the ways of scoring with it (startup_check.py). Its shards then move to the second model, which trains. So no rank holds
+a whole model or a second copy of its shards.
 
 Trained weights stay float32; frozen weights below adapters are held in the compute type. A layer is gathered in the
 compute type just before it is used, and gradients are reduced in float32. Each decoder layer with its adapters is a
@@ -75,7 +76,7 @@ KEPT = (
 
 
 def choose_device(config: LearnerConfig, rank: int) -> torch.device:
-    """The device of a rank. Raises ConfigError when CUDA is asked for and not there."""
+    """Return the device on which a rank computes. Raises ConfigError if it must be CUDA and torch sees none."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(['learner.device: is "cuda", but torch sees no CUDA device'])
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -91,8 +92,9 @@ def compute_dtype(config: LearnerConfig, device: torch.device) -> torch.dtype:
 
 
 def prepare_device(device: torch.device, config: LearnerConfig) -> None:
-    """Set this process's CUDA device, or its threads: as learner.threads or OMP_NUM_THREADS says, or its
-    share of the cores.
+    """Select this process's CUDA device; on a CPU, set its number of threads.
+
+    The number is learner.threads, else OMP_NUM_THREADS, else this rank's share of the cores.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -103,7 +105,10 @@ def prepare_device(device: torch.device, config: LearnerConfig) -> None:
 
 
 def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Policy, Scoring]:
-    """All ranks together: the sharded policy and its way of scoring. Raises ConfigError on all ranks."""
+    """All ranks together: load, check and shard the policy. Returns it and its way of scoring.
+
+    Raises ConfigError on all ranks.
+    """
     lora = config.lora if config.lora.is_on else None
     mesh = make_mesh(ranks, ranks.device.type)
     loaded, choice = _load(config.model, config, ranks, mesh, lora)
@@ -116,36 +121,37 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
             parameter.data = parameter.data.to(dtype)
     kind = plan_memory(policy, choice.scoring, config, ranks, dtype)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
-    _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, kind)
-    return policy, _confirm(policy, choice, config, ranks, dtype, config.model)
+    _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, checkpointing)
+    return policy, _confirm_scoring(policy, choice, config, ranks, dtype, config.model)
 
 
 def build_frozen(
     key: str, path: str, config: Config, ranks: Ranks, dtype: torch.dtype, *, packed: bool
 ) -> tuple[Policy, Scoring]:
-    """All ranks together: a model that only scores, named by the value ``path`` of ``key``, and its way of scoring.
+    """All ranks together: load and shard a model that only scores. Returns it and its way of scoring.
 
-    Its shards stay in host memory, and a layer is on the device while it computes. ``packed``: whether it must score
-    packed rows. Raises ConfigError on all ranks.
+    ``path`` is the model's folder and ``key`` the configuration key that names it. The shards stay in host memory, and
+    a layer is on the device only while it computes. Raises ConfigError on all ranks, also if ``packed`` is True and the
+    model cannot score several sequences a row.
     """
     model = config.model.model_copy(update={"path": path})
     mesh = make_mesh(ranks, ranks.device.type)
-    with _named(key):
+    with _naming_key(key):
         loaded, choice = _load(model, config, ranks, mesh)
         policy = loaded.empty()
         policy.requires_grad_(False)
         offload = _offload(ranks) if ranks.device.type == "cuda" else OffloadPolicy()
         # It has no backward pass, so it keeps no activations.
-        _place(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, "off")
-        scoring = _confirm(policy, choice, config, ranks, dtype, model)
+        _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, "off")
+        scoring = _confirm_scoring(policy, choice, config, ranks, dtype, model)
     if packed and not scoring.packed:
         raise ConfigError([f'{key}: {path} cannot score several sequences a row; set learner.packing to "off"'])
     return policy, scoring
 
 
 @contextlib.contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Give problems of the loaded model the name of ``key``; what loads a model takes it for that of model.path."""
+def _naming_key(key: str) -> Iterator[None]:
+    """Rename ``model.path`` in problems to ``key``: loading a model always reports ``model.path``."""
     try:
         yield
     except ConfigError as error:
@@ -153,9 +159,10 @@ def _named(key: str) -> Iterator[None]:
         raise ConfigError(problems, found=error.found) from error
 
 
-def _confirm(
+def _confirm_scoring(
     policy: Policy, choice: AgreeingWays, config: Config, ranks: Ranks, dtype: torch.dtype, model: ModelConfig
 ) -> Scoring:
+    """All ranks together: run the second part of the start-up check (sharded_check.py); rank 0 logs the warnings."""
     assert model.path is not None
     scoring = confirm_scoring(policy, choice, config, ranks, dtype, path=model.path)
     cost = sharing_cost(
@@ -179,11 +186,14 @@ def _offload(ranks: Ranks) -> CPUOffloadPolicy:
 def _load(
     model: ModelConfig, config: Config, ranks: Ranks, mesh: DeviceMesh, lora: LoraConfig | None = None
 ) -> tuple[Loaded, AgreeingWays]:
-    """All ranks together: the shards of a model and its adapters, in host memory, and the ways in which it may
-    score."""
+    """All ranks together: read a model, and run the first part of the start-up check with it.
+
+    Returns this rank's shards in host memory, with those of new adapters if ``lora`` is given, and the ways of scoring
+    that agree. Raises ConfigError on all ranks.
+    """
     seed = config.run.seed
     loaded = load(model, ranks, mesh if mesh.device_type == "cpu" else make_mesh(ranks, "cpu"))
-    # Without compilation and checkpointing, and as it was loaded: the model is checked.
+    # This model is for the check alone: float32, not compiled, no activation checkpointing.
     policy = loaded.empty()
     if lora is not None:
         add_adapters(policy, lora, seed=seed)
@@ -202,32 +212,37 @@ def _load(
             problem = "\n".join(error.problems)
     if problems := ranks.agree(problem, "the check of the ways of scoring"):
         raise ConfigError(list(dict.fromkeys(problems)))
-    # All take one choice, though the last bits may differ on each.
+    # All ranks use the choice of rank 0: the last bits of their own results may differ.
     data = msgspec.msgpack.encode(choice) if ranks.rank == 0 else None
     choice = msgspec.msgpack.decode(ranks.broadcast_bytes(data, "the ways of scoring"), type=AgreeingWays)
     policy.reshard()
     loaded.values.update(parts(policy))
     del policy
-    # FSDP's objects refer to themselves: without this, the shards of both models would be in memory.
+    # FSDP's objects are in reference cycles: without this, the shards of both models would be in memory.
     gc.collect()
     return loaded, choice
 
 
 def _choose(policy: Policy, config: Config, ranks: Ranks, *, adapted: bool) -> AgreeingWays:
-    """All ranks together: the ways in which the sharded model may score. Raises ConfigError."""
+    """All ranks together: try the ways of scoring with the sharded model. Raises ConfigError.
+
+    If the model is ``adapted``, adds a warning for adapters that get no gradient.
+    """
     seed = config.run.seed
     choice = choose_scoring(policy, config.learner, seed=seed, device=ranks.device, on_pass=ranks.mark)
     if not adapted:
         return choice
     ranks.mark()
     row, _ = make_batch(short_tokens(policy, seed), ranks.device).longest
-    if silent := unreached(policy, row):
-        told = f"the adapters of {len(silent)} layers got no gradient in the check at start, the first {silent[0]}"
-        choice.warnings.append(f"{told}: the model does not call them, and merging adds what it does not train")
+    if untrained := unreached(policy, row):
+        finding = (
+            f"the adapters of {len(untrained)} layers got no gradient in the check at start, the first {untrained[0]}"
+        )
+        choice.warnings.append(f"{finding}: the model does not call them, and merging adds what it does not train")
     return choice
 
 
-def _place(
+def _shard_and_fill(
     policy: Policy,
     values: dict[str, Tensor],
     config: LearnerConfig,
@@ -235,18 +250,21 @@ def _place(
     mesh: DeviceMesh,
     dtype: torch.dtype,
     offload: OffloadPolicy,
-    kind: Checkpointing,
+    checkpointing: Checkpointing,
 ) -> None:
-    """All ranks together: cut ``policy`` up, which is on meta, for training, and give it its shards of ``values``."""
+    """All ranks together: wrap the layers of ``policy`` for training, shard it, and fill it with ``values``.
+
+    ``policy`` is on device "meta". ``values`` holds this rank's shards by name, which are removed from it.
+    """
     for layer in policy.decoder_layers():
         # In place of the method, so that parameters keep their names and FSDP's hooks stay outside.
-        layer.forward = wrap_forward(layer.forward, kind, ranks.device, compiled=config.compile)
+        layer.forward = wrap_forward(layer.forward, checkpointing, ranks.device, compiled=config.compile)
     shard(policy, mesh, dtype, offload)
     fill(policy, values, ranks, offload)
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, offload: OffloadPolicy) -> None:
-    """Cut ``policy`` up in place over the ranks of ``mesh``, to compute in ``dtype``."""
+    """Shard ``policy`` in place over the ranks of ``mesh``; its layers then compute in ``dtype``."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=None if dtype == torch.float32 else torch.float32,
@@ -257,8 +275,8 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype, offload: Offload
 
 
 def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: OffloadPolicy) -> None:
-    """Give a sharded policy on meta its shards and buffers, which are taken from ``values`` one by one."""
-    # FSDP wants offloaded shards in host memory; buffers are used for computing where they are.
+    """Allocate the memory of a sharded policy on device "meta", and move its tensors there from ``values``, by name."""
+    # FSDP requires offloaded shards in host memory. It does not move buffers, so they must be on the device.
     policy.to_empty(device=torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else ranks.device)
     for name, parameter in policy.named_parameters():
         local(parameter).copy_(values.pop(name))
@@ -268,7 +286,7 @@ def fill(policy: Policy, values: dict[str, Tensor], ranks: Ranks, offload: Offlo
 
 
 def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
-    """Mesh of all ranks: by replica and by shard, where there are several replicas."""
+    """Return the mesh of all ranks: one dimension of shards, or replicas by shards if there are several replicas."""
     if ranks.replicas == 1:
         return init_device_mesh(device_type, (ranks.world_size,))
     return init_device_mesh(device_type, (ranks.replicas, ranks.shards), mesh_dim_names=("replicate", "shard"))
@@ -277,14 +295,14 @@ def make_mesh(ranks: Ranks, device_type: str) -> DeviceMesh:
 def wrap_forward(
     forward: Callable[..., Any], kind: Checkpointing, device: torch.device, *, compiled: bool
 ) -> Callable[..., Any]:
-    """The forward of a layer, with activations that are computed again, and compiled if asked for."""
+    """Wrap a layer's ``forward`` in activation checkpointing of this ``kind``, and in torch.compile if ``compiled``."""
 
     def again(forward: Callable[..., Any], kind: Checkpointing) -> Callable[..., Any]:
         return functools.partial(checkpoint, forward, use_reentrant=False, **checkpoint_contexts(kind))
 
     if compiled and kind == "selective" and device.type == attention.DEVICE:
-        # A compiled layer has other operators than those to keep, so the compiler must choose; it can where attention
-        # does not break the graph.
+        # Compiling replaces the operators that are to be kept, so checkpointing must be inside of the compiled graph.
+        # That works where attention does not break the graph.
         return torch.compile(again(forward, kind), dynamic=True)
     if compiled:
         forward = torch.compile(forward, dynamic=True)
@@ -292,7 +310,10 @@ def wrap_forward(
 
 
 def shape_of(policy: Policy) -> ModelShape:
-    """Counts of a model, whole or on meta, before it is sharded. Raises if its configuration does not have them."""
+    """Read the sizes of a model from its parameters and its configuration, before it is sharded.
+
+    Raises an error of any type if the configuration lacks one of them.
+    """
     config = policy.model.config.get_text_config()
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -327,8 +348,8 @@ def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, 
         asked = learner.activation_checkpointing
     if ranks.device.type != "cuda":
         return asked or "off"
-    ours = torch.cuda.get_device_properties(ranks.device).total_memory
-    available = int(ranks.all_gather([float(ours)], "the memory of each rank's device").min())
+    own_bytes = torch.cuda.get_device_properties(ranks.device).total_memory
+    available = int(ranks.all_gather([float(own_bytes)], "the memory of each rank's device").min())
     try:
         shape = shape_of(policy)
         load = TrainingShape(
@@ -346,7 +367,7 @@ def plan_memory(policy: Policy, scoring: Scoring, config: Config, ranks: Ranks, 
             load = replace(load, checkpointing=choose_checkpointing(shape, load, available))
         needed, advice = estimate(shape, load), advise(shape, load, available)
     except Exception as error:
-        # A configuration is code of its model, and refuses in its own way.
+        # The configuration's class may be code of the model, which raises errors of any type.
         _LOG.info("memory of the learner: not estimated: %s: %s", type(error).__name__, error)
         return asked or "full"
     if ranks.rank == 0:
@@ -366,7 +387,7 @@ def is_estimated(policy: Policy, scoring: Scoring) -> bool:
 
 
 def checkpoint_contexts(kind: Checkpointing) -> dict[str, Any]:
-    """Arguments of torch's checkpoint: a selective one keeps matrix products and the results of attention."""
+    """Keyword arguments for torch.utils.checkpoint: "selective" keeps the results of KEPT, "full" keeps none."""
     if kind == "full":
         return {}
     named = [name.split("::") for name in KEPT]

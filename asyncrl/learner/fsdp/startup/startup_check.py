@@ -2,10 +2,12 @@
 sequence alone.
 
 Some architectures leak from one packed sequence into the next. Some change their logits behind the head. Fast attention
-ignores features that it does not know, such as a soft cap. Each of these silently trains on wrong ratios. So the check
-scores a random batch in every way, in float32, with the loaded weights. It compares them with the slowest way: one
-sequence a row, transformers' plain attention, the model's own logits. Two ways agree if measured rounding explains the
-difference at every position (rounding.py). The learner takes the fastest way that agrees:
+ignores features that it does not know, such as a soft cap. Each of these silently trains on wrong ratios.
+
+A way of scoring is a choice of rows, attention and logits (below). The check scores random sequences in each way, in
+float32, with the loaded weights. It compares the log-probs with those of the slowest way, the "truth": one sequence a
+row, transformers' plain attention, the model's own logits. A way agrees if measured rounding explains the difference at
+every position (rounding.py). The learner takes the fastest way that agrees:
 
     rows        several sequences a row, else one; a common beginning of several in a row once, else in each
     attention   of several: ours, else transformers' choice, else the plain one; of one: the last two
@@ -33,14 +35,14 @@ from asyncrl.learner.fsdp.model.policy import Attention, PackedRow, Policy, make
 from asyncrl.learner.fsdp.startup.rounding import Distance, distance, measure_rounding, score_rows
 
 LENGTHS = (7, 1, 19, 12, 5)
-"""Lengths of the random sequences: short, so that a leak from a neighbour weighs much."""
+"""Lengths of the random sequences: short, so that a leak from a neighbour makes a large difference."""
 COMMON = 4
 """Number of tokens with which all longer sequences begin."""
 _CPU = torch.device("cpu")
 FOR_PACKED_ROWS: tuple[Attention, ...] = ("packed", "loaded", "plain")
 """Attention for several sequences a row, fastest first."""
 OURS: Attention = "packed"
-"""The one of these that may share common beginnings of sequences; VARLEN, the one kernel, may share them too."""
+"""The only one of these that can compute a common beginning of sequences once; VARLEN (attention.py) can too."""
 
 
 class Scoring(msgspec.Struct, frozen=True):
@@ -62,17 +64,18 @@ class Scoring(msgspec.Struct, frozen=True):
 
 
 class AgreeingWays(msgspec.Struct, frozen=True):
-    """The ways that agree in float32."""
+    """The ways of scoring that agree in float32."""
 
     packed: list[Attention]
-    """Those of FOR_PACKED_ROWS with which several sequences a row score as they do alone, the fastest first."""
+    """Attention of FOR_PACKED_ROWS that agrees for several sequences a row, the fastest first; may be empty."""
     single: Attention
-    """The fastest way for one sequence a row."""
+    """The fastest attention that agrees for one sequence a row."""
     shared: bool
-    """Whether our attention scores sequences as well where their common beginning is in the row once."""
+    """Whether OURS also agrees when a common beginning of sequences is in the row once."""
     chunked: bool
+    """Whether logits computed in chunks agree."""
     truth: list[float]
-    """Log-probs of the random sequences, nats."""
+    """Log-probs of the random sequences in the slowest way, nats."""
     warnings: list[str]
 
     @property
@@ -84,16 +87,18 @@ class AgreeingWays(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class CheckBatch:
-    """The same sequences in one row and in a row each, every position scored."""
+    """The same sequences laid out in three ways; every position is scored."""
 
     packed: PackedRow
+    """All sequences in one row."""
     shared: PackedRow
     """One row that has their common beginnings once."""
     single: list[PackedRow]
+    """One row for each sequence."""
 
     @property
     def longest(self) -> tuple[PackedRow, slice]:
-        """The longest sequence in a row of its own, and the slice of its positions among all."""
+        """The row of the longest sequence alone, and the slice of its positions among those of all sequences."""
         lengths = [row.lengths[0] for row in self.single]
         at = lengths.index(max(lengths))
         return self.single[at], slice(sum(lengths[:at]), sum(lengths[: at + 1]))
@@ -107,77 +112,85 @@ def choose_scoring(
     device: torch.device = _CPU,
     on_pass: Callable[[], None] = lambda: None,
 ) -> AgreeingWays:
-    """Try the ways of scoring on a random batch; all ranks together where ``policy`` is sharded. Raises ConfigError.
+    """Score random sequences in each way, and return the ways that agree. Raises ConfigError.
 
-    ``policy`` computes in float32 on ``device``. Leaves it set to the fastest way that agrees. ``on_pass`` is called
-    before each pass.
+    All ranks call it together if ``policy`` is sharded. ``policy`` computes in float32 on ``device``, and is left set
+    to the fastest way that agrees. ``on_pass`` is called before each pass.
     """
     batch = make_batch(short_tokens(policy, seed), device)
-    longest, its = batch.longest
+    longest, longest_slice = batch.longest
     Scoring(packed=False, attention="plain", chunked=False).apply(policy)
     truth = score_rows(policy, batch.single)
     on_pass()
     bounds = measure_rounding(policy, batch.single, truth, torch.float32)
 
-    def tried(row: PackedRow, at: slice, attention: Attention, chunked: bool) -> Distance | str:
-        """Distance from the truth at these positions, or the reason that the model cannot score in this way."""
+    def compare(row: PackedRow, at: slice, attention: Attention, chunked: bool) -> Distance | str:
+        """Score ``row`` in one way, and compare it with the truth at the positions ``at``.
+
+        Returns the distance, or the error of a model that cannot score in this way.
+        """
         on_pass()
         try:
             Scoring(packed=False, attention=attention, chunked=chunked).apply(policy)
             scores = score_rows(policy, [row])
         except (NotImplementedError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            # Any of these is how a model says that it does not support a way of being called.
-            # A pass that broke off may have left layers gathered.
+            # A model may raise any of these if it does not support this way of being called.
+            # The failed pass may have left layers gathered.
             policy.reshard()
             return f"{type(error).__name__}: {error}"
         return distance(scores, truth[at], bounds[at])
 
     every = slice(len(truth))
-    chunks = tried(longest, its, "plain", True)
-    chunked = _agrees(chunks)
-    alone = tried(longest, its, "loaded", chunked)
-    single: Attention = "loaded" if _agrees(alone) else "plain"
-    found: dict[Attention, Distance | str] = {}
+    chunked_result = compare(longest, longest_slice, "plain", True)
+    chunked = _agrees(chunked_result)
+    single_result = compare(longest, longest_slice, "loaded", chunked)
+    single: Attention = "loaded" if _agrees(single_result) else "plain"
+    results: dict[Attention, Distance | str] = {}
     if config.packing != "off":
-        found = {attention: tried(batch.packed, every, attention, chunked) for attention in FOR_PACKED_ROWS}
-    packed = [attention for attention, result in found.items() if _agrees(result)]
-    together = tried(batch.shared, every, OURS, chunked) if OURS in packed else None
+        results = {attention: compare(batch.packed, every, attention, chunked) for attention in FOR_PACKED_ROWS}
+    packed = [attention for attention, result in results.items() if _agrees(result)]
+    shared_result = compare(batch.shared, every, OURS, chunked) if OURS in packed else None
 
     warnings = []
     if not chunked:
-        warnings.append(f"log-probs in chunks differ from the model's own logits ({chunks}); whole logits are held")
-    if found and not packed:
-        warnings.append(no_packing(config, str(found["plain"])))
-    elif found and packed[0] != "packed":
-        warnings.append(slower_packing(packed[0], str(found["packed"])))
-    if together is not None and not _agrees(together):
-        warnings.append(no_sharing(str(together)))
+        warnings.append(
+            f"log-probs in chunks differ from the model's own logits ({chunked_result}); whole logits are held"
+        )
+    if results and not packed:
+        warnings.append(no_packing(config, str(results["plain"])))
+    elif results and packed[0] != "packed":
+        warnings.append(slower_packing(packed[0], str(results["packed"])))
+    if shared_result is not None and not _agrees(shared_result):
+        warnings.append(no_sharing(str(shared_result)))
     if not packed and single == "plain":
-        told = f"transformers' fast attention leaves out a part of the model's ({alone})"
-        warnings.append(f"{told}; its plain one is slow")
-    shared = together is not None and _agrees(together)
+        finding = f"transformers' fast attention leaves out a part of the model's ({single_result})"
+        warnings.append(f"{finding}; its plain one is slow")
+    shared = shared_result is not None and _agrees(shared_result)
     choice = AgreeingWays(packed, single, shared, chunked, truth.tolist(), warnings)
     choice.scoring.apply(policy)
     return choice
 
 
 def no_packing(config: LearnerConfig, found: str) -> str:
-    """The warning when rows hold one sequence each although they might hold several. Raises ConfigError."""
-    told = f"log-probs of a packed row differ from those of single sequences ({found})"
+    """Return the warning that each row holds one sequence because packed rows do not agree; ``found`` is the distance.
+
+    Raises ConfigError if the configuration requires packing.
+    """
+    finding = f"log-probs of a packed row differ from those of single sequences ({found})"
     if config.packing == "required":
-        raise ConfigError([f'learner.packing: is "required", but with this model {told}'])
-    return f"{told}; each row holds one sequence"
+        raise ConfigError([f'learner.packing: is "required", but with this model {finding}'])
+    return f"{finding}; each row holds one sequence"
 
 
 def no_sharing(found: str) -> str:
-    """The warning when sequences of a row do not share their common beginning although they might."""
+    """Return the warning that each sequence computes its own prompt because sharing does not agree."""
     return f"log-probs differ where the common beginning of sequences is computed once ({found}); each computes its own"
 
 
 def sharing_cost(scoring: Scoring, *, samples: int, prompt_tokens: int, packing: str) -> str:
-    """The cost of rows without shared prompts, in words; empty if they cost nothing or the configuration wants them.
+    """Return a warning about the cost of rows without shared prompts; empty if there is no cost, or packing is off.
 
-    ``samples`` responses a group, and prompts of at most ``prompt_tokens``.
+    ``samples`` is the number of responses in a group, ``prompt_tokens`` the longest prompt.
     """
     if scoring.shared or packing == "off" or samples == 1:
         return ""
@@ -190,7 +203,7 @@ def sharing_cost(scoring: Scoring, *, samples: int, prompt_tokens: int, packing:
 
 
 def slower_packing(attention: Attention, found: str) -> str:
-    """The warning when packed rows cannot be attended to in the fastest way."""
+    """Return the warning that packed rows use ``attention``, because the fastest one does not agree."""
     packed, loaded, plain = "a kernel for each sequence", "transformers'", "transformers' plain one"
     named = {"packed": packed, "loaded": loaded, "plain": plain}[attention]
     return f"own attention over packed rows cannot be used ({found}); {named} is slower"
@@ -201,14 +214,14 @@ def _agrees(result: Distance | str) -> bool:
 
 
 def random_tokens(policy: Policy, lengths: Sequence[int], seed: int) -> list[np.ndarray]:
-    """Sequences of one token more than ``lengths``: the last is only a target."""
+    """Return random sequences of one token more than ``lengths``: the last token is only a target."""
     random = np.random.default_rng(seed)
     vocabulary = policy.model.get_input_embeddings().num_embeddings
     return [random.integers(0, vocabulary, n + 1) for n in lengths]
 
 
 def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
-    """Random sequences of LENGTHS and one token more, those that are longer than COMMON with the same beginning."""
+    """Return random sequences of one token more than LENGTHS; those longer than COMMON begin with the same tokens."""
     tokens = random_tokens(policy, LENGTHS, seed)
     for sequence in tokens:
         if len(sequence) > COMMON + 1:
@@ -217,7 +230,7 @@ def short_tokens(policy: Policy, seed: int) -> list[np.ndarray]:
 
 
 def make_batch(tokens: Sequence[np.ndarray], device: torch.device) -> CheckBatch:
-    """Rows of these sequences."""
+    """Lay these sequences out in rows in three ways; common beginnings are the first COMMON tokens."""
     inputs, targets = [t[:-1] for t in tokens], np.concatenate([t[1:] for t in tokens])
     lengths = [len(t) for t in inputs]
     layout = lay_out(inputs, find_sharing(inputs, [tuple(t[:COMMON].tolist()) for t in inputs]))

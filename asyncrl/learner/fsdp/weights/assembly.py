@@ -1,16 +1,17 @@
-"""Assembles the weights during the training: copied on the training thread, gathered and written on another thread.
+"""Assembles whole weights from the shards of the ranks, for a version or an export, during the training.
 
-Every rank first copies its own shards to host memory (copies.py); training waits only for that. Then the copies are
-gathered bucket by bucket, layer by layer: rank 0 writes one bucket into a sealed segment while the next is gathered. A
-version is the adapters alone if versions are published so, and else the whole model with adapters added in. An export
-is the whole model, and the adapters in a folder of their own.
+Every rank first copies its own shards to host memory on the training thread (copies.py); training waits only for that.
+Then another thread gathers the copies on rank 0, in buckets of whole layers. Rank 0 consumes one bucket while the next
+is gathered: for a version it writes it into a sealed segment. A version holds the adapters alone if versions are
+published so, and else the whole model with adapters added in. An export is the whole model, and the adapters in a
+folder of their own.
 
 Invariants: a copy is of one moment and is read to its end before the next is taken, so no version is torn and one copy
 bounds the memory. The exchange among the ranks has a process group to itself and cannot mix with the collectives of a
 step. Every rank finishes the gather even if the writing fails; the error is raised afterwards on rank 0 alone.
 
-Fails with DeadlineExceeded, in the training, if the assembly before does not end in time, or with the error of its
-exchange: the ranks are out of step then. The result on rank 0 is in its future alone.
+``begin`` fails with DeadlineExceeded if the previous assembly does not end in time. It also raises the error of a
+failed exchange of the previous assembly, since the ranks are out of step then. Other results are in the future alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from asyncrl.weights.held_version import HeldVersion, OnSealed, close_all
 from asyncrl.weights.segments import Segment, fill_buckets, layout
 
 STOP_WAIT_S = 30.0
-"""Time for an assembly to end when the rank stops."""
+"""Seconds that an assembly has to end when the rank stops."""
 _LOG = logging.getLogger(__name__)
 
 Purpose = Literal["version", "export"]
@@ -43,12 +44,12 @@ T = TypeVar("T")
 
 
 class Assembly:
-    """The assemblies of a rank, at most one at a time. Made by all ranks together."""
+    """Runs a rank's assemblies, at most one at a time. All ranks create it together."""
 
     def __init__(
         self, policy: Policy, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int, adapters_alone: bool
     ) -> None:
-        """``adapters_alone``: whether a version is the adapters alone."""
+        """``adapters_alone``: whether a version is the adapters alone. ``dtype`` is the type of published weights."""
         model = ShardCopies(model_units(policy), ranks, dtype)
         adapters = ShardCopies(adapter_units(policy), ranks, dtype)
         self._copies: dict[Purpose, list[ShardCopies]] = {
@@ -56,7 +57,7 @@ class Assembly:
             "export": [model, adapters],
         }
         self._ranks, self._bucket_bytes = ranks, bucket_bytes
-        # Only the first copy of the model is gathered: the others hold the same.
+        # Only the ranks of the first replica gather: the other replicas hold the same weights.
         self._group = ranks.another_group(ranks.timeout_s, members=ranks.shards)
         self._background = Background("assembly", f"learner/{ranks.rank}")
         self._last: Future[Any] | None = None
@@ -64,10 +65,11 @@ class Assembly:
     def begin(self, purpose: Purpose, consume: Callable[[Iterator[dict[str, Tensor]]], T]) -> Future[T]:
         """All ranks together: begin an assembly; returns once this rank's shards are copied.
 
-        The future is of ``consume``, called with the buckets of ``gather_buckets``. Raises as the module says.
+        The other thread calls ``consume`` with the iterator of ``gather_buckets``; the future has its result. On ranks
+        of further replicas the iterator is empty. Raises as the module says.
         """
         self._background.wait(self._ranks.timeout_s)
-        self._see_last()
+        self._raise_last_error()
         copies = self._copies[purpose]
         for each in copies:
             each.take()
@@ -79,21 +81,22 @@ class Assembly:
         return begun
 
     def close(self) -> None:
-        """Wait for a limited time for the assembly under way."""
+        """Wait up to STOP_WAIT_S for the assembly under way; a longer one is left behind and logged."""
         try:
             self._background.wait(STOP_WAIT_S)
         except DeadlineExceeded:
             _LOG.warning("learner/%d stops while weights are being assembled", self._ranks.rank)
 
-    def _see_last(self) -> None:
+    def _raise_last_error(self) -> None:
+        """Raise the previous assembly's error if the ranks are out of step after it."""
         error = self._last.exception() if self._last is not None else None
-        # After a full disk or memory the ranks are still in step.
+        # After an OSError, as of a full disk, the ranks are still in step: rank 0 takes all buckets all the same.
         if error is not None and (not isinstance(error, OSError) or isinstance(error, AsyncRLError)):
             raise error
 
 
 def take_part(gathered: Iterator[dict[str, Tensor]]) -> None:
-    """Ranks above 0: send their parts to rank 0."""
+    """Ranks above 0: run the gather, which sends their parts to rank 0, and ignore the empty results."""
     for _ in gathered:
         pass
 
@@ -105,8 +108,10 @@ def publish(
     probe: Probe | None = None,
     on_sealed: OnSealed | None = None,
 ) -> HeldVersion:
-    """Rank 0: the version whose buckets gather_buckets gives, in sealed segments. Raises OSError if one cannot be
-    written.
+    """Rank 0: write each gathered bucket into a sealed segment, and return the version. Raises OSError.
+
+    ``on_sealed`` is called with each bucket and its descriptor. If a bucket cannot be written, the rest is still
+    gathered, so that the other ranks finish; then the error is raised.
     """
     began = time.monotonic()
     buckets: list[Bucket] = []
@@ -131,6 +136,7 @@ def publish(
 
 
 def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
+    """Write tensors into a new segment and seal it. Returns the bucket and the segment's descriptor."""
     specs, size = layout([(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()])
     segment = Segment(name, size)
     try:
@@ -138,7 +144,7 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
             if tensor.numel():
                 place = torch.frombuffer(segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=spec.offset)
                 place.view(tensor.shape).copy_(tensor)
-                # Sealing unmaps the memory behind it.
+                # Sealing unmaps the memory, so no tensor may still point to it.
                 del place
         return segment.seal(specs), segment.fd
     except BaseException:
@@ -149,16 +155,16 @@ def _write_bucket(name: str, tensors: dict[str, Tensor]) -> tuple[Bucket, int]:
 def gather_buckets(
     units: list[Unit], ranks: Ranks, group: dist.ProcessGroup | None, *, bucket_bytes: int
 ) -> Iterator[dict[str, Tensor]]:
-    """All ranks of the first replica together: full weights by checkpoint name, bucket by bucket; empty dicts on ranks
-    above 0.
+    """All ranks of the first replica together: gather the copied ``units`` on rank 0, bucket by bucket.
 
-    ``units`` are copies. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile. The tensors are
-    in host memory and may share it with the copies: read them before the next bucket. That is gathered meanwhile.
+    Yields for each bucket the whole weights by checkpoint name on rank 0, and an empty dict on the other ranks. The
+    next bucket is gathered meanwhile. The tensors are in host memory and may share it with the copies, so they are
+    valid until the next bucket. ``group`` is from ``Ranks.another_group``, and nothing else uses it meanwhile.
     """
     pending: tuple[list[Unit], _Gather] | None = None
     with ranks.waiting("gathering the weights"):
         plan = fill_buckets([sum(weight.size for weight in unit.weights) for unit in units], bucket_bytes)
-        # The turn without a bucket is for the last one, which is still being gathered.
+        # Each turn starts one gather and yields the previous one.
         for bucket in [*plan, None]:
             ready = pending
             if bucket is not None:
@@ -170,15 +176,15 @@ def gather_buckets(
             if ranks.rank:
                 yield {}
                 continue
-            found: dict[str, Tensor] = {}
+            bucket_tensors: dict[str, Tensor] = {}
             values = iter(full)
             for unit in ready[0]:
-                found |= unit.named(values)
-            yield found
+                bucket_tensors |= unit.named(values)
+            yield bucket_tensors
 
 
 class _Gather:
-    """One bucket that rank 0 gathers: the parts of each rank in one buffer, in one collective."""
+    """Gathers one bucket on rank 0: each rank sends its parts in one buffer, in one collective. Starts at once."""
 
     def __init__(self, weights: list[Weight], ranks: Ranks, group: dist.ProcessGroup | None) -> None:
         self._weights, self._ranks = weights, ranks
@@ -193,7 +199,7 @@ class _Gather:
         self._work = dist.gather(sent, self._received or None, dst=0, group=group, async_op=True)
 
     def wait(self) -> list[Tensor]:
-        """On rank 0 the full weights in order; otherwise nothing."""
+        """Wait for the collective. Returns the whole weights in order on rank 0, and an empty list elsewhere."""
         if self._work is not None:
             self._work.wait()
         if self._ranks.rank:

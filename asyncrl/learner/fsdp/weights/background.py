@@ -1,9 +1,9 @@
 """A background thread for one piece of work at a time, while another thread trains.
 
-Invariant: a piece begins after the one before has ended; its result or error is in its future. The thread is a daemon,
-so that memory or a disk that hangs cannot keep the process from ending.
+Invariant: a piece of work begins after the previous one has ended; its result or error is in its future. The thread is
+a daemon, so that memory or a disk that hangs cannot keep the process from ending.
 
-Fails with DeadlineExceeded if the piece before does not end in time.
+Fails with DeadlineExceeded if the previous piece does not end in time.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ T = TypeVar("T")
 
 
 class Background:
-    """The thread ``name``; ``who`` waits for its work. Its methods are called from one thread."""
+    """Runs pieces of work on a thread called ``name``. All methods are called from one thread.
+
+    ``who`` is the actor that an error names as waiting.
+    """
 
     def __init__(self, name: str, who: str) -> None:
         self._name, self._who = name, who
         self._thread: threading.Thread | None = None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the piece before has ended. Raises DeadlineExceeded."""
+        """Wait up to ``timeout_s`` seconds until the previous piece of work has ended. Raises DeadlineExceeded."""
         if self._thread is None:
             return
         self._thread.join(timeout_s)
@@ -35,10 +38,10 @@ class Background:
         self._thread = None
 
     def start(self, work: Callable[[], T]) -> Future[T]:
-        """Begin a piece of work; the piece before has ended."""
+        """Begin a piece of work, and return the future of its result. The previous piece must have ended."""
         assert self._thread is None or not self._thread.is_alive()
         done: Future[T] = Future()
-        # It cannot be cancelled: the thread will set its result.
+        # From here on the future cannot be cancelled: the thread will set its result.
         done.set_running_or_notify_cancel()
         self._thread = threading.Thread(target=_run, args=(work, done), name=self._name, daemon=True)
         self._thread.start()

@@ -5,10 +5,11 @@ Every parameter of the model appears exactly once, under the name and in the sha
 fused weights split again. A weight with an adapter appears with the adapter added in, or the adapters appear alone
 under the names of asyncrl/weights/lora.py.
 
-It keeps: a copy is of one moment, and the model is only read. Where adapters are added in, the sum is made in float32
-and then cast; the ranks exchange the matrices A for it, which are small.
+Invariants: a copy is of one moment, and the model is only read. An adapter is B A times a scale (model/lora.py). It is
+added in float32, and the sum is cast. Each rank has the same rows of W and B, but needs the whole of A. So the ranks
+exchange their parts of A, which are small.
 
-Fails as torch does when host memory does not suffice.
+Fails with torch's errors when host memory does not suffice.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from asyncrl.weights.lora import tensor_names
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight, and this rank's part of it."""
+    """A weight and this rank's part of it, either the live one or a copy."""
 
     name: str
     shape: torch.Size
     sharded: bool
-    """Whether the weight is cut by rows over the ranks of a replica; else every rank has all of it."""
+    """Whether the weight is cut by rows over the ranks of a replica; if not, every rank has all of it."""
     part: Tensor
-    """This rank's elements, where the model keeps them or in a copy."""
+    """This rank's elements, one-dimensional: a view of the model's memory, or a copy."""
     adapter: _MergedAdapter | None = None
-    """Adapter that is added to the weight."""
+    """Adapter to be added to the weight."""
 
     @property
     def size(self) -> int:
@@ -51,7 +52,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class _MergedAdapter:
-    """The adapter of a weight that is published with it added in."""
+    """An adapter that is added to its weight for publishing: W + scale B A."""
 
     a: Weight
     b: Weight
@@ -60,37 +61,37 @@ class _MergedAdapter:
 
 @dataclass(frozen=True)
 class Unit:
-    """The weights of one layer, or one weight outside of any."""
+    """The weights of one layer, or one weight that is in no layer. A unit is gathered and renamed as a whole."""
 
     weights: list[Weight]
     model: Any = None
-    """Model whose names are turned into those of its checkpoint; None where they are final."""
+    """Model by whose conversions the names and shapes become those of its checkpoint; None if they are final."""
 
     def named(self, values: Iterator[Tensor]) -> dict[str, Tensor]:
-        """The unit's weights, taken from ``values`` in order, whole, by the names under which they are published."""
+        """Take a whole weight from ``values`` for each weight of the unit, and return them by published name."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        found = {weight.name: next(values) for weight in self.weights}
-        return found if self.model is None else revert_weight_conversion(self.model, found)
+        named_values = {weight.name: next(values) for weight in self.weights}
+        return named_values if self.model is None else revert_weight_conversion(self.model, named_values)
 
 
 class ShardCopies:
-    """This rank's part of all published weights, copied to host memory in the publishing type.
+    """Copies this rank's part of all published weights to host memory, in the publishing type.
 
-    The memory is taken by the first copy, pinned where the model is on a GPU, and used again by every other. Where the
-    model has replicas, the ranks of the first have the copies.
+    The first copy allocates the memory (pinned if the model is on a GPU), and later copies reuse it. If the model has
+    replicas, only the ranks of the first replica copy.
     """
 
     def __init__(self, live: list[Unit], ranks: Ranks, dtype: torch.dtype) -> None:
         self._live, self._ranks, self._dtype = live, ranks, dtype
         self.units: list[Unit] = []
-        """Copies of the live units; empty before the first ``take``."""
+        """The copies, in the order of the live units; empty before the first ``take``."""
 
     def take(self) -> None:
-        """All ranks together: copy the weights as they are now. The reader of the copy before has ended."""
+        """All ranks together: copy the weights as they are now. The previous copy must have been read to its end."""
         live = [weight for unit in self._live for weight in unit.weights]
         # This is a collective of all ranks, also of those that copy nothing.
-        whole = _whole_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
+        whole = _gather_a([weight.adapter.a for weight in live if weight.adapter is not None], self._ranks)
         if self._ranks.replica:
             return
         self.units = self.units or [replace(unit, weights=[*map(self._empty, unit.weights)]) for unit in self._live]
@@ -109,7 +110,10 @@ class ShardCopies:
 
 
 def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-    """Buckets as ``gather_buckets`` gives on rank 0, of a model that is whole in this process; a layer at a time."""
+    """Yield the published weights of a model that is whole in this process, a unit at a time, by published name.
+
+    The result is that of ``gather_buckets`` on rank 0, without ranks and copies.
+    """
     for unit in units:
         values = (
             (w.part if w.adapter is None else _merged(w, w.adapter, w.adapter.a.part.view(w.adapter.a.shape)))
@@ -121,7 +125,10 @@ def whole_buckets(units: list[Unit], *, dtype: torch.dtype) -> Iterator[dict[str
 
 
 def model_units(policy: Policy) -> list[Unit]:
-    """The weights of the model, where it keeps them, in the order of the checkpoint; adapters are to be added in."""
+    """List the live weights of the model that its checkpoint would hold, in its order, with adapters to be added in.
+
+    Tied weights, non-persistent buffers and the adapters' own matrices are left out.
+    """
     model: Any = policy.model
     layers = adapted_layers(model)
     adapters = {f"{name}.weight": _adapter(name, layer) for name, layer in layers.items()}
@@ -131,20 +138,20 @@ def model_units(policy: Policy) -> list[Unit]:
     tied = set(model.all_tied_weights_keys)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     order = {name: i for i, name in enumerate(model.state_dict())}
-    found = []
+    weights = []
     for name, tensor in sorted(named, key=lambda item: order.get(item[0], 0)):
         if name in persistent and name not in tied and not any(p.search(name) for p in ignored):
-            found.append(replace(_read(name, tensor), adapter=adapters.get(name)))
-    return _by_layer(found, model)
+            weights.append(replace(_live_weight(name, tensor), adapter=adapters.get(name)))
+    return _by_layer(weights, model)
 
 
 def adapter_units(policy: Policy) -> list[Unit]:
-    """The adapters alone, where the model keeps them, by their published names."""
+    """List the live matrices of the adapters alone, by their published names."""
     adapters = [_adapter(name, layer) for name, layer in adapted_layers(policy.model).items()]
     return _by_layer([matrix for adapter in adapters for matrix in (adapter.a, adapter.b)], None)
 
 
-def _read(name: str, tensor: Tensor) -> Weight:
+def _live_weight(name: str, tensor: Tensor) -> Weight:
     part = tensor.detach()
     if isinstance(part, DTensor):
         assert part.placements[-1] == Shard(0)
@@ -154,7 +161,7 @@ def _read(name: str, tensor: Tensor) -> Weight:
 
 def _adapter(name: str, layer: LoraLinear) -> _MergedAdapter:
     a, b = tensor_names(name)
-    return _MergedAdapter(_read(a, layer.lora_A), _read(b, layer.lora_B), layer.scale)
+    return _MergedAdapter(_live_weight(a, layer.lora_A), _live_weight(b, layer.lora_B), layer.scale)
 
 
 def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
@@ -165,14 +172,14 @@ def _by_layer(weights: list[Weight], model: Any) -> list[Unit]:
 
 
 def _merged(weight: Weight, adapter: _MergedAdapter, whole_a: Tensor) -> Tensor:
-    """The weight with its adapter added in, float32 [elements of this rank]."""
+    """Return this rank's part of a weight with its adapter added in: float32, one-dimensional."""
     rows = weight.part.view(-1, weight.shape[1])
     b = adapter.b.part.view(-1, adapter.b.shape[1])
     return merged(rows, whole_a, b, adapter.scale).reshape(-1)
 
 
-def _whole_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
-    """All ranks together: the matrices A of all ranks, [rank, in] each; the rows of a weight and of B are cut alike."""
+def _gather_a(parts: list[Weight], ranks: Ranks) -> Iterator[Tensor]:
+    """All ranks together: exchange parts of the adapters' matrices A. Returns each whole A, [rank, in], in order."""
     if ranks.shards == 1 or not parts:
         return iter([weight.part.view(weight.shape) for weight in parts])
     sent = flat(parts, ranks.shards)
@@ -187,9 +194,9 @@ def _published(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def flat(weights: list[Weight], shards: int) -> Tensor:
-    """This rank's parts in one buffer, of the size that rank 0 needs, which has the largest part of everything."""
+    """Put this rank's parts into one buffer, padded to the size of rank 0's, which is the largest."""
     size = sum(len(own_rows(w.shape[0], 0, shards)) * w.shape[1:].numel() for w in weights)
-    # Only parameters are cut up, and they have one type; buffers, which have others, are whole on every rank.
+    # Sharded weights are parameters, which have one type. Buffers have other types, but are whole on every rank.
     (dtype,) = {w.part.dtype for w in weights}
     parts = torch.cat([w.part for w in weights])
     sent = torch.zeros(size, dtype=dtype, device=parts.device)
@@ -198,7 +205,7 @@ def flat(weights: list[Weight], shards: int) -> Tensor:
 
 
 def joined(weights: list[Weight], received: list[Tensor]) -> list[Tensor]:
-    """The full weights, from the buffers that ``flat`` gave on each rank."""
+    """Put whole weights together from the buffers that ``flat`` made on each rank; ``received`` is in order of rank."""
     shards = len(received)
     full, offsets = [], [0] * shards
     for weight in weights if received else []:

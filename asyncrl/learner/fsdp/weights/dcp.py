@@ -5,13 +5,13 @@
         __R_0.distcp .metadata    DCP: the shards of rank R, and where each one is
         rank_RRRRR.msgpack        random number generators of rank R
 
-The weights are those that are trained: adapters, where there are some, without the frozen model. Each rank writes its
-own shards (where the model has replicas, each of them its share of the tensors) and reads those that it needs, for any
-number of ranks and replicas that wrote. DCP plans, writes and reads; messages of the ranks to one another go through
-``Ranks.exchange`` as MessagePack, since DCP would pickle it, and loading needs no exchange at all.
+Only trained weights are written: with adapters these alone, without the frozen model. Each rank writes its own shards;
+if the model has replicas, each replica writes a part of the tensors. Each rank reads the shards that it needs, for any
+number of ranks and replicas that wrote. DCP plans, writes and reads. Its plans would be exchanged as pickles, so the
+ranks exchange MessagePack by ``Ranks.exchange`` instead; loading needs no exchange at all.
 
-It keeps: the files hold the state when ``StagedState`` was made, though training goes on (every tensor is copied);
-and a file is held against its checksum before anything is made of it.
+Invariants: the files hold the state of the moment when ``StagedState`` was made, which copies every tensor. A file is
+compared with its checksum before its content is used.
 
 Fails with CheckpointError naming the file, on all ranks alike when loading and on rank 0 when writing. After a failed
 load the weights are of no use, but after DamagedCheckpoint, which comes before anything is changed, they are as before.
@@ -58,12 +58,12 @@ EXCHANGE_WAIT_S = 1800.0
 """Longest wait of a rank for the slowest one to write; the timeout of the group that is given to ``write``."""
 WEIGHTS = "weights"
 AROUND_TENSOR_BYTES = 2560
-"""Bytes that torch writes around a tensor: an archive of its own, and its place in the metadata."""
+"""Bytes that torch adds for each tensor: the archive around it, and its entry in the metadata."""
 T = TypeVar("T")
 
 
 class _Shard(msgspec.Struct, frozen=True, array_like=True):
-    """A piece of a tensor, and its place in a file."""
+    """A piece of a tensor (where it begins, and its extent, by dimension), and the bytes of a file that hold it."""
 
     name: str
     offsets: tuple[int, ...]
@@ -74,10 +74,10 @@ class _Shard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _WrittenShards(msgspec.Struct, frozen=True, array_like=True):
-    """Report of the shards and files that a rank has written."""
+    """Report of one rank to all others: the shards and files that it has written, or why it could not."""
 
     problem: tuple[str, str, int] | None
-    """File, reason, and errno of a full disk or 0; None where all was written."""
+    """File, reason, and the errno of a full disk (else 0); None if everything was written."""
     shards: list[_Shard] = []
     files: dict[str, Digest] = {}
 
@@ -95,7 +95,7 @@ class StagedState:
     """A copy of this rank's state in host memory, and DCP's plan of how it is written."""
 
     def __init__(self, policy: nn.Module, optimizer: Optimizer, ranks: Ranks, *, steps: int, warm_steps: int) -> None:
-        """Copy the state; no other rank is asked."""
+        """Copy this rank's state without any exchange, and plan which shards this rank writes."""
         live = _tensors(policy, optimizer)
         self.steps, self.warm_steps = steps, warm_steps
         self.generators = msgspec.msgpack.encode(_generators(ranks.device))
@@ -104,7 +104,8 @@ class StagedState:
         }
         self.planner = _CopiesPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.planner.set_up_planner(dict(live), is_coordinator=ranks.rank == 0)
-        # A tensor that is no shard is the same on all ranks, and a rank may have none of a small tensor.
+        # Rank 0 writes a tensor that is not sharded, since it is the same on all ranks. A rank may have no rows of a
+        # small tensor: such an empty shard is left out.
         writers = {name: number % ranks.replicas for number, name in enumerate(live)}
         items = [
             item
@@ -113,7 +114,7 @@ class StagedState:
             and 0 not in _chunk(item).sizes
         ]
         self.plan = SavePlan(items)
-        # Tensors in host memory already are copied, too: the next step changes them in place.
+        # ``copy``, since a tensor may be in host memory already, and the next step changes it in place.
         self.planner.copies = {
             name: local(live[name]).to("cpu", copy=True) for name in dict.fromkeys(item.index.fqn for item in items)
         }
@@ -131,7 +132,7 @@ def expected_bytes(policy: nn.Module, optimizer: Optimizer) -> int:
 
 
 class _CopiesPlanner(DefaultSavePlanner):
-    """Plans from the live tensors, writes from copies of them."""
+    """DCP's planner, except that it plans with the live tensors and writes their copies."""
 
     copies: dict[str, Tensor]
 
@@ -140,12 +141,13 @@ class _CopiesPlanner(DefaultSavePlanner):
 
 
 def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, group: Any) -> None:
-    """All ranks together, from any thread: write the staged state, or tell the others the reason that it could not be.
+    """All ranks together, from any thread: write the staged state to ``folder``.
 
-    ``group`` is from ``Ranks.another_group``. Raises CheckpointError, on all ranks when one could not write; on rank
-    0 also when the others' files are not to be seen.
+    Each rank writes its own files, then all exchange reports, then rank 0 writes the metadata. A rank whose state could
+    not be staged passes the error, which the others learn. ``group`` is from ``Ranks.another_group``. If any rank could
+    not write, all raise CheckpointError; rank 0 also raises it if it does not see the others' files.
     """
-    # The copies are in host memory: nothing is to be fetched ahead from a device.
+    # The copies are in host memory, so there is nothing to prefetch from a device.
     writer = FileSystemWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     report = _write_own(folder, staged, ranks, writer)
     answers = ranks.exchange(
@@ -158,18 +160,20 @@ def write(folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, gro
             raise CheckpointError(where, f"{reason} (learner/{rank})", full=full)
     if ranks.rank == 0:
         assert isinstance(staged, StagedState)
-        _guard(folder, lambda: _finish(folder, staged, reports, writer))
+        _as_checkpoint_error(folder, lambda: _write_metadata(folder, staged, reports, writer))
 
 
 def _write_own(
     folder: Path, staged: StagedState | CheckpointError, ranks: Ranks, writer: FileSystemWriter
 ) -> _WrittenShards:
+    """Write this rank's files, and return the report for the other ranks, also of a failure."""
+
     def work() -> _WrittenShards:
         if isinstance(staged, CheckpointError):
             raise staged
         folder.mkdir(exist_ok=True)
         writer.set_up_storage_writer(ranks.rank == 0)
-        # It gives the files of each rank names of their own; of the plans only this rank's is used.
+        # This names the files of each rank differently. Only this rank's plan is used, so the others are placeholders.
         plan = writer.prepare_global_plan([staged.plan] * ranks.world_size)[ranks.rank]
         results = writer.write_data(staged.planner.finish_plan(plan), staged.planner).wait()
         sizes = {item.index: tuple(_chunk(item).sizes) for item in plan.items}
@@ -191,13 +195,16 @@ def _write_own(
         return _WrittenShards(None, shards, files)
 
     try:
-        return _guard(folder, work)
+        return _as_checkpoint_error(folder, work)
     except CheckpointError as error:
         return _WrittenShards((error.path, error.reason, error.full))
 
 
-def _finish(folder: Path, staged: StagedState, reports: list[_WrittenShards], writer: FileSystemWriter) -> None:
-    """Rank 0: write the metadata of all shards."""
+def _write_metadata(folder: Path, staged: StagedState, reports: list[_WrittenShards], writer: FileSystemWriter) -> None:
+    """Rank 0: check that all files are there, and write DCP's metadata of all shards, then contents.json.
+
+    Raises CheckpointError if a file of another rank cannot be seen here.
+    """
     files: dict[str, Digest] = {}
     for rank, report in enumerate(reports):
         for name, digest in report.files.items():
@@ -234,10 +241,11 @@ def _finish(folder: Path, staged: StagedState, reports: list[_WrittenShards], wr
 
 
 def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) -> TrainerContents:
-    """All ranks together: put back the written state, by however many ranks it was. Returns its contents.
+    """All ranks together: restore weights and optimizer from ``folder``. Returns the contents of contents.json.
 
-    The generators of a rank that was there are put back too. Raises CheckpointError on all ranks, DamagedCheckpoint
-    before anything is changed: each rank reads its share of the files for their checksums first.
+    The number of ranks may differ from that at the time of writing. First each rank compares a part of the files with
+    their checksums; damage raises DamagedCheckpoint before anything is changed. Then the state is read. At last each
+    rank restores its random number generators if a rank of its number wrote some. Raises CheckpointError on all ranks.
     """
 
     def check() -> TrainerContents:
@@ -252,12 +260,12 @@ def load(folder: Path, policy: nn.Module, optimizer: Optimizer, ranks: Ranks) ->
         told = "%s: written under another learner.optimizer: the states of %d parameters begin anew, the first %s"
         _LOG.warning(told, folder, len(anew), anew[0])
     own = folder / f"rank_{ranks.rank:05d}.msgpack"
-    _together(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
+    _on_all_ranks(own, lambda: _restore_generators(own, contents, ranks.device), ranks, "the state of random numbers")
     return contents
 
 
 def load_weights(folder: Path, policy: nn.Module) -> None:
-    """One process alone, in which the model is whole: put back the weights and nothing else. Raises CheckpointError."""
+    """Restore the trained weights alone, in a single process that holds the whole model. Raises CheckpointError."""
 
     def read() -> None:
         contents = read_trainer_contents(folder)
@@ -265,7 +273,7 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
             check_file(folder / name, contents.files[name])
         _read(folder, policy, None)
 
-    _guard(folder, read)
+    _as_checkpoint_error(folder, read)
 
 
 def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[str]:
@@ -273,20 +281,24 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[
     anew = []
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
-    there = metadata.state_dict_metadata
+    saved_tensors = metadata.state_dict_metadata
     parameters = _trained(policy)
-    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (there, parameters)]
+    of_adapters = [any(name.endswith(f".{A}") for name in names) for names in (saved_tensors, parameters)]
     if of_adapters == [True, False]:
         reason = "holds adapters, and lora.rank = 0 trains the model itself: set it as it was"
         raise CheckpointError(str(folder), reason)
     if of_adapters == [False, True]:
         raise CheckpointError(str(folder), "holds a whole model and no adapters: set lora.rank = 0, as it was")
     weights = {f"{WEIGHTS}/{name}" for name in parameters}
-    for name in sorted(weights ^ {name for name in there if name.startswith(f"{WEIGHTS}/")}):
-        where = "the model has it, the checkpoint does not" if name not in there else "the model has none of that name"
+    for name in sorted(weights ^ {name for name in saved_tensors if name.startswith(f"{WEIGHTS}/")}):
+        where = (
+            "the model has it, the checkpoint does not"
+            if name not in saved_tensors
+            else "the model has none of that name"
+        )
         raise CheckpointError(str(folder), f"is of another model: {name}: {where}")
     for name, parameter in parameters.items():
-        saved = getattr(there[f"{WEIGHTS}/{name}"], "size", ())
+        saved = getattr(saved_tensors[f"{WEIGHTS}/{name}"], "size", ())
         if saved != parameter.shape:
             reason = f"is of another model: {name} is {list(saved)}, and {list(parameter.shape)} in the model"
             raise CheckpointError(str(folder), reason)
@@ -313,18 +325,18 @@ def _read(folder: Path, policy: nn.Module, optimizer: Optimizer | None) -> list[
 
 
 def _tensors(policy: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Tensors that are saved, by name: views of the live tensors; without an optimizer the weights alone."""
-    found: dict[str, Tensor] = {}
+    """Return the tensors that a checkpoint holds, by name: the live ones; without an optimizer the weights alone."""
+    tensors: dict[str, Tensor] = {}
     for name, parameter in _trained(policy).items():
-        found[f"{WEIGHTS}/{name}"] = parameter.detach()
+        tensors[f"{WEIGHTS}/{name}"] = parameter.detach()
         state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
         assert state.keys() <= set(STATES)
-        found |= {f"{key}/{name}": state[key] for key in STATES if key in state}
-    return found
+        tensors |= {f"{key}/{name}": state[key] for key in STATES if key in state}
+    return tensors
 
 
 def _trained(policy: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are trained, by name: frozen ones come from model.path."""
+    """Return the trained parameters by name; frozen ones are loaded from model.path instead."""
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
@@ -358,25 +370,28 @@ def _restore_generators(path: Path, contents: TrainerContents, device: torch.dev
     random.setstate((version, tuple(numbers), gauss))
 
 
-def _together(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
-    """All ranks together: do ``work``; when it fails on any, CheckpointError on all of them."""
-    done: list[T] = []
+def _on_all_ranks(path: Path, work: Callable[[], T], ranks: Ranks, what: str) -> T:
+    """All ranks together: call ``work`` on each, and return its result. If it fails on any, all raise CheckpointError.
+
+    They raise DamagedCheckpoint if every failure is damage.
+    """
+    results: list[T] = []
     problem = None
     try:
-        done.append(_guard(path, work))
+        results.append(_as_checkpoint_error(path, work))
     except CheckpointError as error:
         problem = msgspec.json.encode([error.path, error.reason, isinstance(error, DamagedCheckpoint)]).decode()
     problems = ranks.agree(problem, what)
     if problems:
-        found = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
-        # An error that is more than damage on any rank is more than damage.
-        where, reason, damaged = min(found, key=lambda problem: problem[2])
+        failures = [msgspec.json.decode(text, type=tuple[str, str, bool]) for text in problems]
+        # The first error that is not damage decides; False sorts first.
+        where, reason, damaged = min(failures, key=lambda problem: problem[2])
         raise (DamagedCheckpoint if damaged else CheckpointError)(where, reason)
-    return done[0]
+    return results[0]
 
 
-def _guard(path: Path, work: Callable[[], T]) -> T:
-    """Result of ``work``, whose failures are all CheckpointError: DCP and torch raise errors of any type."""
+def _as_checkpoint_error(path: Path, work: Callable[[], T]) -> T:
+    """Call ``work``; its errors become CheckpointError, since DCP and torch raise errors of any type."""
     try:
         return work()
     except CheckpointError:

@@ -1,9 +1,10 @@
 """The weights as a folder that transformers and vLLM load: Hugging Face layout.
 
-``config.json`` and the tokenizer's files are those of model.path, with the dtype that the weights are written
-in; the weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a
-folder of their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the
-tokenizer's files. Written aside, synced, then renamed, so that the folder is either complete or as it was.
+``config.json`` and the tokenizer's files are those of model.path, with the dtype that the weights are written in; the
+weights lie in ``model.safetensors``, or, past SHARD_BYTES, in several files with an index. Adapters have a folder of
+their own, in the layout of PEFT (https://huggingface.co/docs/peft/developer_guides/checkpoint), with the tokenizer's
+files. An export is written to another folder, synced, then renamed to the target. So the target is either complete or
+as it was.
 
 Fails with OSError on rank 0, after all ranks have finished the gather; no file that was written aside is left then.
 """
@@ -49,10 +50,10 @@ def export(
     *,
     adapter: dict[str, Any] | None = None,
 ) -> None:
-    """Rank 0: write the buckets of gather_buckets to ``folder``, in place of the files there. Raises OSError.
+    """Rank 0: write the buckets of ``gather_buckets`` to ``folder``, and replace what is there. Raises OSError.
 
-    ``source`` is the folder that the model was loaded from. Adapters that are gathered beside the model go to the
-    folder ADAPTER in it; ``adapter`` is their adapter_config.json.
+    ``source`` is the folder that the model was loaded from. If ``adapter`` is given, it is the adapter_config.json of
+    the adapters among the gathered weights, which go to the subfolder ADAPTER.
     """
     with _aside(folder) as aside:
         writer, adapters = _WeightsWriter(aside), dict[str, Tensor]()
@@ -61,7 +62,7 @@ def export(
                 adapters |= {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(PREFIX)}
                 writer.add({name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)})
         except OSError:
-            # The other ranks send all of it.
+            # The rest is gathered all the same, since the other ranks take part in it.
             for _ in gathered:
                 pass
             raise
@@ -72,7 +73,7 @@ def export(
 
 
 def export_adapter(units: Iterator[dict[str, Tensor]], source: Path, folder: Path, settings: dict[str, Any]) -> None:
-    """Write adapters alone to ``folder``, in place of the files there, in PEFT's layout. Raises OSError.
+    """Write adapters alone to ``folder`` in PEFT's layout, and replace what is there. Raises OSError.
 
     ``source`` is the folder that the model was loaded from, ``settings`` adapter_config.json.
     """
@@ -83,7 +84,10 @@ def export_adapter(units: Iterator[dict[str, Tensor]], source: Path, folder: Pat
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """A folder that takes the place of ``folder`` once it is written; nothing of it is left when that fails."""
+    """Context that gives another path to write a folder to, and at its end puts that folder in place of ``folder``.
+
+    On an error the other folder is removed, and ``folder`` stays as it was.
+    """
     aside = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -98,7 +102,7 @@ def _aside(folder: Path) -> Iterator[Path]:
 
 
 def _take_place(aside: Path, folder: Path) -> None:
-    """Put ``aside`` in the place of ``folder``, which is as it was when that fails. Raises OSError."""
+    """Rename ``aside`` to ``folder``, and remove the old folder. If that fails, restore it and raise OSError."""
     # No rename replaces a folder that holds files: the old one is moved away first.
     old, is_there = folder.with_name(f".{folder.name}.old"), folder.exists()
     if is_there:
@@ -115,19 +119,19 @@ def _take_place(aside: Path, folder: Path) -> None:
 
 
 def copy_settings(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy all files of a model's folder but its weights; config.json says ``dtype``."""
+    """Copy all files of a model's folder except its weights; write ``dtype`` into config.json."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, target / file.name)
     settings = json.loads((source / "config.json").read_text())
-    # This is the older name of dtype, and may say another.
+    # The older name of dtype; it may have another value.
     settings.pop("torch_dtype", None)
     settings["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _write_adapter(adapters: dict[str, Tensor], settings: dict[str, Any], source: Path, target: Path) -> None:
-    """Fill a new folder with the adapter and the tokenizer of the model in ``source``."""
+    """Write the adapter's files and copies of the tokenizer's files in ``source`` to the new folder ``target``."""
     target.mkdir(parents=True)
     _save(adapters, target / ADAPTER_FILE)
     (target / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
@@ -143,12 +147,12 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(f"{path.parent}: {error}") from error
-    # safetensors leaves the file to its owner alone; the user that serves the model may be another.
+    # safetensors makes the file readable by its owner alone, but another user may serve the model.
     path.chmod(permissions)
 
 
 class _WeightsWriter:
-    """Writer of the files of weights, each as large as SHARD_BYTES allows."""
+    """Writes weights to safetensors files of up to SHARD_BYTES; holds the tensors of one file in memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -158,7 +162,7 @@ class _WeightsWriter:
         self._bytes = 0
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Take copies of a bucket's tensors."""
+        """Copy a bucket's tensors into memory; whenever the next one would pass SHARD_BYTES, write a file."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in tensors.items():
             if self._held and self._held_bytes + tensor.nbytes > SHARD_BYTES:

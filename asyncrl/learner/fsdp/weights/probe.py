@@ -1,9 +1,12 @@
 """The probe: log-probs of a few sequences by the learner's weights, scored at each publication.
 
 An engine that serves the same weights gives their tokens the same log-probs within rounding. At the run's temperature
-it samples each next token with the log-prob that the probe has for it. Any other engine has other weights, or computes
-otherwise from them. All ranks score alike, so that their collectives stay in step, without a gradient, and leave
-the weights cut up as they were.
+it samples each next token with the log-prob that the probe has for it. An engine that does not has other weights, or
+computes otherwise from them.
+
+At a place of a sequence the engine is to sample the next token. The place is the number of tokens before it. All ranks
+score the same rows, so that their collectives stay in step, without a gradient. The weights are sharded again
+afterwards.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ LIKELIEST = 128
 def score_probe(
     policy: Policy, sequences: Sequence[ProbeSequence], *, temperature: float, packed: bool, device: torch.device
 ) -> Probe:
-    """All ranks together: log-probs of the probe by the present weights, in the rows that training uses.
+    """All ranks together: score the sequences of the probe with the present weights, in rows as in training.
 
-    Given tokens are scored at temperature 1, as engines score them; the likeliest ones at ``temperature``. Places are
-    those of the largest entropy: where one token is certain, no temperature shows.
+    The sequences' own tokens are scored at temperature 1, as engines score them. At each place, the likeliest tokens
+    are scored at ``temperature``. Places are chosen by largest entropy: where one token is certain, a wrong temperature
+    would not show.
     """
     count = min(LIKELIEST, policy.model.get_output_embeddings().weight.shape[0])
     logprobs, places, likeliest, likeliest_logprobs = [], [], [], []
@@ -57,7 +61,10 @@ def score_probe(
 
 
 def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: torch.Tensor) -> torch.Tensor:
-    """Positions in the row after which a token is sampled; the numbers of tokens before each go into ``chosen``."""
+    """Choose the places of each sequence of a row by ``entropies``, and append them to ``chosen``.
+
+    Returns the positions in the row whose next token is sampled there, int64.
+    """
     lengths = _lengths(row)
     chosen += map(_places, row, torch.split(entropies, lengths))
     starts = accumulate(lengths[:-1], initial=0)
@@ -66,16 +73,22 @@ def _choose(row: Sequence[ProbeSequence], chosen: list[list[int]], entropies: to
 
 
 def _places(sequence: ProbeSequence, entropies: torch.Tensor) -> list[int]:
-    """Places of a sequence as numbers of tokens, ascending; ``entropies`` are those after 1, 2, ... of them."""
+    """Choose up to PLACES places of a sequence, ascending; ``entropies[i]`` is that of the token after i + 1 tokens.
+
+    A sequence too short for that has one place, behind its last token.
+    """
     candidates = entropies[sequence.begin - 1 : -1]
     if not len(candidates):
         return [len(sequence.tokens)]
-    found = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
-    return sorted(found.tolist())
+    places = candidates.topk(min(PLACES, len(candidates))).indices + sequence.begin
+    return sorted(places.tolist())
 
 
 def _row(sequences: Sequence[ProbeSequence], device: torch.device) -> PackedRow:
-    """Row in which each token but a sequence's first is a target, and after the last of each any is."""
+    """Make a row in which each position predicts the next token.
+
+    The last position of a sequence predicts the first token of another one; its score is not used.
+    """
     tokens = np.concatenate([sequence.tokens for sequence in sequences]).astype(np.int64)
     return make_row(tokens, _lengths(sequences), np.arange(len(tokens)), np.roll(tokens, -1), device)
 

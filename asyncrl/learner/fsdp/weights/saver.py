@@ -1,7 +1,7 @@
-"""Writing a checkpoint beside the training: staged on the training thread, written on one of its own.
+"""Writes checkpoints during the training: the state is copied on the training thread, and written on another thread.
 
-At most one at a time on a rank. The exchange among the ranks has a process group to itself, so that it cannot mix
-with the collectives of a step; a group in which it failed is replaced by the next save.
+A rank writes one checkpoint at a time. The exchange among the ranks has a process group to itself, so that it cannot
+mix with the collectives of a step. If it fails in that group, the next save creates a new group.
 
 Fails with CheckpointError from the future that ``save`` returns; never in the training.
 """
@@ -23,14 +23,14 @@ from asyncrl.learner.fsdp.weights.background import Background
 from asyncrl.learner.fsdp.weights.dcp import EXCHANGE_WAIT_S, StagedState, write
 
 BEFORE_WAIT_S = 10.0
-"""Time that the save before has to end on this rank once it has ended on rank 0."""
+"""Seconds that the previous save has to end on this rank once it has ended on rank 0."""
 STOP_WAIT_S = 30.0
-"""Time that a save has to end when the rank stops."""
+"""Seconds that a save has to end when the rank stops."""
 _LOG = logging.getLogger(__name__)
 
 
 class Saver:
-    """The saves of one rank, one after the other."""
+    """Runs the saves of one rank, one after the other."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -38,7 +38,7 @@ class Saver:
         self._background = self._another_thread()
         self._done: Future[None] | None = None
         self.broken = False
-        """Whether the ranks could not speak in the last save: the next one must be told to ``renew``."""
+        """Whether the exchange among the ranks failed in the last save: the next one must ``renew`` the group."""
 
     @property
     def busy(self) -> bool:
@@ -57,7 +57,8 @@ class Saver:
     ) -> Future[None]:
         """All ranks together: begin a save; returns once this rank's state is copied.
 
-        ``renew`` is rank 0's ``broken``. The result of the future is None or CheckpointError.
+        ``renew`` is ``broken`` of rank 0: all ranks create a new process group. The future raises CheckpointError if
+        the save fails. If this rank cannot copy its state, it still takes part and sends the others the error.
         """
         if renew or self._group is None:
             self._group = self._ranks.another_group(EXCHANGE_WAIT_S)
@@ -68,7 +69,7 @@ class Saver:
             staged = StagedState(policy, optimizer, self._ranks, steps=steps, warm_steps=warm_steps)
         except DeadlineExceeded:
             staged = CheckpointError(str(folder), "the one before is still being written")
-            # The others are told all the same.
+            # The thread is left behind. A new one sends the error to the other ranks.
             self._background = self._another_thread()
         except (RuntimeError, MemoryError) as error:
             staged = CheckpointError(str(folder), f"cannot be copied: {error}")
@@ -77,7 +78,7 @@ class Saver:
         return done
 
     def close(self) -> None:
-        """Wait for a limited time for the save under way."""
+        """Wait up to STOP_WAIT_S for the save under way; a longer one is left behind and logged."""
         try:
             self._background.wait(STOP_WAIT_S)
         except DeadlineExceeded:
@@ -87,6 +88,7 @@ class Saver:
         return Background("checkpoint", f"learner/{self._ranks.rank}")
 
     def _write(self, folder: Path, staged: StagedState | CheckpointError, group: Any) -> None:
+        """Thread: write the copied state. Raises CheckpointError; also sets ``broken`` if the exchange failed."""
         try:
             write(folder, staged, self._ranks, group)
             return

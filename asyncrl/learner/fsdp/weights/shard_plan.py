@@ -1,10 +1,10 @@
-"""Rows of a model's files that each rank reads: pure decisions.
+"""Decides which rows of a model's files each rank reads. Pure.
 
-A weight is cut by rows over the ranks of a replica, as FSDP2 cuts dimension 0. It keeps: over the ranks of a replica
-each row belongs to one rank.
+A weight is cut by rows over the ranks of a replica, as FSDP2 cuts dimension 0. Invariant: each row belongs to exactly
+one rank of a replica.
 
-A model that cannot be read so is read whole: ``obstacle`` gives the reason. A model that cannot be trained is not read:
-``refusal`` gives the reason.
+If a model's files cannot be read by rows, rank 0 reads it whole: ``obstacle`` gives the reason. If a model cannot be
+trained, it is not read at all: ``refusal`` gives the reason.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def own_rows(rows: int, rank: int, shards: int) -> range:
-    """Rows of a weight that a rank holds: as torch.chunk cuts, so the last ones may have fewer or none."""
+    """Return the rows of a weight that a rank holds, cut as by torch.chunk: the last ranks may have fewer, or none."""
     each = -(-rows // shards)
     return range(min(rows, rank * each), min(rows, (rank + 1) * each))
 
 
 def layer_of(name: str) -> str:
-    """The layer that a weight is in, or the weight itself outside of any."""
+    """Return the name of the layer that holds a weight, as "model.layers.3"; the weight's own name if none does."""
     match = _LAYER.match(name)
     return match[1] if match else name
 
 
 def read_together(targets: Mapping[str, str]) -> list[list[str]]:
-    """Weights of a checkpoint, by the weight of the model that each becomes (a part of): those of a layer at once."""
+    """Group the weights of a checkpoint by layer, since a layer is read at once.
+
+    ``targets`` has for each name in the checkpoint the name of the model's weight that it becomes, or is a part of.
+    """
     groups: dict[str, list[str]] = {}
     for name, target in targets.items():
         groups.setdefault(layer_of(target), []).append(name)
@@ -40,11 +43,11 @@ def read_together(targets: Mapping[str, str]) -> list[list[str]]:
 
 
 def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int) -> bool:
-    """Whether a rank makes its rows of a weight from the same rows of the checkpoint's weight.
+    """Whether a rank can compute its rows of a model's weight from the same rows of the checkpoint's.
 
-    ``operations`` are those of transformers' conversion: class and dimension, None where it has none. Experts are
-    stacked, each of them a row, and the stack may be joined in another dimension. Each rank needs one: an empty
-    stack cannot be made.
+    ``operations`` are the steps of transformers' conversion: class name and dimension, 0 if it has none. That is so
+    without any step. It is also so if experts are stacked, each expert being a row, and stacks are joined in another
+    dimension. Then each rank needs at least one row: transformers cannot stack nothing.
     """
     if not operations:
         return True
@@ -54,9 +57,10 @@ def converts_rows(operations: Sequence[tuple[str, int]], rows: int, shards: int)
 
 
 def refusal(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
-    """Reason that a model must not be loaded at all, None where it may; by the same.
+    """Return the reason that a model must not be loaded at all; None if it may be.
 
-    The checks before the start find it first, on the hosts where they look (launcher/checks/weights.py).
+    ``files`` are the names in its folder, ``settings`` its config.json. The launcher's checks before the start call
+    this too, on the hosts that they reach (launcher/checks/weights.py).
     """
     if settings.get("quantization_config"):
         return "its weights are quantized: take the release in bfloat16, or save a dequantized copy"
@@ -66,7 +70,7 @@ def refusal(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
 
 
 def obstacle(files: Collection[str], settings: Mapping[str, Any]) -> str | None:
-    """Reason that a model cannot be read in shards, None where it can; by its folder's files and its config.json."""
+    """Return the reason that a model cannot be read by rows; None if it can be. Arguments as of ``refusal``."""
     if settings.get("transformers_weights"):
         return "its config.json names the file of its weights"
     if ONE_FILE not in files and INDEX not in files:
