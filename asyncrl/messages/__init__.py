@@ -2,14 +2,14 @@
 
 A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the
 struct as a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers
-behind the body. Fields are only ever added, with a default. None of it is ever part of a cycle, so the garbage
-collector need not follow the thousands of groups that are held (``gc=False``).
+behind the body. Fields are only ever added, with a default. No message is part of a reference cycle. So messages opt
+out of garbage collection (``gc=False``), and the collector does not scan the thousands of groups that are held.
 
-A request names its reply (``reply``) and whether it may simply be repeated (``idempotent``): doing it twice then
-has the effect of doing it once. A request without a reply is a cast. Each that is sent unasked names the roles that may
-send it (``senders``). A role is the part of a name before the slash: those of the run's actors, ``agent``, ``launcher``
-and ``viewer``. A message without senders, such as a reply, may not be sent unasked. An actor refuses to serve one
-(LookupError), so that no message lacks its senders by mistake.
+A ``Request`` is answered. It names the type of its answer (``reply``) and whether handling it twice has the effect of
+handling it once (``idempotent``). A *cast* is any other message that an actor sends on its own: it has no answer.
+Requests and casts name the roles that may send them (``senders``). A role is the part of an actor's name before the
+slash: one of the run's roles, ``agent``, ``launcher`` or ``viewer``. A reply has no senders. An actor fails at its
+start with LookupError if it has a handler for a message without senders, so none is forgotten by mistake.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Request(Message, frozen=True, kw_only=True):
     reply: ClassVar[type[Message]]
     idempotent: ClassVar[bool] = True
     idle: ClassVar[bool] = False
-    """Whether to wait for the answer is normal idleness; it is then parked until there is news."""
+    """Whether waiting for the answer is normal idleness. The request is then parked until there is news."""
 
 
 class Done(Message, frozen=True):

@@ -1,7 +1,8 @@
-"""Parked calls: each waits until a question has an answer, and asks again at each event instead of polling.
+"""Parked calls: handlers that wait until they have an answer.
 
-Invariant: each call that is parked at an event asks again after it. At most AT_ONCE calls ask in one turn of the event
-loop, so that a thousand parked calls delay nothing else. Never fails by itself.
+A parked call evaluates its ``ask`` function once more after each event, instead of polling. Invariant: each call that
+is parked at an event asks again after it. At most AT_ONCE calls ask in one turn of the event loop, so that a thousand
+parked calls delay nothing else. Never fails by itself.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class ParkingLot:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
+        """Calls that wait for the next event."""
         self._due: dict[asyncio.Future[None], None] = {}
-        """Calls that are to ask again, in the next turns of the event loop."""
+        """Calls that will ask again in this turn of the event loop or the next ones."""
 
     def __len__(self) -> int:
         """Calls that wait."""
@@ -34,7 +36,7 @@ class ParkingLot:
         was_due = bool(self._due)
         self._due.update(self._waiting)
         self._waiting.clear()
-        # Else a turn in which they ask is scheduled already.
+        # If calls were due before, ``_let_ask`` is scheduled already.
         if not was_due:
             self._let_ask()
 
@@ -47,7 +49,7 @@ class ParkingLot:
             asyncio.get_running_loop().call_soon(self._let_ask)
 
     async def until(self, ask: Callable[[], T | None], timeout: float) -> T | None:
-        """The first answer that is not None; None when ``timeout`` seconds are over."""
+        """Returns the first answer of ``ask`` that is not None; asks last after ``timeout`` seconds, maybe for None."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while (answer := ask()) is None:
