@@ -1,16 +1,17 @@
 """Builds snapshots of the run when viewers or the recording need one, and sends them to viewers.
 
 Without viewers, snapshots are built only for the recording. Each is encoded once. Invariant: a viewer's first snapshot
-is at most SNAPSHOT_S old, and a viewer never gets the one that it has.
+is at most SNAPSHOT_S old, and a viewer never gets the same one twice.
 
-A viewer may ask without reading, and ZeroMQ's queue of its connection would grow. So a viewer confirms the last
-snapshot by its number, which is random. Without that it waits twice as long each time. It gets the last snapshot of the
-run in any case. Invariant: in a time T a connection gets, besides those it has confirmed and the last one, at most
-2 + log2(T / SNAPSHOT_S) snapshots.
+A viewer may send requests and not read the answers, so that ZeroMQ's queue of its connection would grow. So a viewer
+confirms each snapshot by its number, which it cannot guess. If it does not confirm, it waits twice as long for each
+further one. It gets the last snapshot of the run in any case. Invariant: in a time T a connection gets at most
+2 + log2(T / SNAPSHOT_S) unconfirmed snapshots and the last one.
 
-A snapshot comes from the registry and the run's state machine. The time of an actor's present state and waits grows
-after its last heartbeat, while the actor is heard. The seconds of its resources by state end with the heartbeat, so no
-later snapshot takes any back. A snapshot holds only values that an actor has sent, or that follow from its end.
+A snapshot is built from the registry and the run's state machine. The times of an actor's present state and waits are
+extended from its last heartbeat to now, while the actor is heard. The seconds of its resources by state are not
+extended, so no later snapshot has smaller ones. A snapshot holds only values that an actor has sent, or that follow
+from its end.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
 SNAPSHOT_S = 0.5
 """Shortest time between two snapshots (s)."""
 WATCHED_S = 15.0
-"""Time after its last request in which a viewer counts as watching (s)."""
+"""Time after the last request of any viewer in which the run counts as watched (s)."""
 LARGEST_STEP = 1 << 20
-"""Largest step from one number to the next. A restarted controller begins two years of steps higher."""
+"""Largest random step from one snapshot's number to the next. A restarted controller begins two years of steps
+higher."""
 ACTORS_AT_ONCE = 64
-"""Actors that are viewed before the event loop runs other tasks."""
+"""Number of actors whose views are built before the event loop runs other tasks."""
 SILENT_BEATS = 4
 """Missed heartbeats after which an actor counts as silent."""
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
@@ -58,7 +60,7 @@ NO_HEARTBEAT = Heartbeat(beat=0, state="")
 
 @dataclass(slots=True)
 class Given:
-    """Snapshots sent on one connection and not confirmed. Pure: the caller brings the time (s)."""
+    """The snapshots that were sent on one connection and not confirmed. Pure: the caller passes the time (s)."""
 
     unread: list[int] = field(default_factory=list)
     """Numbers of the snapshots, ascending."""
@@ -66,7 +68,7 @@ class Given:
     """Time at which the newest of them was sent."""
 
     def heard(self, seen: int) -> None:
-        """The viewer confirms the snapshot of this number and those before it."""
+        """Note that the viewer has confirmed the snapshot of this number, and thus all before it."""
         if seen in self.unread:
             del self.unread[: self.unread.index(seen) + 1]
 
@@ -75,7 +77,7 @@ class Given:
         return not self.unread or now - self.last >= SNAPSHOT_S * 2.0 ** (len(self.unread) - 1)
 
     def give(self, number: int, now: float) -> None:
-        """The viewer gets the snapshot of this number."""
+        """Note that the viewer gets the snapshot of this number."""
         self.unread.append(number)
         self.last = now
 
@@ -92,19 +94,24 @@ class Snapshots:
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
-        # Above all numbers of earlier controllers.
         self._number = numbers_begin_above(controller.context.incarnation)
+        """Number of the newest snapshot, above all numbers of earlier controllers."""
         self._newest = b""
+        """The newest snapshot, encoded; empty before the first."""
         self._at = -math.inf
+        """Time of the newest snapshot (s)."""
         self._asked = -math.inf
+        """Time of the last request of a viewer (s)."""
         self._recorded = -math.inf
+        """Time of the last snapshot for the recording (s)."""
         self._is_last = False
-        """Whether the run is over with the newest."""
+        """Whether the newest snapshot is the last of the run."""
         self._wanted = asyncio.Event()
+        """Set when a viewer begins to watch."""
         self._taking = asyncio.Lock()
 
     async def run(self) -> None:
-        """Take snapshots until cancelled."""
+        """Take a snapshot whenever one is due for viewers or the recording; until cancelled."""
         while True:
             due = self._record_due
             if self._is_watched:
@@ -119,7 +126,7 @@ class Snapshots:
 
     @handler
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Answer a viewer once there is a new snapshot, or when its time is over."""
+        """Answer a viewer once there is a new snapshot that it may get; without one when its time is over."""
         was_watched = self._is_watched
         self._asked = self._now()
         if not was_watched:
@@ -141,24 +148,24 @@ class Snapshots:
             given.give(self._number, now)
             return SnapshotTaken(number=self._number, snapshot=self._newest)
 
-        # A viewer cannot confirm a snapshot that it does not have.
+        # The number in an answer without a snapshot is the viewer's own, so it cannot confirm a newer one.
         return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
     async def take(self, *, record: bool = False, last: bool = False) -> None:
-        """Take one now; ``record`` it, and take none after the ``last``."""
+        """Take a snapshot now. ``record`` it if set; ``last`` marks the last one of the run, which all viewers get."""
         async with self._taking:
             self._is_last = last
             await self._take_one(record=record)
 
     async def _take_one(self, *, record: bool) -> None:
+        """Build and encode a snapshot, give it the next number, and wake the viewers. A failure is counted only."""
         began, counters = self._now(), self._controller.counters
         try:
             snapshot = await self.build()
             self._newest = self._encoder.encode(snapshot)
         except Exception as error:
-            # A snapshot that fails never ends the run.
+            # A failed snapshot never ends the run. It counts as taken, so that the next try waits.
             self._at = self._now()
-            # As if it had been taken: the next try waits.
             self._recorded = self._at if record else self._recorded
             counters.add("snapshots/failed")
             if counters["snapshots/failed"] == 1:
@@ -174,7 +181,7 @@ class Snapshots:
             self._observation.record(snapshot.wall, self._newest)
 
     async def build(self) -> Snapshot:
-        """A snapshot as of now."""
+        """Builds a snapshot of the present state, and lets other tasks run between actors."""
         actor, run, seen, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
         views = [seen.view_self(now)]
@@ -233,9 +240,9 @@ def view_actors(
     heartbeat_s: float,
     is_gone: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[ActorView]:
-    """Views of all actors but the controller ``own``, one at a time, so the caller can run other tasks between them.
+    """Yields a view of each actor except ``own``, the controller, and except those that are gone.
 
-    Times are those ``now`` (monotonic, s).
+    Times in the views are extended to ``now`` (monotonic, s).
     """
     for name in sorted({*expected, *registry.entries} - {own}, key=_place):
         if is_gone(name):
@@ -247,9 +254,9 @@ def view_actors(
 
 
 def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
-    """The view of an actor in this condition."""
+    """The view of an actor for a snapshot. ``condition`` says whether it is ready, silent, dead and so on."""
     record, beat = entry.record, entry.heartbeat or NO_HEARTBEAT
-    # The time of a state does not grow if the actor has ended or is unreachable, or no state is known.
+    # Seconds to add to the times of the last heartbeat; none if the actor may no longer be in that state.
     more = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
     return ActorView(
         name=record.name,
@@ -276,7 +283,7 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
 
 
 def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
-    """A resource. ``since_s`` passed between its record and the last heartbeat, ``more`` after that."""
+    """A resource with its state's time extended: by ``since_s`` up to the last heartbeat, and by ``more`` up to now."""
     return replace(heard.record, state_s=heard.record.state_s + since_s + more, since_s=since_s)
 
 
@@ -291,7 +298,7 @@ def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float)
         longest_s = (SILENT_BEATS + beat.left_out) * heartbeat_s
         if registry.silence_of(entry, now) > longest_s:
             return "silent"
-    # No actor calls an agent: it is ready once it is registered.
+    # An agent registers no address, because no actor calls it: it is ready once it has an entry.
     return "ready" if entry.ready or role_of(entry.record.name) not in ROLES else "starting"
 
 
@@ -301,8 +308,10 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
-    """The last trained step: by the newest line or by the learner's gauge. If the line is of another incarnation, only
-    the gauge counts: a restarted learner resumes from its checkpoint."""
+    """The last trained step: the larger one of the newest train line's and the learner's gauge.
+
+    If another incarnation of the learner sent the line, only the gauge counts: it resumes from its checkpoint.
+    """
     learner = next((actor for actor in actors if actor.name == "learner/0"), None)
     if learner is None or "learner/step" not in learner.metrics:
         return lines.step
