@@ -1,8 +1,9 @@
 """The history of one prompt group, from the logs of all actors and attempts: ``asyncrl-top RUN --explain UID``.
 
-Each actor logs what it does with a group under the group's uid (observe/group_log.py). The dataloader logs leases, a
-rollouter the events of each sample, the learner what it took and trained. lines.py reads these lines, words.py puts
-them into words, and this module into order. Raises UsageError for an invalid or unknown uid, and without logs.
+Each actor logs what it does with a group under the group's uid (observe/group_log.py). The dataloader logs leases. A
+rollouter logs the events of each sample. The learner logs the groups that it takes and trains. ``lines`` reads these
+lines, ``words`` makes an event of each, and this module puts the events in order and finds the outcome. Raises
+UsageError for an invalid or unknown uid, and without logs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UID = re.compile(r"\d+-\d+|[A-Za-z0-9_-]+@\d+-\d+")
 
 
 def explain(run_dir: Path, uid: str) -> str:
-    """The history, as text. Raises UsageError."""
+    """The history of a group as text: its outcome, then one line for each event. Raises UsageError."""
     events = read_history(run_dir, uid)
     first = events[0].wall
     began = datetime.fromtimestamp(first, UTC)
@@ -47,7 +48,7 @@ def explain(run_dir: Path, uid: str) -> str:
 
 
 def verdict(events: list[GroupEvent]) -> str:
-    """The outcome of the group, in a few words."""
+    """The outcome of the group, in a few words: looks back from the last event until one decides it."""
     delivered = given_up = ""
     for event in reversed(events):
         match event.what:
@@ -58,10 +59,10 @@ def verdict(events: list[GroupEvent]) -> str:
             case "evaluation":
                 return "with the learner; its round of evaluation is not complete"
             case "delivered" | "settled":
-                # The learner had it before, and decides on it.
+                # It reached the learner, whose decision should be among the earlier events.
                 delivered = "delivered; what the learner did with it is unknown"
             case "given up":
-                # The learner may have it nevertheless.
+                # It may have reached the learner all the same, so look further back.
                 given_up = f"given up by {event.actor}; nothing is known since"
             case "orphaned" | "running" if delivered:
                 continue
@@ -94,10 +95,10 @@ def read_history(run_dir: Path, uid: str) -> list[GroupEvent]:
 
 
 def _tell(lines: list[LogLine], uid: str) -> list[GroupEvent]:
-    """Events from the lines, in order of time."""
+    """Returns the events of the group in ``lines``, in order of attempt and time; unreadable events are skipped."""
     found: dict[tuple[object, ...], GroupEvent] = {}
     for line in lines:
-        # A lease whose reply was lost is repeated.
+        # A lease whose reply was lost is logged again; the earliest line counts.
         with suppress(KeyError, TypeError, ValueError):
             for told in words_of(line, uid):
                 key = (told.attempt, told.text) if told.what == "leased" else (len(found),)
@@ -114,11 +115,15 @@ _RANKS = {
     "delivered": 3,
     "trained": 4,
 }
-"""Order of events with equal times; 1 for others."""
+"""Rank of an event among those with equal times; 1 for others."""
 
 
 def _undo(found: list[GroupEvent]) -> Iterator[GroupEvent]:
-    """The events, with starts of a learner only if they undo something."""
+    """Yields the events. A start of the learner ("undone") stays only if the learner has lost the group's outcome.
+
+    ``standing`` is the last outcome that has not been lost. If the checkpoint holds the group in the buffer, the
+    start becomes a "buffered" event.
+    """
     standing: GroupEvent | None = None
     for at, event in enumerate(found):
         if event.what in _STANDS_AS:
@@ -145,15 +150,15 @@ _STANDS_AS = {
 
 
 def _is_undone(standing: GroupEvent, start: GroupEvent, later: list[GroupEvent]) -> bool:
-    """Whether a learner that starts does not have the group's outcome."""
+    """Whether a learner that starts (``start``) does not have the outcome ``standing``; ``later`` begins with it."""
     if standing.what == "trained":
         return bool(standing.facts["step"] > start.facts["step"])
-    # Its checkpoint may have held the outcome; if it did not, the group was leased again.
+    # If its checkpoint did not hold the outcome, the group was leased again later.
     return standing.what == "buffered" or any(event.what == "leased" for event in later)
 
 
 def _nothing_known(run_dir: Path, uid: str) -> str:
-    """Why nothing is known of the group."""
+    """The text of the error for a group without events: which groups were leased instead."""
     kind = _kind(uid)
     ends: dict[str, tuple[str, str]] = {}
     for attempt, path in log_files(run_dir):

@@ -1,7 +1,7 @@
 """Puts the log lines of one prompt group into words; see history.py. Pure.
 
-Other lines with the uid show their own text. Calls of an episode are numbered in the order of arrival, turns in the
-order of answers, both from 0. Raises KeyError, TypeError or ValueError for an event that
+Lines that are not of group_log.py show their own text. Calls of an episode are numbered in the order of arrival, turns
+in the order of answers, both from 0. Raises KeyError, TypeError or ValueError for an event that
 rollouter/serving/group_events.py does not have.
 """
 
@@ -25,7 +25,7 @@ FORKS = {
     "cut": "forks: an answer was cut, and the chat template cannot continue it",
     "no-extension": "forks: the chat template cannot continue the answer",
 }
-"""Words for forks, by cause (rollouter/episode/conversation.py)."""
+"""Text on a call that forks the conversation, by cause (rollouter/episode/conversation.py)."""
 TAKEN_INTO = {
     "buffered": "taken into the buffer",
     "filtered": "filtered: all of its rewards are equal",
@@ -52,7 +52,7 @@ class GroupEvent:
 
 
 def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
-    """Events of the group ``uid`` in a line."""
+    """Yields the events of the group ``uid`` in a line."""
 
     def told(what: str, text: str, wall: float = line.wall, sample: int = -1, **facts: Any) -> GroupEvent:
         at, actor = wall + line.shift, line.actor
@@ -126,13 +126,13 @@ def _ended(outcome: str, turns: int, reward: float | None, stages: Mapping[str, 
 
 
 def _sampled(tokens: int, reason: str, spans: list[list[int]]) -> str:
-    """Tokens of an answer, the reason of its end, and the number of them that each version sampled."""
+    """Text on an answer: its number of tokens, its finish reason, and how many of them each version sampled."""
     by_version = ", ".join(f"{end - start} at version {version}" for version, start, end in spans)
     return f"{tokens} tokens ({reason}): {by_version}"
 
 
 def _of(call: int | None) -> str:
-    """Number of an episode's call of the policy, in words."""
+    """The prefix "call N: " of an event; empty without a call."""
     return "" if call is None else f"call {call}: "
 
 
@@ -151,4 +151,4 @@ _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
     "turn reward": lambda turn, value: f"turn {turn} is worth {fixed(value, 3)}",
     "ended": _ended,
 }
-"""Words by the events of rollouter/serving/group_events.py."""
+"""Text of each event of rollouter/serving/group_events.py, made from its facts."""

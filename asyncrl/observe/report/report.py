@@ -1,9 +1,9 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
-It needs only the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. Missing
-or unreadable parts are named. All text of the run is escaped, and the page's policy forbids loading. Its script only
-shows values under the pointer and zooms. Raises UsageError without a run or without a place for the file, and OSError
-if the page cannot be written.
+It is made from the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. The
+page names missing or unreadable parts. All text of the run is escaped, and the page's security policy forbids loading
+anything. Its script only shows values under the pointer and zooms. Raises UsageError without a run or if the file
+cannot be there, and OSError if the page cannot be written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ EXCERPT = (
     *("rollout.max_tokens", "rollout.concurrency", "reward.function", "learner.backend", "learner.ranks"),
     *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
 )
-"""Keys of the configuration that a reader wants to know first."""
+"""Keys of the configuration that the page shows first."""
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
 def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
-    """Write the report of the run in ``run_dir``, which may live, to the file ``out``, as a whole or not at all."""
+    """Write the report of the run in ``run_dir``, which ``lives`` or has ended, to ``out``, whole or not at all."""
     if not (run_dir / "config.json").is_file():
         raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
     check_writable(out)
@@ -103,7 +103,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
 
 
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The configuration, empty if it cannot be read, and then the reason."""
+    """The configuration and an empty text; if it cannot be read, an empty one and the reason."""
     try:
         return read_json_object(run_dir / "config.json"), ""
     except ValueError as error:
@@ -114,14 +114,14 @@ KINDS_OF_LINES = ("train", "eval", "update")
 
 
 def _snapshots(run_dir: Path) -> list[Snapshot]:
-    """Snapshots of the recording, enough for a chart. It is gone through twice, so that it need not fit in memory."""
+    """At most MOST_SNAPSHOTS recorded snapshots, evenly over time. Reads the recording twice to hold only these."""
     chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
     found = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
     return [snapshot for snapshot in found if snapshot is not None]
 
 
 def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
-    """A section; without panels what is missing, or nothing if that is normal."""
+    """The HTML of a section. Without panels the text ``missing`` instead, or nothing if that is empty."""
     if not panels:
         return missing and f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
     drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
@@ -129,7 +129,7 @@ def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> st
 
 
 def _beside(name: str) -> str:
-    """Text of a file that comes with this module."""
+    """The text of a file in this module's folder."""
     return (files("asyncrl.observe.report") / name).read_text()
 
 
@@ -156,7 +156,7 @@ def _figures(train: Sequence[Line]) -> str:
     rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
     if steps_s:
         rows.append(("mean step", f"{fixed(mean(steps_s))} s"))
-    # Tokens of all of these steps over the time of all of them.
+    # Weighted by the time of each step: tokens of all these steps over their time.
     if told := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
         mean_rate = sum(rate * step_s for rate, step_s in told) / sum(step_s for _, step_s in told)
         rows.append(("mean throughput", f"{exact(mean_rate)} tokens/s"))
@@ -197,7 +197,7 @@ def _config(config: Mapping[str, Any], amiss: str) -> str:
 
 
 def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
-    """Value under a dotted key."""
+    """The value under a dotted key of the configuration; ``otherwise`` if there is no value."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -205,20 +205,21 @@ def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
 
 
 def check_writable(path: Path) -> None:
-    """Require that a file may be put there at all. Raises UsageError."""
+    """Raise UsageError if no file can be written at ``path``."""
     _mode(path)
 
 
 def write_user_file(path: Path, text: str) -> None:
-    """Put ``text`` (UTF-8) where a user has named, whole or not at all, with the rights of a file that it replaces.
+    """Write ``text`` (UTF-8) to a path that a user has named, whole or not at all.
 
-    A link is followed. A target that is no regular file, as a device or a folder, is left alone. Raises UsageError
-    where no file can be, and OSError with the ``filename`` that the user named.
+    A file that it replaces keeps its permissions. A link is followed. A target that is no regular file, such as a
+    device or a folder, is left alone. Raises UsageError if no file can be there, and OSError with the user's path as
+    ``filename``.
     """
     mode = _mode(path)
     target = Path(os.path.realpath(path))
     try:
-        # A name of the run may hold bytes that are no text.
+        # A name in the run may contain bytes that are no text.
         data = text.encode("utf-8", "backslashreplace")
         replace_file(target, data, mode=mode, aside=target.with_name(f".{secrets.token_hex(8)}.new"))
     except OSError as error:
@@ -226,7 +227,7 @@ def write_user_file(path: Path, text: str) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The rights of the existing file, if there is one."""
+    """The permissions of the file at ``path``; None if there is no file yet. Raises UsageError if none can be there."""
     try:
         found = path.stat().st_mode
     except FileNotFoundError:

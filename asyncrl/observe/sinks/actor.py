@@ -1,7 +1,7 @@
-"""The actor of the sinks: asks the controller for metrics and hands them to the thread of each sink.
+"""The actor of the sinks: asks the controller for metrics and passes them to the thread of each sink.
 
 Invariant: at most one request is open, and the actor waits for no sink. When the run drains, it takes the last lines,
-and the sinks have ``FLUSH_S`` to write what they hold. If a sink fails, its thread opens it again and the user gets a
+and the sinks have ``FLUSH_S`` to write their queues. If a sink fails, its thread opens it again and the user gets a
 notice; the actor does not fail.
 """
 
@@ -32,7 +32,7 @@ LOOK_S = 1.0
 LAST_LINES_S = 1.0
 """Longest wait of a draining actor for the last lines (s)."""
 FLUSH_S = 4.0
-"""Longest wait for the sinks to write what they hold, at the end (s)."""
+"""Longest wait at the end for the sinks to write their queues (s)."""
 
 
 class Sinks(Actor):
@@ -44,13 +44,13 @@ class Sinks(Actor):
         super().__init__(context)
         self._threads: list[SinkThread] = []
         self._reported: dict[str, tuple[int, str]] = {}
-        """Failures and address of each sink in the last report."""
+        """Number of failures and address of each sink at the last report."""
         self._snapshots = msgspec.msgpack.Decoder(Snapshot)
         self._temporary = ""
 
     async def setup(self) -> None:
         """Start the thread of each sink, which opens it."""
-        # Up to NICENESS and not by it: os.nice adds to what the process has been given.
+        # Raise to NICENESS, not by it: os.nice adds to the present niceness.
         os.nice(max(0, NICENESS - os.nice(0)))
         self._temporary = await asyncio.to_thread(_own_temporary_files, self.context.credentials.run_id)
         self._threads = [SinkThread(sink) for sink in self._sinks()]
@@ -86,6 +86,7 @@ class Sinks(Actor):
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
     async def _take(self) -> None:
+        """Ask the controller for new lines and snapshots, and queue them for each sink, until the last."""
         seen = WatchMetrics()
         while True:
             try:
@@ -96,7 +97,7 @@ class Sinks(Actor):
             seen = WatchMetrics(line=found.line, snapshot_number=found.snapshot_number)
             records: list[Line | Snapshot] = [*found.lines]
             if found.snapshot:
-                # First: the next line of a step takes it along.
+                # Before the lines, because a sink writes it with the next train line (Entries).
                 records.insert(0, self._snapshots.decode(found.snapshot))
             for record in records:
                 for thread in self._threads:
@@ -107,7 +108,7 @@ class Sinks(Actor):
 
     async def _flush(self) -> None:
         until = time.monotonic() + FLUSH_S
-        # All end at once: they share the time.
+        # End all before the first wait, so that they share the time.
         for thread in self._threads:
             thread.end()
         for thread in self._threads:
@@ -121,7 +122,7 @@ class Sinks(Actor):
             await asyncio.sleep(LOOK_S)
 
     def _report_sinks(self) -> None:
-        """Report failures to the user, and addresses to the log."""
+        """Report new failures to the user, and log new addresses."""
         for thread in self._threads:
             failures, address = self._reported.get(thread.name, (0, ""))
             if thread.failures > failures:
@@ -133,7 +134,7 @@ class Sinks(Actor):
             self._reported[thread.name] = thread.failures, thread.address
 
     def metrics(self) -> dict[str, float]:
-        """Counts of lines and records that the sinks did not take."""
+        """Adds the numbers of lines that were dropped and records that were lost, over all sinks."""
         return super().metrics() | {
             "sinks/dropped": sum(thread.dropped for thread in self._threads),
             "sinks/lost": sum(thread.lost for thread in self._threads),
@@ -143,7 +144,7 @@ class Sinks(Actor):
 def _own_temporary_files(run_id: str) -> str:
     """Make a folder for the temporary files of this process, and remove those of earlier processes.
 
-    Libraries remove their files at the regular end of a process, and an actor has none.
+    Libraries remove their files only at a regular end of the process, which an actor may not have.
     """
     prefix = f"asyncrl-sinks-{run_id}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
