@@ -133,11 +133,11 @@ class Controller(RunActor):
 
     def _newest_checkpoint(self) -> int:
         try:
-            found = CheckpointFolder(checkpoint_dir(self.config, self.context.run_dir)).newest()
+            newest = CheckpointFolder(checkpoint_dir(self.config, self.context.run_dir)).newest()
         except OSError as error:
             self.log.warning("checkpoints cannot be read here", error=str(error))
             return -1
-        return found.version if found is not None else -1
+        return newest.version if newest is not None else -1
 
     def handling_parts(self) -> Iterable[object]:
         return (self, self.members, self._observation.snapshots, self._sinks, self.traces)
@@ -248,8 +248,8 @@ class Controller(RunActor):
         if not is_proper(request.line):
             self.counters.add("lines/refused")
             if self.counters["lines/refused"] == 1:
-                said = str(request.line)[:LONGEST_TEXT]
-                self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
+                shown = str(request.line)[:LONGEST_TEXT]
+                self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=shown)
             return
         self._sinks.line(request.line)
         self._observation.lines.add(request.line, by=caller.incarnation)

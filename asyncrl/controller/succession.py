@@ -28,7 +28,7 @@ class Succession:
         self._path = controller.context.run_dir / "private" / ADDRESS_FILE
         self._changed = asyncio.Event()
         """Set when the file is out of date."""
-        self._numbered = 0
+        self._seen_changes = 0
         """``Registry.changes`` when the file was last found out of date."""
         self.earlier = self._read()
         """Address file of an earlier controller of this attempt; None if this is the first one."""
@@ -36,15 +36,15 @@ class Succession:
     def _read(self) -> AddressFile | None:
         """Read the file; None if this is the first controller. A damaged file counts as empty, with a warning."""
         try:
-            found = read_address_file(self._path)
+            earlier = read_address_file(self._path)
         except ValueError as error:
             lost = "the list of hosts and the incarnations of the last controller are lost"
             self._controller.log.warning(lost, error=str(error))
-            found = AddressFile(address="")
+            earlier = AddressFile(address="")
         if address := self._controller.context.address:
             # The other actors connect to the address that the node agent gave to this controller.
-            return msgspec.structs.replace(found or AddressFile(address=""), address=address)
-        return found
+            return msgspec.structs.replace(earlier or AddressFile(address=""), address=address)
+        return earlier
 
     async def take_over(self) -> None:
         """Restore the hosts and the past of an earlier controller, if there was one, and write the file."""
@@ -59,8 +59,8 @@ class Succession:
 
     def follow_registry(self) -> None:
         """Have ``run`` write the file again if the registry's numbers have changed."""
-        if self._numbered != self._registry.changes:
-            self._numbered = self._registry.changes
+        if self._seen_changes != self._registry.changes:
+            self._seen_changes = self._registry.changes
             self._changed.set()
 
     async def run(self) -> None:
@@ -71,12 +71,12 @@ class Succession:
             try:
                 await self._write()
             except OSError as error:
-                lacks = "the list of hosts and the newest incarnations"
-                told = f"a later controller lacks {lacks}: {in_words(error, self._path)}"
-                self._controller.notify("hosts", told)
+                missing = "the list of hosts and the newest incarnations"
+                text = f"a later controller lacks {missing}: {in_words(error, self._path)}"
+                self._controller.notify("hosts", text)
 
     async def _write(self) -> None:
-        said = AddressFile(
+        content = AddressFile(
             address=self._controller.address,
             incarnation=self._controller.context.incarnation,
             hosts=self._hosts.describe(),
@@ -85,5 +85,5 @@ class Succession:
             newest=self._registry.newest,
             generations=self._registry.generations,
         )
-        text = msgspec.json.encode(said).decode()
+        text = msgspec.json.encode(content).decode()
         await asyncio.to_thread(replace_file, self._path, text, mode=0o600)

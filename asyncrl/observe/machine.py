@@ -43,7 +43,7 @@ class ProcessTimes:
         self._family = family
         self._cpu_s: dict[tuple[int, int], float] = {}
         """Processor time (s) at the last read, by pid and start of the process."""
-        self._at = self._look_at = time.monotonic()
+        self._at = self._next_search = time.monotonic()
         self.read()
 
     def read(self) -> tuple[float, int]:
@@ -52,24 +52,24 @@ class ProcessTimes:
         A new process counts from the first search that finds it, at most LOOK_S after its start.
         """
         now = time.monotonic()
-        look = now >= self._look_at
+        searches = now >= self._next_search
         before, self._cpu_s = self._cpu_s, {}
         used, rss = 0.0, 0
-        for pid in self._look(now) if look else [pid for pid, _ in before]:
+        for pid in self._search(now) if searches else [pid for pid, _ in before]:
             found = _usage(pid)
             if found is None:
                 continue
             started, cpu_s, resident = found
             process = (pid, started)
-            if look or process in before:
+            if searches or process in before:
                 self._cpu_s[process] = cpu_s
                 used += max(0.0, cpu_s - before.get(process, cpu_s))
                 rss += resident
         elapsed, self._at = now - self._at, now
         return (used / elapsed if elapsed > 0 else 0.0), rss
 
-    def _look(self, now: float) -> Iterable[int]:
-        self._look_at = now + LOOK_S
+    def _search(self, now: float) -> Iterable[int]:
+        self._next_search = now + LOOK_S
         return family(os.getpid()) if self._family else (os.getpid(),)
 
 
@@ -129,8 +129,8 @@ class GpuWatch:
             return
         handles = [(index, handle) for index, word in enumerate(self._visible) if (handle := _handle(nvml, word))]
         while True:
-            found = [_ask(nvml, index, handle) for index, handle in handles]
-            self.newest = [gpu for gpu in found if gpu is not None]
+            readings = [_read_gpu(nvml, index, handle) for index, handle in handles]
+            self.newest = [gpu for gpu in readings if gpu is not None]
             if self._stop.wait(self._interval_s):
                 return
 
@@ -153,7 +153,7 @@ def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
     return handle if code == 0 else None
 
 
-def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
+def _read_gpu(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
     """The use of a GPU; None if its memory use is unknown. A MIG device does not report its utilisation."""
     used, memory = _Utilisation(), _Memory()
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:

@@ -86,8 +86,8 @@ def eval_names(line: Line) -> list[str]:
 
 def numbers_after(line: Line, beginning: str) -> dict[str, float]:
     """The finite numbers of a line whose keys start with ``beginning``, by the rest of their keys."""
-    found = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
-    return {key: value for key, value in found.items() if value is not None}
+    numbers = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
+    return {key: value for key, value in numbers.items() if value is not None}
 
 
 def eval_numbers(line: Line, name: str) -> dict[str, float]:
@@ -97,8 +97,8 @@ def eval_numbers(line: Line, name: str) -> dict[str, float]:
 
 def pass_at_numbers(numbers: Mapping[str, float]) -> dict[int, float]:
     """pass@k by k, in order of k, from the result of ``eval_numbers``."""
-    found = numbers_after(numbers, "pass_at/")
-    return {int(k): found[k] for k in sorted(filter(str.isdecimal, found), key=int)}
+    members = numbers_after(numbers, "pass_at/")
+    return {int(k): members[k] for k in sorted(filter(str.isdecimal, members), key=int)}
 
 
 def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -155,16 +155,16 @@ def read_metrics(
     """
     if not path.exists():
         return []
-    found: list[Line] = []
+    lines: list[Line] = []
     newest = 0
     with path.open("rb") as file:
         for line in filter(None, map(parse_line, file)):
             kind, start = line.get("kind"), line.get("start", 0)
             if kind == "train" and start > newest:
                 newest = start
-                found = [other for other in found if not is_voided(other, line)]
+                lines = [other for other in lines if not is_voided(other, line)]
             if kind == "update" and of_updates is not None:
                 line = {key: line[key] for key in ("kind", "step", "start", *of_updates) if key in line}
             if kinds is None or kind in kinds:
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines

@@ -173,8 +173,8 @@ def _content(content: Any) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    found = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts]
-    return "\n".join(part if isinstance(part, str) else _json(part) for part in found)
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts]
+    return "\n".join(part if isinstance(part, str) else _json(part) for part in texts)
 
 
 def _call(call: Any, indent: int) -> list[SampleLine]:

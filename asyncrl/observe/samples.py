@@ -81,19 +81,19 @@ def sample_file(kind: SampleKind, step: int, name: str = "") -> str:
 
 def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[SampleGroup]:
     """Returns at most ``count`` groups, the newest first; an empty list if the run has no samples. Raises OSError."""
-    found: list[SampleGroup] = []
+    newest: list[SampleGroup] = []
     for path in _files(run_dir / FOLDER, choice):
         groups = list(_groups(path).values())
         # All groups of a step or an evaluation are equally new; filtered groups were appended one by one.
-        found += reversed(groups) if groups and groups[0].kind == "filtered" else groups
-        if len(found) >= count:
+        newest += reversed(groups) if groups and groups[0].kind == "filtered" else groups
+        if len(newest) >= count:
             break
-    return found[:count]
+    return newest[:count]
 
 
 def _files(folder: Path, choice: SampleChoice) -> list[Path]:
     """The files of a choice, the newest first. Groups filtered or evaluated after a step are newer than the step."""
-    found: list[tuple[int, int, Path]] = []
+    chosen: list[tuple[int, int, Path]] = []
     try:
         entries = list(folder.iterdir())
     except FileNotFoundError:
@@ -108,19 +108,19 @@ def _files(folder: Path, choice: SampleChoice) -> list[Path]:
             and choice.step in (None, step)
             and (choice.until is None or step <= choice.until)
         ):
-            found.append((step, KINDS.index(kind), path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+            chosen.append((step, KINDS.index(kind), path))
+    return [path for _, _, path in sorted(chosen, reverse=True)]
 
 
 def _groups(path: Path) -> dict[str, SampleGroup]:
     """The groups of a file by uid, in order. If a restarted learner trained the step again, only its groups stay."""
-    found: dict[str, SampleGroup] = {}
+    groups: dict[str, SampleGroup] = {}
     for group in _lines(path):
-        if group.kind == TRAINED and any(other.start < group.start for other in found.values()):
-            found.clear()
-        found.pop(group.uid, None)
-        found[group.uid] = group
-    return found
+        if group.kind == TRAINED and any(other.start < group.start for other in groups.values()):
+            groups.clear()
+        groups.pop(group.uid, None)
+        groups[group.uid] = group
+    return groups
 
 
 def _lines(path: Path) -> Iterator[SampleGroup]:

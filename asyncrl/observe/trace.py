@@ -162,7 +162,7 @@ def _placing(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[
 
 def span_events(pid: int, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
     """Spans as events of the file, in whole microseconds of Unix time."""
-    found = []
+    events = []
     for span in spans:
         began = round(span.began * 1e6)
         event: dict[str, Any] = {"ph": "B", "name": span.name, "pid": pid, "tid": _tid(pid, span.order), "ts": began}
@@ -171,5 +171,5 @@ def span_events(pid: int, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
             event |= {"ph": "X", "dur": round((span.began + span.seconds) * 1e6) - began}
         if span.facts:
             event["args"] = span.facts
-        found.append(event)
-    return found
+        events.append(event)
+    return events

@@ -192,16 +192,16 @@ class Actor(EndpointOwner):
 
     def peer(self, name: str) -> Peer:
         """Returns the connection to the actor ``name``, and makes it at the first use."""
-        found = self._peers.get(name)
-        if found is None:
+        peer = self._peers.get(name)
+        if peer is None:
             record = None
             if name == CONTROLLER and self.context.controller is not None:
                 record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
-            found = self._peers[name] = Peer(self._endpoint, name, record)
+            peer = self._peers[name] = Peer(self._endpoint, name, record)
             # This incarnation was known to be dead before the connection existed: ignore its messages here too.
-            if name in self.dead and not found.is_fixed:
-                found.adopt(self.dead[name] + 1)
-        return found
+            if name in self.dead and not peer.is_fixed:
+                peer.adopt(self.dead[name] + 1)
+        return peer
 
     def progress(self) -> None:
         """Count an event that shows progress. While they come, no heartbeat is left out (heartbeat.py)."""
@@ -290,9 +290,9 @@ class Actor(EndpointOwner):
         A class that overrides it adds to it.
         """
         waits = self.awaits.records()
-        known = {(wait.whom, wait.what) for wait in waits}
+        covered = {(wait.whom, wait.what) for wait in waits}
         for peer in list(self._peers.values()):
-            waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
+            waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in covered]
         return waits
 
     def unreached(self) -> list[UnreachedRecord]:
@@ -300,8 +300,10 @@ class Actor(EndpointOwner):
 
         At most MOST_UNREACHED, those unreached for longest first.
         """
-        found = [UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0]
-        others = [record for record in found if record.whom != CONTROLLER]
+        records = [
+            UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0
+        ]
+        others = [record for record in records if record.whom != CONTROLLER]
         return sorted(others, key=lambda record: -record.seconds)[:MOST_UNREACHED]
 
     # --- its life ---
@@ -322,7 +324,7 @@ class Actor(EndpointOwner):
             await self._controller_session.send_last_notices()
             await self._controller_session.send_trace(0)
         except* Exception as group:
-            error = _first(group)
+            error = _first_error(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
             await self._controller_session.send_last_notices()
             await self._report(error)
@@ -471,7 +473,7 @@ class _Ended(Exception):
     """Leaves the task group, which cancels what still runs in it."""
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -46,7 +46,7 @@ class NoticeQueue:
         self._known: dict[str, Notice] = {}
         self._unsent: dict[str, None] = {}
         """Keys of notices to send, the oldest first."""
-        self._more: set[str] = set()
+        self._overflowing: set[str] = set()
         """Keys that had no room; the notice MORE counts them."""
 
     def add(self, notice: Notice) -> bool:
@@ -54,11 +54,15 @@ class NoticeQueue:
         key, text = notice.key, notice.text
         # One place is reserved for MORE.
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
-            is_new = key not in self._more
-            if is_new and len(self._more) < MOST_OVERFLOWING:
-                self._more.add(key)
+            is_new = key not in self._overflowing
+            if is_new and len(self._overflowing) < MOST_OVERFLOWING:
+                self._overflowing.add(key)
             self._put(
-                Notice(key=MORE, text="more kinds of notices than are shown; the log has them", count=len(self._more))
+                Notice(
+                    key=MORE,
+                    text="more kinds of notices than are shown; the log has them",
+                    count=len(self._overflowing),
+                )
             )
             return is_new
         before = self._known.get(key)
@@ -112,11 +116,11 @@ class ControllerSession:
         self.notices = NoticeQueue()
         self.noticed = asyncio.Event()
         """Set when there are notices to send."""
-        self._known_to = 0
+        self._registered_with = 0
         """Incarnation of the controller that the actor last registered with."""
         self._is_preempted = False
         self._is_leaving = False
-        self._traced = 0
+        self._last_trace = 0
         """Number of the last trace request that the actor has answered."""
 
     async def register(self, address: str) -> None:
@@ -129,7 +133,7 @@ class ControllerSession:
         timeout = actor.config.supervision.start_timeout_s
         call = actor.peer(CONTROLLER).call(Register(record=actor.record(address)), timeout=timeout)
         await call
-        self._known_to = call.answered_by
+        self._registered_with = call.answered_by
         # A new controller has none of the earlier values.
         actor.heartbeat_delta.forget()
 
@@ -155,7 +159,7 @@ class ControllerSession:
             except (DeadlineExceeded, RemoteError) as error:
                 await wait_out(actor.log, "controller", error)
                 continue
-            if call.answered_by != self._known_to:
+            if call.answered_by != self._registered_with:
                 actor.log.info("controller has started again", incarnation=call.answered_by)
                 try:
                     await self.register(actor.address if actor.ready else "")
@@ -169,8 +173,8 @@ class ControllerSession:
                 self.noticed.set()
             actor.run_state = state
             actor.fence(state.dead)
-            if state.trace and state.trace != self._traced:
-                self._traced = state.trace
+            if state.trace and state.trace != self._last_trace:
+                self._last_trace = state.trace
                 actor.tasks.create_task(self.send_trace(state.trace))
             if actor.role in state.draining and not actor.draining:
                 actor.log.info("draining", reason=state.reason)
@@ -187,13 +191,13 @@ class ControllerSession:
 
     def _leave(self) -> None:
         actor = self._actor
-        found = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
-        if found is None or self._is_leaving or actor.draining:
+        order = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
+        if order is None or self._is_leaving or actor.draining:
             return
         self._is_leaving = True
-        actor.log.info("leaving the run", within_s=found.within_s)
+        actor.log.info("leaving the run", within_s=order.within_s)
         if actor.ready:
-            actor.asked_to_leave(found.within_s)
+            actor.asked_to_leave(order.within_s)
         else:
             actor.begin_drain()
 
@@ -223,17 +227,17 @@ class ControllerSession:
     async def _send_waiting_notices(self) -> None:
         """Send the queued notices one by one. If the controller is away, queue the rest again and set ``noticed``."""
         actor = self._actor
-        left = self.notices.take()
+        unsent = self.notices.take()
         try:
-            while left:
-                await actor.peer(CONTROLLER).call(left[0])
-                del left[0]
+            while unsent:
+                await actor.peer(CONTROLLER).call(unsent[0])
+                del unsent[0]
         # A WireError is an OSError.
         except OSError as error:
             actor.log.info("controller is away", error=str(error))
             self.noticed.set()
         finally:
-            self.notices.put_back(left)
+            self.notices.put_back(unsent)
 
     async def send_last_notices(self) -> None:
         """Send the rest of the notices at the end of the actor, within REPORT_S."""

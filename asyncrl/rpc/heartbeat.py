@@ -345,7 +345,7 @@ class HeartbeatDelta:
         self._beats += 1
         metrics = self._metrics.news(beat.counters)
         histograms = self._histograms.news(beat.histograms)
-        resources = self._resources.news({resource.name: _stay(resource) for resource in beat.resources})
+        resources = self._resources.news({resource.name: _state_key(resource) for resource in beat.resources})
         self.late += self._metrics.left + self._histograms.left + self._resources.left
         return msgspec.structs.replace(
             beat,
@@ -356,7 +356,7 @@ class HeartbeatDelta:
         )
 
 
-def _stay(resource: Resource) -> tuple[Any, ...]:
+def _state_key(resource: Resource) -> tuple[Any, ...]:
     """Returns a key that stays equal while a resource stays in its state, and differs after it has left it."""
     before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
     # The total time in this state and ``state_s`` grow alike; rounded, their difference is constant.
@@ -367,8 +367,8 @@ def _stay(resource: Resource) -> tuple[Any, ...]:
 class _Sent(Generic[T]):
     """The values that were last sent, by name; at most ``most`` are sent at a time."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._values: dict[str, T] = {}
         self._sent: dict[str, int] = {}
         """Number of the call of ``news`` that last sent each value."""
@@ -384,9 +384,9 @@ class _Sent(Generic[T]):
         self._calls += 1
         unknown = object()
         changed = [name for name, value in values.items() if self._values.get(name, unknown) != value]
-        if len(changed) > self._most:
+        if len(changed) > self._limit:
             changed.sort(key=lambda name: self._sent.get(name, 0))
-        self.left = max(0, len(changed) - self._most)
-        for name in changed[: self._most]:
+        self.left = max(0, len(changed) - self._limit)
+        for name in changed[: self._limit]:
             self._values[name], self._sent[name] = values[name], self._calls
-        return set(changed[: self._most])
+        return set(changed[: self._limit])

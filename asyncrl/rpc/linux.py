@@ -33,18 +33,18 @@ def die_with_parent(number: int) -> None:
 
 def children_of(pid: int) -> list[int]:
     """Pids of the children of a process, zombies included."""
-    found = []
+    children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 # The second field is the name in parentheses, which may hold anything; the fourth is the
                 # parent.
-                after_name = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2]
+                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2]
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(after_name.split()[1]) == pid:
-                found.append(int(entry))
-    return found
+            if int(fields.split()[1]) == pid:
+                children.append(int(entry))
+    return children
 
 
 def descriptor_limit() -> int:
@@ -62,8 +62,8 @@ def raise_descriptor_limit() -> None:
 def age_s() -> float:
     """Seconds since this process was spawned."""
     # The 22nd field is the start time of the process, in clock ticks since boot (proc(5)).
-    after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2]
-    spawned = int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2]
+    spawned = int(fields.split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - spawned
 
 
@@ -108,23 +108,23 @@ def kill_group(leader: int) -> None:
 
 def group_members(children: list[int], leader: int) -> list[int]:
     """Those of ``children`` that belong to the process group or the session of ``leader``."""
-    found = []
+    members = []
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             if leader in (os.getpgid(pid), os.getsid(pid)):
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members
 
 
 def session_members(leader: int) -> list[int]:
     """Pids in the session of ``leader``, a child that has not been reaped; without itself, with any parents."""
-    found = []
+    members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != leader:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getsid(int(entry)) == leader:
-                    found.append(int(entry))
-    return found
+                    members.append(int(entry))
+    return members
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -36,17 +36,17 @@ class ParkingLot:
         was_due = bool(self._due)
         self._due.update(self._waiting)
         self._waiting.clear()
-        # If calls were due before, ``_let_ask`` is scheduled already.
+        # If calls were due before, ``_wake_due`` is scheduled already.
         if not was_due:
-            self._let_ask()
+            self._wake_due()
 
-    def _let_ask(self) -> None:
+    def _wake_due(self) -> None:
         for future in list(itertools.islice(self._due, AT_ONCE)):
             del self._due[future]
             if not future.done():
                 future.set_result(None)
         if self._due:
-            asyncio.get_running_loop().call_soon(self._let_ask)
+            asyncio.get_running_loop().call_soon(self._wake_due)
 
     async def until(self, ask: Callable[[], T | None], timeout: float) -> T | None:
         """Returns the first answer of ``ask`` that is not None; asks last after ``timeout`` seconds, maybe for None."""

@@ -33,10 +33,10 @@ class StackRequests:
     def install(self) -> None:
         """From now on SIGUSR1 writes the threads' stacks to standard error and is counted. Main thread only."""
         # In this order: faulthandler calls the handler that was installed before it.
-        signal.signal(signal.SIGUSR1, self._asked)
+        signal.signal(signal.SIGUSR1, self._count_request)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
-    def _asked(self, _number: int, _frame: FrameType | None) -> None:
+    def _count_request(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
 
 
@@ -52,7 +52,7 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for task in asyncio.all_tasks(loop):
         names.setdefault(_stack_of(task), []).append(task.get_name())
-    counts = Counter({stack: len(found) for stack, found in names.items()})
+    counts = Counter({stack: len(tasks) for stack, tasks in names.items()})
     lines = [TASKS_BEGIN]
     for stack, count in counts.most_common(TASKS_SHOWN):
         shown = ", ".join(sorted(names[stack])[:NAMES_SHOWN]) + (", ..." if count > NAMES_SHOWN else "")
@@ -66,14 +66,18 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 def _stack_of(task: asyncio.Task[Any]) -> tuple[str, ...]:
     """One line for each frame of a task, outermost first; the last line names the awaited object, if any."""
     lines: list[str] = []
-    at: Any = task.get_coro()
-    while at is not None and len(lines) < DEEPEST:
-        frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(at, name, None))), None)
+    awaitable: Any = task.get_coro()
+    while awaitable is not None and len(lines) < DEEPEST:
+        frame = next(
+            (f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaitable, name, None))), None
+        )
         if frame is None:
             break
         code = frame.f_code
         lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
-        at = next((a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(at, name, None))), None)
+        awaitable = next(
+            (a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(awaitable, name, None))), None
+        )
     awaited = getattr(task, "_fut_waiter", None)
     if awaited is not None:
         lines.append(f"awaits {_describe(awaited)}")

@@ -102,12 +102,12 @@ async def why_not(run_dir: Path) -> str:
     )
     try:
         async with asyncio.timeout(PROBE_S):
-            _, said = await probe.communicate()
+            _, error_output = await probe.communicate()
     except TimeoutError:
         return f"a process that should isolate itself did not end within {PROBE_S:g} s"
     finally:
         if probe.returncode is None:
             probe.kill()
             await probe.wait()
-    lines = said.decode(errors="replace").strip().splitlines()
+    lines = error_output.decode(errors="replace").strip().splitlines()
     return "" if probe.returncode == 0 else lines[-1] if lines else f"the probe ended with {probe.returncode}"

@@ -174,8 +174,8 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-    said = [line.strip() for line in both.decode(errors="replace").strip().splitlines()[-LAST_LINES:]]
-    return {"code": code, "last_line": last, "last_lines": said, "user_s": used.ru_utime + used.ru_stime}
+    last_lines = [line.strip() for line in both.decode(errors="replace").strip().splitlines()[-LAST_LINES:]]
+    return {"code": code, "last_line": last, "last_lines": last_lines, "user_s": used.ru_utime + used.ru_stime}
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -73,15 +73,15 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 
 def family(pid: int) -> list[int]:
     """A process and its descendants."""
-    found = [pid]
+    pids = [pid]
     # The list grows during the loop.
-    for one in found:
+    for parent in pids:
         # Each thread has children of its own.
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
+            for thread in os.listdir(f"/proc/{parent}/task"):
                 with contextlib.suppress(OSError):
-                    found += map(int, _read(f"/proc/{one}/task/{thread}/children").split())
-    return found
+                    pids += map(int, _read(f"/proc/{parent}/task/{thread}/children").split())
+    return pids
 
 
 def _read(path: str) -> bytes:

@@ -77,10 +77,10 @@ class WorkerProcess:
         self._socket, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), *confined.arguments]
         run = ["-m", module, *arguments] if own_session else warden.command(module, *arguments)
-        with theirs, contextlib.ExitStack() as undone:
-            undone.callback(self._socket.close)
+        with theirs, contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._socket.close)
             self.output = Output(max_output_bytes)
-            undone.callback(self.output.close)
+            cleanup.callback(self.output.close)
             try:
                 self._process = subprocess.Popen(
                     # -u: unbuffered, so that printed text arrives before the answer to the task.
@@ -98,7 +98,7 @@ class WorkerProcess:
                 )
             finally:
                 self.output.started()
-            undone.pop_all()
+            cleanup.pop_all()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
         self._loop.add_reader(self.output.read_fd, self._drain)
@@ -128,7 +128,7 @@ class WorkerProcess:
         sent = self._write(frames)
         if sent < len(frames) and not self.ended:
             self._outgoing = memoryview(frames)[sent:]
-            self._loop.add_writer(self._socket, self._write_on)
+            self._loop.add_writer(self._socket, self._write_rest)
 
     def _read(self) -> None:
         """Receive frames and pass them to ``on_frame``; hang up when the process has closed its end."""
@@ -197,7 +197,7 @@ class WorkerProcess:
             self._hang_up()
             return 0
 
-    def _write_on(self) -> None:
+    def _write_rest(self) -> None:
         self._outgoing = self._outgoing[self._write(self._outgoing) :]
         if not self._outgoing and not self.ended:
             self._loop.remove_writer(self._socket)

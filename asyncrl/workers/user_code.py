@@ -194,13 +194,13 @@ def find_place(spec: str) -> str:
 
 def _place(error: BaseException) -> str:
     """FILE:LINE of the innermost frame in the user's own code, else in a library; empty if there are only our own."""
-    theirs = [
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(_OURS) and "importlib" not in frame.filename
     ]
-    own = [frame for frame in theirs if not frame.filename.startswith(_LIBRARIES)] or theirs
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    users_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    return f"{users_frames[-1].filename}:{users_frames[-1].lineno}" if users_frames else ""
 
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -217,6 +217,6 @@ def _modules_beside(module: str) -> list[str]:
     """Names of the modules in the package of ``module``, or in the working directory, to suggest instead."""
     package, _, _ = module.rpartition(".")
     if package:
-        found = getattr(sys.modules.get(package), "__path__", [])
-        return [f"{package}.{info.name}" for info in pkgutil.iter_modules(found)]
+        folders = getattr(sys.modules.get(package), "__path__", [])
+        return [f"{package}.{info.name}" for info in pkgutil.iter_modules(folders)]
     return [info.name for info in pkgutil.iter_modules([os.getcwd()])]

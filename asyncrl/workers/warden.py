@@ -80,7 +80,7 @@ def _keep(worker: int) -> NoReturn:
     """Wait for the worker's end or for END, kill all descendants, and end as the worker did."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    _let_go_of_files()
+    _close_files()
     status: int | None = None
     while status is None and signal.sigwait(WAITED_FOR) == signal.SIGCHLD:
         status = _reap(worker)
@@ -98,18 +98,18 @@ def _keep(worker: int) -> NoReturn:
 
 def _reap(worker: int) -> int | None:
     """Reap all children that have ended. Returns the wait status of the worker, or None if it lives."""
-    found: int | None = None
+    worker_status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
             if pid == worker:
-                found = status
-    return found
+                worker_status = status
+    return worker_status
 
 
-def _let_go_of_files() -> None:
+def _close_files() -> None:
     """Close the socket and the outputs here, so that the actor sees when the worker closes them."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:

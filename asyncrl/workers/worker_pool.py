@@ -338,16 +338,16 @@ class WorkerPool(Generic[P]):
                 continue
             if not place.ready:
                 if self._looked - place.launched > self._start_timeout_s:
-                    told = f"was not ready within {self._start_timeout_s:g} s of its start; its worker was killed"
-                    self._kill(place, told)
+                    text = f"was not ready within {self._start_timeout_s:g} s of its start; its worker was killed"
+                    self._kill(place, text)
             elif reason := self._find_fault(place, since, self._looked):
                 self._kill(place, reason)
-            elif (found := held_beyond(place.process.pid, place.memory_limit)) is not None:
+            elif (excess := held_beyond(place.process.pid, place.memory_limit)) is not None:
                 self.counters.out_of_memory += 1
-                held, below = found
-                told = f"took more than {self._limits.max_memory_bytes} bytes of memory"
-                told += f" ({self.section}.max_memory_bytes; its process and {below} below it held {held})"
-                self._kill(place, f"{told}; they were killed")
+                held, below = excess
+                text = f"took more than {self._limits.max_memory_bytes} bytes of memory"
+                text += f" ({self.section}.max_memory_bytes; its process and {below} below it held {held})"
+                self._kill(place, f"{text}; they were killed")
         self._look_timer = self._loop.call_later(self._look_s, self._look)
 
     def _to_look_at(self) -> Iterable[P]:

@@ -42,12 +42,12 @@ FRESH_S = 3.0
 
 def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorStatus]:
     """The status of each of ``names`` whose newest incarnation has sent a heartbeat, with its times extended to now."""
-    found = {}
+    views = {}
     for name in names:
         entry = registry.entries.get(name)
         if entry is not None and entry.heartbeat is not None:
-            found[name] = _view(registry, entry, now)
-    return found
+            views[name] = _status(registry, entry, now)
+    return views
 
 
 def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s: float) -> Iterator[ReadyActor]:
@@ -64,7 +64,7 @@ def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s:
             yield ReadyActor(name=name, incarnation=entry.record.incarnation, unreached=unreached)
 
 
-def _view(registry: Registry, entry: Entry, now: float) -> ActorStatus:
+def _status(registry: Registry, entry: Entry, now: float) -> ActorStatus:
     beat = entry.heartbeat
     assert beat is not None
     age = now - entry.heard
@@ -115,18 +115,18 @@ class FailureDetector:
             await asyncio.sleep(self._supervision.heartbeat_s)
             now = self._controller.clock.now()
             aside = {actor.name for actor in self._run.aside}
-            seen = view_of(self._registry, self._run.expected - aside, now)
+            statuses = view_of(self._registry, self._run.expected - aside, now)
             self._check_hosts(now)
             # Without actors of hosts in doubt, and without node agents: ``KnownHosts`` judges their silence.
-            judged = self._run.expected - self._hosts.in_doubt(self._registry, now)
+            candidates = self._run.expected - self._hosts.in_doubt(self._registry, now)
             silent = [
-                actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in judged
+                actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in candidates
             ]
-            self._report_silent(silent, seen)
+            self._report_silent(silent, statuses)
             self._condemn(silent)
             if self._run.phase == "running":
-                self._check_paths(judged, now)
-            if self._stalls.look(seen, self._run.phase, now):
+                self._check_paths(candidates, now)
+            if self._stalls.look(statuses, self._run.phase, now):
                 self._on_stall(self._stalls.report, now)
 
     def _check_hosts(self, now: float) -> None:
@@ -155,18 +155,18 @@ class FailureDetector:
         ``silent`` has the seconds of silence of each agent whose host is neither in doubt nor lost. For any other
         agent nothing is reported, and an earlier report stays open.
         """
-        found = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
-        for agent in found.keys() - self._silent_agents:
+        overdue = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
+        for agent in overdue.keys() - self._silent_agents:
             host = self._hosts.known[agent]
-            what = f"{agent} on {host.name} was silent for {found[agent]:.0f} s while its actors beat"
+            what = f"{agent} on {host.name} was silent for {overdue[agent]:.0f} s while its actors beat"
             self._observation.happened("error", agent, f"{what}: none of them is restarted or ended there")
-            self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
-        for agent in self._silent_agents & silent.keys() - found.keys():
+            self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=overdue[agent])
+        for agent in self._silent_agents & silent.keys() - overdue.keys():
             self._observation.happened("info", agent, "is heard again")
         unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
-        self._silent_agents = found.keys() | unknown
+        self._silent_agents = overdue.keys() | unknown
 
-    def _report_silent(self, silent: Sequence[Condemned], seen: Mapping[str, ActorStatus]) -> None:
+    def _report_silent(self, silent: Sequence[Condemned], statuses: Mapping[str, ActorStatus]) -> None:
         """Add the silent actors to the published ones, so that their agents report them and take their stacks.
 
         Drops actors that are no longer condemned. ``seen`` has the last status of actors by name.
@@ -174,7 +174,9 @@ class FailureDetector:
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
         for actor in silent:
-            report = describe_silence(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
+            report = (
+                describe_silence(statuses[actor.name]) if actor.name in statuses else f"{actor.name}: {actor.reason}"
+            )
             self._silent.append(Stuck(actor.name, actor.incarnation, report, self._first_number))
         self._publish_stuck()
 
@@ -183,18 +185,18 @@ class FailureDetector:
 
         If restarts did not help, set the actor aside, or fail the run.
         """
-        most = self._supervision.max_restarts
-        found = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
-        self._condemn(found)
-        for actor in found:
+        max_restarts = self._supervision.max_restarts
+        condemned = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
+        self._condemn(condemned)
+        for actor in condemned:
             number = self._unreachable.condemnations(actor.name)
-            match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=most):
+            match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=max_restarts):
                 case "set aside":
                     self._run.set_aside(actor.name, actor.incarnation, actor.reason, "", now)
                 case "fail the run":
                     reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
                     self._run.fail(actor.name, reason, "", 1, now)
-        if found:
+        if condemned:
             self._controller.tell()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:

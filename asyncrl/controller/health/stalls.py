@@ -115,7 +115,7 @@ class StallDetector:
     """Sum of the deadlines of single pieces of work, from ``deadlines_of``."""
     report: StallReport | None = None
     _reports: int = 0
-    _moved: float | None = None
+    _moved_at: float | None = None
     """Start of the clock: the time at which the run last moved, or had a reason not to; None before it runs."""
     _looked: float = 0.0
     """Time of the last call of ``look``."""
@@ -136,19 +136,19 @@ class StallDetector:
         gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
         self._looked = now
         moved, in_time = self._update(actors), self._update_budgets(actors)
-        if phase != "running" or (self._moved is None and LEARNER not in actors):
-            self._moved, self.report = None, None
-        elif self._moved is None or gap or moved or _is_idle(actors):
-            self._moved, self.report = now, None
+        if phase != "running" or (self._moved_at is None and LEARNER not in actors):
+            self._moved_at, self.report = None, None
+        elif self._moved_at is None or gap or moved or _is_idle(actors):
+            self._moved_at, self.report = now, None
             self._restarts.clear()
         elif in_time:
-            self._moved, self.report = now, None
+            self._moved_at, self.report = now, None
         elif LEARNER in actors:
             # Without heartbeats of the learner there is no report: it starts, or is handled as a silent actor.
-            self._judge(actors, now - self._moved, now)
+            self._report_if_due(actors, now - self._moved_at, now)
         return self.report is not before
 
-    def _judge(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
+    def _report_if_due(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
         """Make a report if one is due, or if the run must end. ``lasted`` is the time without movement (s)."""
         if self.report is None:
             self._pause, self._next_report = self.config.stall_s, now - lasted + self.config.stall_s
@@ -181,7 +181,7 @@ class StallDetector:
         """Store the versions and counters of all actors. Returns whether any shows that the run has moved."""
         moved = False
         for name, actor in actors.items():
-            version, best = actor.version, actor.progress
+            version, progress = actor.version, actor.progress
             if (known := self._best.get(name)) is None:
                 moved = True
             else:
@@ -190,9 +190,9 @@ class StallDetector:
                 if known[0] != actor.incarnation:
                     self._restarts[name] += 1
                 else:
-                    moved |= any(new > old for new, old in zip(best, known[2], strict=True))
-                    best = tuple(max(pair) for pair in zip(best, known[2], strict=True))
-            self._best[name] = (actor.incarnation, version, best)
+                    moved |= any(new > old for new, old in zip(progress, known[2], strict=True))
+                    progress = tuple(max(pair) for pair in zip(progress, known[2], strict=True))
+            self._best[name] = (actor.incarnation, version, progress)
         return moved
 
     def _update_budgets(self, actors: Mapping[str, ActorStatus]) -> bool:
@@ -203,8 +203,13 @@ class StallDetector:
                 within_budget[name] = (actor.incarnation, actor.state)
         in_time = False
         for name, (incarnation, state) in self._within_budget.items():
-            left = actors.get(name)
-            in_time |= left is not None and not left.ended and left.incarnation == incarnation and left.state != state
+            present = actors.get(name)
+            in_time |= (
+                present is not None
+                and not present.ended
+                and present.incarnation == incarnation
+                and present.state != state
+            )
         self._within_budget = within_budget
         return in_time
 
@@ -253,8 +258,8 @@ def describe_waits(actors: Mapping[str, ActorStatus], silent_after_s: float) -> 
 def describe_silence(actor: ActorStatus) -> str:
     """Describe an actor that is killed for its silence."""
     activity = f"it was {actor.state}"
-    if real := [wait for wait in actor.waits if not wait.idle]:
-        oldest = max(real, key=lambda wait: wait.seconds)
+    if blocking := [wait for wait in actor.waits if not wait.idle]:
+        oldest = max(blocking, key=lambda wait: wait.seconds)
         activity += f" and waited on {oldest.whom} for {oldest.what}"
     return f"{actor.name} has not been heard of for {actor.silent_s:.0f} s ({activity})"
 
@@ -265,8 +270,8 @@ def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, flo
         return 0, "has ended or is to be killed, and is not back", actor.silent_s
     if actor.silent_s >= silent_after_s:
         return 0, f"has not been heard of for {SECONDS} (it was {actor.state})", actor.silent_s
-    if real := [wait for wait in actor.waits if not wait.idle]:
-        oldest = max(real, key=lambda wait: wait.seconds)
+    if blocking := [wait for wait in actor.waits if not wait.idle]:
+        oldest = max(blocking, key=lambda wait: wait.seconds)
         return 1, _wait_clause(oldest), oldest.seconds
     if actor.state not in IDLE_STATES:
         return 2, f"is {actor.state} for {SECONDS}", actor.state_s

@@ -91,8 +91,8 @@ class UnreachableActors:
 
     def condemnations(self, name: str) -> int:
         """Number of condemnations of an actor that are not forgotten."""
-        found = self._condemnations.get(name)
-        return found.number if found is not None else 0
+        record = self._condemnations.get(name)
+        return record.number if record is not None else 0
 
     def look(self, ready: Iterable[ReadyActor], now: float) -> list[Condemned]:
         """Read the reports of all ready actors; called every few seconds. Returns the actors to restart.
@@ -109,18 +109,18 @@ class UnreachableActors:
         paths = self._update(actors, now)
         self._forget(actors, paths, now)
         cut_off = _CutOff(actors, [path for path, s in paths.items() if s >= COUNTED_SHARE * self.unreachable_s])
-        found: dict[str, Condemned] = {}
+        condemned: dict[str, Condemned] = {}
         for path, seconds in sorted(paths.items(), key=lambda item: (-item[1], item[0])):
-            if seconds >= self.unreachable_s and not found.keys() & set(path):
+            if seconds >= self.unreachable_s and not condemned.keys() & set(path):
                 name, why = cut_off.end_of(path)
                 reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
-                found[name] = Condemned(name, actors[name].incarnation, reason)
+                condemned[name] = Condemned(name, actors[name].incarnation, reason)
                 self._condemnations[name] = _Condemnations(self.condemnations(name) + 1, now)
-        return list(found.values())
+        return list(condemned.values())
 
     def _update(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
         """Returns the seconds for which each path was reported without a break between the same two processes."""
-        since, found = {}, {}
+        since, seconds_broken = {}, {}
         for actor in actors.values():
             for name, seconds in actor.unreached.items():
                 other = actors.get(name)
@@ -128,17 +128,17 @@ class UnreachableActors:
                     continue
                 key = (actor.name, actor.incarnation, name, other.incarnation)
                 since[key] = self._since.get(key, now)
-                found[actor.name, name] = min(seconds, now - since[key])
+                seconds_broken[actor.name, name] = min(seconds, now - since[key])
         self._since = since
-        return found
+        return seconds_broken
 
     def _forget(self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float) -> None:
         """Forget the condemnations of actors that have been ready and on no broken path for ``window_s``."""
         broken = {name for path in paths for name in path}
-        for name, each in list(self._condemnations.items()):
+        for name, record in list(self._condemnations.items()):
             if name not in actors or name in broken:
-                each.unreachable = now
-            elif now - each.unreachable >= self.window_s:
+                record.unreachable = now
+            elif now - record.unreachable >= self.window_s:
                 del self._condemnations[name]
 
 
@@ -150,24 +150,24 @@ class _CutOff:
         self._size = Counter(role_of(name) for name in actors if not gang_of(name))
         self._unreached: dict[tuple[str, str], list[str]] = {}
         """By (actor, role): the actors of that role that the actor cannot reach."""
-        self._missed_by: dict[tuple[str, str], list[str]] = {}
+        self._unreached_by: dict[tuple[str, str], list[str]] = {}
         """By (actor, role): the actors of that role that cannot reach the actor."""
         for name, other in sorted(broken):
             self._unreached.setdefault((name, role_of(other)), []).append(other)
-            self._missed_by.setdefault((other, role_of(name)), []).append(name)
+            self._unreached_by.setdefault((other, role_of(name)), []).append(name)
 
     def end_of(self, path: Path) -> tuple[str, str]:
         """Returns the end of a path to restart, and the reason in words."""
         name, other = path
-        end = max(path, key=lambda each: self._extent(each, role_of(other if each == name else name)))
+        end = max(path, key=lambda each: self._severity(each, role_of(other if each == name else name)))
         if end == name:
             return name, f"it could not reach {name_some(self._unreached[name, role_of(other)], NAMES_SHOWN)}"
-        return other, f"it was not reached by {name_some(self._missed_by[other, role_of(name)], NAMES_SHOWN)}"
+        return other, f"it was not reached by {name_some(self._unreached_by[other, role_of(name)], NAMES_SHOWN)}"
 
-    def _extent(self, name: str, role: str) -> tuple[float, int, int]:
+    def _severity(self, name: str, role: str) -> tuple[float, int, int]:
         """Sort key: the share and the number of a role's actors that an actor is cut off from, and minus its cost."""
         unreached = self._unreached.get((name, role), ())
-        cut_off = {*unreached, *self._missed_by.get((name, role), ())}
+        cut_off = {*unreached, *self._unreached_by.get((name, role), ())}
         # A heartbeat names at most MOST_UNREACHED, so a full one may stand for all.
         share = 1.0 if len(unreached) >= MOST_UNREACHED else min(1.0, len(cut_off) / max(1, self._size[role]))
         return share, len(cut_off), -RESTART_COST[role_of(name)]

@@ -212,7 +212,7 @@ class HostChanges:
             return Joined(hosts=[], waiting_for=self._run.waiting_for)
         before, peers = self._membership.members, self._actor.roster.peers
         taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *peers]
-        hosts = self._membership.join(request, self._known(), taken)
+        hosts = self._membership.join(request, self._nameable_hosts(), taken)
         if self._membership.members is not before:
             self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
@@ -225,10 +225,10 @@ class HostChanges:
         if self._membership.departure(request.host) is None:
             self._check_run("leave")
         before, serving = self._membership.members, self._run.expected & self._registry.ready()
-        host = self._membership.leave(request, self._known(), serving, self._run.awaited)
+        host = self._membership.leave(request, self._nameable_hosts(), serving, self._run.awaited)
         if self._membership.members is not before:
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
-            self._part_with(host)
+            self._remove_from_run(host)
         await self._until_kept(caller.park_s)
         # A host whose agent never registered, or is lost, has left by now.
         return self._membership.find(host.agent) or host
@@ -251,9 +251,9 @@ class HostChanges:
     def _dismiss(self, host: MemberHost, reason: str) -> None:
         """Make a joined host leave that cannot serve."""
         self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=reason)
-        self._part_with(self._membership.let_go(host, 0.0, reason))
+        self._remove_from_run(self._membership.let_go(host, 0.0, reason))
 
-    def _part_with(self, host: MemberHost) -> None:
+    def _remove_from_run(self, host: MemberHost) -> None:
         """Remove a leaving host from the run. If its agent cannot report its end any more, it has left at once."""
         self._run.left(host.actors, self._now())
         if host.agent not in self._hosts.known:
@@ -290,17 +290,17 @@ class HostChanges:
         ]
         return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
-    def _known(self) -> list[KnownHost]:
+    def _nameable_hosts(self) -> list[KnownHost]:
         """All hosts by which a user may name one: registered ones, and joined ones whose agent is not registered."""
-        found = dict(self._hosts.known)
+        hosts = dict(self._hosts.known)
         for host in self._membership.members.hosts:
             also = frozenset({host.address} - {""})
-            if (known := found.get(host.agent)) is not None:
-                found[host.agent] = replace(known, also=known.also | also)
+            if (known := hosts.get(host.agent)) is not None:
+                hosts[host.agent] = replace(known, also=known.also | also)
             elif host.stage not in ("lost", "left"):
                 # A user may name a joined host before its agent registers.
-                found[host.agent] = KnownHost(host.agent, host.host, frozenset(host.actors), also)
-        return sorted(found.values(), key=lambda known: int(known.agent.partition("/")[2]))
+                hosts[host.agent] = KnownHost(host.agent, host.host, frozenset(host.actors), also)
+        return sorted(hosts.values(), key=lambda known: int(known.agent.partition("/")[2]))
 
     def _incarnations(self, host: MemberHost) -> dict[str, int]:
         entries = self._registry.entries

@@ -84,10 +84,10 @@ class Membership:
             )
             if self._curve:
                 keys |= zip(host.names, new.keys, strict=True)
-            found.append(host)
+            joining.append(host)
             agent, rollouter = agent + 1, rollouter + new.replicas
-        self._change(hosts=found, keys=keys)
-        return found
+        self._change(hosts=joining, keys=keys)
+        return joining
 
     def ready(self, names: Collection[str]) -> list[str]:
         """Let joined actors serve. ``names`` are all ready actors; returns those that serve for the first time.
@@ -96,9 +96,9 @@ class Membership:
         """
         new, hosts, serving = [], [], self.members.serving
         for host in self.at("joining", "serving"):
-            found = [name for name in host.actors if name in names and name not in serving]
-            if host.stage == "serving" or any(role_of(name) == ROLLOUTER for name in found):
-                new += found
+            newly_ready = [name for name in host.actors if name in names and name not in serving]
+            if host.stage == "serving" or any(role_of(name) == ROLLOUTER for name in newly_ready):
+                new += newly_ready
                 hosts.append(replace(host, stage="serving"))
         if new:
             self._change(hosts=hosts, serving=[*serving, *new])
@@ -126,16 +126,16 @@ class Membership:
         staying = [host for host in known if (it := self.find(host.agent)) is None or it.takes_part]
         if request.ask:
             staying = [host for host in staying if (it := self.find(host.agent)) and it.ask == request.ask]
-        found = [host for host in staying if host.is_called(request.host)]
-        if not found and (before := self.departure(request.host)) is not None:
+        matches = [host for host in staying if host.is_called(request.host)]
+        if not matches and (before := self.departure(request.host)) is not None:
             return before
-        if not found:
-            there = ", ".join(map(str, staying))
-            raise InvalidRequest(f"no host {request.host} takes part in this run; there are {there}")
-        if len(found) > 1:
-            agents = " and ".join(host.agent for host in found)
+        if not matches:
+            names = ", ".join(map(str, staying))
+            raise InvalidRequest(f"no host {request.host} takes part in this run; there are {names}")
+        if len(matches) > 1:
+            agents = " and ".join(host.agent for host in matches)
             raise InvalidRequest(f"{request.host} is the name of {agents}; say which of them")
-        (host,) = found
+        (host,) = matches
         if needed := sorted(actor for actor in host.actors if role_of(actor) not in (ROLLOUTER, EPISODES)):
             raise InvalidRequest(f"{host.name} cannot leave: the run cannot continue without {', '.join(needed)}")
         member = self.find(host.agent)
@@ -177,8 +177,8 @@ class Membership:
     def departure(self, name: str) -> MemberHost | None:
         """The newest host that leaves or has left and is called ``name``, as is its agent; None without one."""
         leaving = self.at("leaving", "lost", "left")
-        found = [host for host in leaving if name.lower() in (host.host.lower(), host.agent)]
-        return found[-1] if found else None
+        matches = [host for host in leaving if name.lower() in (host.host.lower(), host.agent)]
+        return matches[-1] if matches else None
 
     @property
     def leaving(self) -> list[Leaving]:
@@ -198,10 +198,10 @@ class Membership:
         for number, (new, name) in enumerate(zip(hosts, names, strict=True)):
             if name in names[:number]:
                 problems.append(f"{new.host} is named twice")
-            there = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
-            if there is not None:
-                at = f", at {new.address}" if there.name.lower() != name else ""
-                problems.append(f"{new.host} takes part in this run already, as {there}{at}")
+            same = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
+            if same is not None:
+                at = f", at {new.address}" if same.name.lower() != name else ""
+                problems.append(f"{new.host} takes part in this run already, as {same}{at}")
             actors = new.replicas * (2 if new.episodes else 1)
             if self._curve and (len(new.keys) != 1 + actors or not all(new.keys)):
                 problems.append(f"{new.host}: keys are missing, and this run admits no host without them")

@@ -60,7 +60,7 @@ class Observation:
         self._phase = self._run.phase
         self.restarts = 0
         """Restarts of the controller in this attempt of the run."""
-        self._own: Heartbeat | None = None
+        self._own_heartbeat: Heartbeat | None = None
         """Newest heartbeat of the controller itself, which is gathered here and not sent."""
         self._own_event = 0
         """Number of the controller's newest event that was added to ``events``."""
@@ -68,7 +68,7 @@ class Observation:
         """Free bytes on the disk of the run folder; None if unknown."""
         self._logs_lost = 0
         """Number of log lines that were lost, over all incarnations of all actors."""
-        self._lost_of: dict[str, tuple[int, int]] = {}
+        self._lost_lines_of: dict[str, tuple[int, int]] = {}
         """By actor: its incarnation at the last check, and the number of lines that it had lost."""
         self._recorder = Recorder(context.run_dir, self.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
@@ -84,8 +84,8 @@ class Observation:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.snapshots.run())
-                tasks.create_task(self._look_around())
-                tasks.create_task(self._look_at_disk())
+                tasks.create_task(self._check_regularly())
+                tasks.create_task(self._check_disk())
         finally:
             self._disk_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -118,11 +118,11 @@ class Observation:
     def _recorded_last(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
         try:
-            found = last_recorded(self._controller.context.run_dir, self.attempt)
+            last = last_recorded(self._controller.context.run_dir, self.attempt)
         except OSError as error:
             self._controller.log.warning("what was recorded cannot be read", error=str(error))
             return None
-        return found if found is not None and found.run.run_id == self._controller.context.credentials.run_id else None
+        return last if last is not None and last.run.run_id == self._controller.context.credentials.run_id else None
 
     def changed(self) -> None:
         """Add an event if the phase of the run has changed."""
@@ -137,7 +137,7 @@ class Observation:
 
     async def conclude(self) -> None:
         """Take the last snapshot, send it to all viewers, and record it."""
-        self._look_at_self()
+        self._gather_own()
         # Wait for the write before, or the last snapshot would be lost.
         await self._written()
         await self.snapshots.take(record=True, last=True)
@@ -151,12 +151,12 @@ class Observation:
 
     def view_self(self, now: float) -> ActorView:
         """The controller's own entry in a snapshot."""
-        if self._own is None:
-            self._look_at_self()
-        assert self._own is not None
+        if self._own_heartbeat is None:
+            self._gather_own()
+        assert self._own_heartbeat is not None
         # A restarted controller keeps the keys and the attempt number of its first start, so count restarts here.
         entry = Entry(msgspec.structs.replace(self._controller.record(), attempt=self.restarts), since=now, heard=now)
-        entry.merge(self._own, now)
+        entry.merge(self._own_heartbeat, now)
         return view_actor(entry, "ready", now)
 
     def age_s(self, now: float) -> float:
@@ -194,44 +194,44 @@ class Observation:
                 text = f"snapshots are missing in the recording: {where}; a replay shows gaps"
                 self._controller.notify("recording", text, count=int(lost), meanwhile="The run continues")
 
-    def _look_at_self(self) -> None:
+    def _gather_own(self) -> None:
         """Gather the controller's own heartbeat, and add its new events."""
-        self._own = gather_heartbeat(self._controller, 0)
-        for event in self._own.events:
+        self._own_heartbeat = gather_heartbeat(self._controller, 0)
+        for event in self._own_heartbeat.events:
             if event.number > self._own_event:
                 self._own_event = event.number
                 self.events.add(event.wall, event.level, self._controller.name, event.text)
 
-    async def _look_around(self) -> None:
+    async def _check_regularly(self) -> None:
         while True:
             self._controller.counters["snapshots/recorded_bytes"] = self._recorder.size
-            self._look_at_self()
-            self._look_at_logs()
+            self._gather_own()
+            self._count_lost_lines()
             await asyncio.sleep(self._controller.config.supervision.heartbeat_s)
 
-    def _look_at_logs(self) -> None:
+    def _count_lost_lines(self) -> None:
         """Add up the log lines that actors have lost since the last check; notify the user of new ones."""
-        own = self._own.counters if self._own is not None else {}
+        own = self._own_heartbeat.counters if self._own_heartbeat is not None else {}
         counts = {self._controller.name: (self._controller.context.incarnation, own)}
         counts |= {name: (entry.record.incarnation, entry.metrics) for name, entry in self._registry.entries.items()}
         more = 0
         for name, (incarnation, metrics) in counts.items():
-            lost, before = int(metrics.get("logs/lost", 0)), self._lost_of.get(name)
+            lost, before = int(metrics.get("logs/lost", 0)), self._lost_lines_of.get(name)
             # The counter of each incarnation begins at 0.
             more += max(0, lost - (before[1] if before is not None and before[0] == incarnation else 0))
-            self._lost_of[name] = (incarnation, lost)
+            self._lost_lines_of[name] = (incarnation, lost)
         if more:
             self._logs_lost += more
             disk = self._controller.context.run_dir / "logs"
             text = f"lines of the logs in {disk} are lost: they could not be written, for example on a full disk"
             self._controller.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
 
-    async def _look_at_disk(self) -> None:
+    async def _check_disk(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._controller.context.run_dir)
-                self.disk_free = found.f_bavail * found.f_frsize
+                usage = await loop.run_in_executor(self._disk_thread, os.statvfs, self._controller.context.run_dir)
+                self.disk_free = usage.f_bavail * usage.f_frsize
             except OSError:
                 self.disk_free = None
             await asyncio.sleep(DISK_S)

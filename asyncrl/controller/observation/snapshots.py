@@ -98,11 +98,11 @@ class Snapshots:
         """Number of the newest snapshot, above all numbers of earlier controllers."""
         self._newest = b""
         """The newest snapshot, encoded; empty before the first."""
-        self._at = -math.inf
+        self._taken_at = -math.inf
         """Time of the newest snapshot (s)."""
-        self._asked = -math.inf
+        self._last_request = -math.inf
         """Time of the last request of a viewer (s)."""
-        self._recorded = -math.inf
+        self._last_recorded = -math.inf
         """Time of the last snapshot for the recording (s)."""
         self._is_last = False
         """Whether the newest snapshot is the last of the run."""
@@ -115,7 +115,7 @@ class Snapshots:
         while True:
             due = self._record_due
             if self._is_watched:
-                due = min(due, self._at + SNAPSHOT_S)
+                due = min(due, self._taken_at + SNAPSHOT_S)
             self._wanted.clear()
             try:
                 async with asyncio.timeout(None if due == math.inf else max(0.0, due - self._now())):
@@ -128,15 +128,19 @@ class Snapshots:
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
         """Answer a viewer once there is a new snapshot that it may get; without one when its time is over."""
         was_watched = self._is_watched
-        self._asked = self._now()
+        self._last_request = self._now()
         if not was_watched:
             self._wanted.set()
         given = self._given.setdefault(caller.connection, Given())
         given.heard(request.seen)
         park_s = caller.park_s
-        if given.may_have_more(self._now()) and request.seen != self._number and self._now() - self._at > SNAPSHOT_S:
+        if (
+            given.may_have_more(self._now())
+            and request.seen != self._number
+            and self._now() - self._taken_at > SNAPSHOT_S
+        ):
             async with self._taking:
-                if self._now() - self._at > SNAPSHOT_S:
+                if self._now() - self._taken_at > SNAPSHOT_S:
                     await self._take_one(record=False)
 
         def news() -> SnapshotTaken | None:
@@ -165,41 +169,41 @@ class Snapshots:
             self._newest = self._encoder.encode(snapshot)
         except Exception as error:
             # A failed snapshot never ends the run. It counts as taken, so that the next try waits.
-            self._at = self._now()
-            self._recorded = self._at if record else self._recorded
+            self._taken_at = self._now()
+            self._last_recorded = self._taken_at if record else self._last_recorded
             counters.add("snapshots/failed")
             if counters["snapshots/failed"] == 1:
                 self._controller.log.error("no snapshot of the run can be made", exc_info=error)
             return
         self._number += 1 + secrets.randbelow(LARGEST_STEP)
-        self._at = self._now()
+        self._taken_at = self._now()
         counters.add("snapshots/taken")
-        counters.update({"snapshots/bytes": len(self._newest), "snapshots/take_s": self._at - began})
+        counters.update({"snapshots/bytes": len(self._newest), "snapshots/take_s": self._taken_at - began})
         self._viewers.wake()
         if record:
-            self._recorded = self._at
+            self._last_recorded = self._taken_at
             self._observation.record(snapshot.wall, self._newest)
 
     async def build(self) -> Snapshot:
         """Builds a snapshot of the present state, and lets other tasks run between actors."""
-        actor, run, seen, config = self._controller, self._run, self._observation, self._controller.config
+        actor, run, past, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
-        views = [seen.view_self(now)]
+        views = [past.view_self(now)]
         for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, self._members.is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         aside = {each.name: each.reason for each in run.aside}
         views = [replace(view, condition="aside") if view.name in aside else view for view in views]
-        outcome, lines = run.outcome, seen.lines
+        outcome, lines = run.outcome, past.lines
         return Snapshot(
             wall=wall,
             run=RunView(
                 name=actor.context.run_dir.name,
                 run_id=actor.context.credentials.run_id,
                 phase=run.phase,
-                attempt=seen.attempt,
-                age_s=seen.age_s(now),
+                attempt=past.attempt,
+                age_s=past.age_s(now),
                 step=_step(lines, views),
                 steps=config.learner.steps,
                 version=max(view.version for view in views),
@@ -210,23 +214,23 @@ class Snapshots:
                 stalled=actor.stalled,
                 staleness_max=config.staleness.max,
                 groups_per_step=config.learner.groups_per_step,
-                disk_free_bytes=seen.disk_free,
+                disk_free_bytes=past.disk_free,
                 aside=aside,
             ),
             actors=sorted(views, key=lambda view: _place(view.name)),
             train=list(lines.train),
             updates=list(lines.updates),
             evals=list(lines.evals.values()),
-            events=list(seen.events.kept),
+            events=list(past.events.kept),
         )
 
     @property
     def _record_due(self) -> float:
-        return math.inf if self._record_s is None else self._recorded + self._record_s
+        return math.inf if self._record_s is None else self._last_recorded + self._record_s
 
     @property
     def _is_watched(self) -> bool:
-        return self._now() - self._asked < WATCHED_S
+        return self._now() - self._last_request < WATCHED_S
 
 
 # --- views of actors ---
@@ -257,7 +261,7 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
     """The view of an actor for a snapshot. ``condition`` says whether it is ready, silent, dead and so on."""
     record, beat = entry.record, entry.heartbeat or NO_HEARTBEAT
     # Seconds to add to the times of the last heartbeat; none if the actor may no longer be in that state.
-    more = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
+    elapsed = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
     return ActorView(
         name=record.name,
         host=record.host,
@@ -271,20 +275,20 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
         histograms=dict(entry.histograms),
         state=beat.state,
         awaiting=beat.awaiting,
-        state_s=beat.state_s + more,
+        state_s=beat.state_s + elapsed,
         loop_lag_s=beat.loop_lag_s,
         loop_busy=beat.loop_busy,
         cpu=beat.cpu,
         rss_bytes=beat.rss_bytes,
-        waits=[replace(wait, seconds=wait.seconds + more) for wait in beat.awaits],
-        resources=[_resource(heard, entry.since_s(heard), more) for heard in entry.resources.values()],
+        waits=[replace(wait, seconds=wait.seconds + elapsed) for wait in beat.awaits],
+        resources=[_resource(heard, entry.since_s(heard), elapsed) for heard in entry.resources.values()],
         gpus=beat.gpus,
     )
 
 
-def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
+def _resource(heard: HeardResource, since_s: float, elapsed: float) -> Resource:
     """A resource with its state's time extended: by ``since_s`` up to the last heartbeat, and by ``more`` up to now."""
-    return replace(heard.record, state_s=heard.record.state_s + since_s + more, since_s=since_s)
+    return replace(heard.record, state_s=heard.record.state_s + since_s + elapsed, since_s=since_s)
 
 
 def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:
@@ -315,5 +319,5 @@ def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
     learner = next((actor for actor in actors if actor.name == "learner/0"), None)
     if learner is None or "learner/step" not in learner.metrics:
         return lines.step
-    said = int(learner.metrics["learner/step"])
-    return max(lines.step, said) if lines.learner == learner.incarnation else said
+    gauge = int(learner.metrics["learner/step"])
+    return max(lines.step, gauge) if lines.learner == learner.incarnation else gauge

@@ -53,7 +53,7 @@ class TraceFile:
         self._part = folder / f"{self.path.name}{_PART}"
         self._named: set[tuple[int, int]] = set()
         head = {"displayTimeUnit": "ms", "otherData": {"run": run}}
-        self._before = b"\n"
+        self._separator = b"\n"
         try:
             self._part.write_bytes(msgspec.json.encode(head)[:-1] + b',"traceEvents":[')
         except OSError:
@@ -76,8 +76,8 @@ class TraceFile:
         events += span_events(pid, spans)
         if events:
             with self._part.open("ab") as file:
-                file.write(self._before + b",\n".join(map(msgspec.json.encode, events)))
-            self._before = b",\n"
+                file.write(self._separator + b",\n".join(map(msgspec.json.encode, events)))
+            self._separator = b",\n"
 
     def finish(self) -> Path:
         """End the JSON and rename the file to its final name. Raises OSError."""
@@ -186,11 +186,11 @@ class Traces:
         self._wanted: _Collection | None = None
         """The requested trace whose spans are being collected."""
         self._writing: asyncio.Task[TraceWritten] | None = None
-        self._ended: tuple[float, TraceWritten] | None = None
+        self._last_outcome: tuple[float, TraceWritten] | None = None
         """Time at which the last requested trace ended (s), and its outcome."""
         self._kept: deque[Path] = deque()
         """Files of requested traces, the oldest first."""
-        self._last: _Collection | None = None
+        self._last_trace: _Collection | None = None
         """The last trace, with the spans of actors that have ended; None before the first."""
 
     @handler
@@ -214,23 +214,23 @@ class Traces:
         if role_of(caller.name) not in ROLES:
             raise InvalidRequest(f"{caller.name} has no timeline")
         if not request.number:
-            if self._last is None:
-                self._last = self._new(0)
-            await self._last.add(caller.name, request.spans, last=request.last)
+            if self._last_trace is None:
+                self._last_trace = self._new(0)
+            await self._last_trace.add(caller.name, request.spans, last=request.last)
         elif self._wanted is not None and self._wanted.number == request.number:
             await self._wanted.add(caller.name, request.spans, last=request.last)
         return Done()
 
     async def finish(self) -> None:
         """Finish the last trace, at the end of the run."""
-        if self._last is not None:
-            await self._conclude(self._last)
+        if self._last_trace is not None:
+            await self._conclude(self._last_trace)
 
     def _refusal(self, now: float) -> str:
         """Reason to refuse a trace now; empty if one may start."""
-        if self._ended is None or (ago_s := now - self._ended[0]) >= PAUSE_S:
+        if self._last_outcome is None or (ago_s := now - self._last_outcome[0]) >= PAUSE_S:
             return ""
-        written = self._ended[1]
+        written = self._last_outcome[1]
         outcome = f"was written: {written.path}" if written.path else f"failed: {written.error}"
         return f"a trace {ago_s:.0f} s ago {outcome}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
 
@@ -256,7 +256,7 @@ class Traces:
             self._kept.append(Path(written.path))
             while len(self._kept) > KEPT:
                 await asyncio.to_thread(_remove, self._kept.popleft())
-        self._ended = self._controller.clock.now(), written
+        self._last_outcome = self._controller.clock.now(), written
         return written
 
     def _ask(self, number: int) -> None:

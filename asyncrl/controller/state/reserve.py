@@ -35,7 +35,7 @@ class Rest:
 
 
 @dataclass(slots=True)
-class _Before:
+class _LastRest:
     """The last time that a replica was set aside."""
 
     incarnation: int
@@ -52,15 +52,15 @@ class Reserve:
 
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)
-    _before: dict[str, _Before] = field(default_factory=dict)
+    _last_rests: dict[str, _LastRest] = field(default_factory=dict)
 
     def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
         """Set a replica aside, and with an episode host also its rollouter if it is ``expected``; see ``put``."""
         if not self.put(name, incarnation, reason, now):
             return False
-        beside = _pair(name)[0]
-        if role_of(name) == EPISODES and beside in expected:
-            self.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
+        rollouter = _pair(name)[0]
+        if role_of(name) == EPISODES and rollouter in expected:
+            self.put(rollouter, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
         return True
 
     def bring_back(self, name: str, now: float) -> None:
@@ -106,32 +106,32 @@ class Reserve:
 
         Returns False if it is set aside now, or was for this incarnation.
         """
-        before = self._before.get(name)
+        last = self._last_rests.get(name)
         if name in self.resting:
-            self._before[name].incarnation = max(incarnation, self._before[name].incarnation)
+            self._last_rests[name].incarnation = max(incarnation, self._last_rests[name].incarnation)
             return False
-        if before is not None and 0 < incarnation <= before.incarnation:
+        if last is not None and 0 < incarnation <= last.incarnation:
             return False
         rest_s = self.window_s
-        if before is not None:
-            incarnation = max(incarnation, before.incarnation)
-            if now - before.back < before.rest_s:
-                rest_s = min(2 * before.rest_s, LONGEST_REST * self.window_s)
+        if last is not None:
+            incarnation = max(incarnation, last.incarnation)
+            if now - last.back < last.rest_s:
+                rest_s = min(2 * last.rest_s, LONGEST_REST * self.window_s)
         self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
         # ``take`` corrects the time if the replica comes back sooner or later.
-        self._before[name] = _Before(incarnation, rest_s, now + rest_s)
+        self._last_rests[name] = _LastRest(incarnation, rest_s, now + rest_s)
         return True
 
     def take(self, name: str, now: float) -> None:
         """End the rest of one replica."""
         del self.resting[name]
-        self._before[name].back = now
+        self._last_rests[name].back = now
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget replicas that have left the run."""
         for name in names:
             self.resting.pop(name, None)
-            self._before.pop(name, None)
+            self._last_rests.pop(name, None)
 
     def due(self, now: float) -> list[str]:
         """The replicas whose rest is over."""
@@ -159,19 +159,19 @@ class AsideNotices:
         ``aside`` are the replicas that are set aside now, and ``expected`` all actors of the run.
         """
         before, self._aside = self._aside, {actor.name: actor for actor in aside}
-        found = []
+        notices = []
         for name in self._aside.keys() - before.keys():
             actor = self._aside[name]
             self._times[name] += 1
             again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
             meanwhile = f"The run continues without it; it is tried again {again}"
-            found.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
+            notices.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
         # While the run drains, no replica counts as set aside.
         for name in before.keys() - self._aside.keys() if not drains else ():
-            then = "is tried again" if name in expected else "has left the run"
-            text = f"{name} was set aside ({before[name].reason}) and {then}"
-            found.append((f"aside {name}", text, self._times[name], ""))
-        return sorted(found)
+            outcome = "is tried again" if name in expected else "has left the run"
+            text = f"{name} was set aside ({before[name].reason}) and {outcome}"
+            notices.append((f"aside {name}", text, self._times[name], ""))
+        return sorted(notices)
 
 
 def _described(how: str, resting: Mapping[str, Rest]) -> str:

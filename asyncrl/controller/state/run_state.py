@@ -356,9 +356,9 @@ class RunStateMachine:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
             if late:
                 return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
-            missed = self._missed()
-            if missed is not None and now >= missed[0]:
-                _, name, host = missed
+            lost = self._lost_host_deadline()
+            if lost is not None and now >= lost[0]:
+                _, name, host = lost
                 aside = self._reserve.described(role_of(name))
                 # If replicas were set aside, the host may have been lost for longer than host_grace_s.
                 lost_s = now - self._lost[name][0] if aside else self.host_grace_s
@@ -387,10 +387,10 @@ class RunStateMachine:
         if self.phase == "preempting":
             return self._preempted_until
         times = [since + self.start_timeout_s for since in self._awaited_since.values()]
-        if (rested := self._reserve.next_deadline()) is not None:
-            times.append(rested)
-        if (missed := self._missed()) is not None:
-            times.append(missed[0])
+        if (rest_over := self._reserve.next_deadline()) is not None:
+            times.append(rest_over)
+        if (lost := self._lost_host_deadline()) is not None:
+            times.append(lost[0])
         return min(times, default=None)
 
     @property
@@ -421,9 +421,9 @@ class RunStateMachine:
         before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
-        return self._go_on_without(name, reason, log, before, now)
+        return self._continue_without(name, reason, log, before, now)
 
-    def _go_on_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
+    def _continue_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
         """Continue after replicas were set aside, or fail the run if too few are left.
 
         ``name`` and ``reason`` are one of them and why. ``before`` are the rests before these replicas were set aside.
@@ -438,18 +438,18 @@ class RunStateMachine:
     def _act_on_late(self, late: list[str], now: float) -> bool:
         """Set the ``late`` actors aside, or fail the run if too few are left or if one of them is no replica."""
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
-        few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
-        if few is None and all(map(is_replicated, late)):
+        lacking_role = self._reserve.lacking(self.expected, self.min_replicas, without=late)
+        if lacking_role is None and all(map(is_replicated, late)):
             before = dict(self._reserve.resting)
             # sum(), because any() would stop at the first replica.
             if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
-            return self._go_on_without(late[0], reason, "", before, now)
+            return self._continue_without(late[0], reason, "", before, now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
         return self.fail(late[0], reason, "", 1, now)
 
-    def _missed(self) -> tuple[float, str, str] | None:
+    def _lost_host_deadline(self) -> tuple[float, str, str] | None:
         """The first deadline of a lost host: its time (s), an actor there that the run needs, and the host.
 
         None if the run needs no actor of a lost host.
@@ -458,14 +458,14 @@ class RunStateMachine:
         last: dict[str, float] = {}
         for name in needed:
             last[role_of(name)] = max(self._lost[name][0], last.get(role_of(name), -math.inf))
-        found = []
+        deadlines = []
         for name in needed:
             since, host = self._lost[name]
             if is_replicated(name):
                 # The run needs replicas only since the last one was lost, so their time counts from then.
                 since = last[role_of(name)]
-            found.append((since + self.host_grace_s, name, host))
-        return min(found, default=None)
+            deadlines.append((since + self.host_grace_s, name, host))
+        return min(deadlines, default=None)
 
     def _is_excused(self, name: str) -> bool:
         """Whether an actor cannot be ready because its host, or that of another actor of its gang, is lost."""

@@ -88,22 +88,22 @@ def read_history(run_dir: Path, uid: str) -> list[GroupEvent]:
         )
     if not log_files(run_dir):
         raise UsageError(f"{run_dir} holds no logs/attempt_*/*.log: is it the folder of a run?")
-    found = list(_undo(_tell(lines_on(run_dir, uid), uid)))
-    if not any(event.what != "undone" for event in found):
+    events = list(_undo(_events_of(lines_on(run_dir, uid), uid)))
+    if not any(event.what != "undone" for event in events):
         raise UsageError(_nothing_known(run_dir, uid))
-    return found
+    return events
 
 
-def _tell(lines: list[LogLine], uid: str) -> list[GroupEvent]:
+def _events_of(lines: list[LogLine], uid: str) -> list[GroupEvent]:
     """Returns the events of the group in ``lines``, in order of attempt and time; unreadable events are skipped."""
-    found: dict[tuple[object, ...], GroupEvent] = {}
+    events: dict[tuple[object, ...], GroupEvent] = {}
     for line in lines:
         # A lease whose reply was lost is logged again; the earliest line counts.
         with suppress(KeyError, TypeError, ValueError):
-            for told in words_of(line, uid):
-                key = (told.attempt, told.text) if told.what == "leased" else (len(found),)
-                found[key] = min(told, found.get(key, told), key=lambda each: each.wall)
-    return sorted(found.values(), key=lambda told: (told.attempt, round(told.wall, 6), _RANKS.get(told.what, 1)))
+            for event in words_of(line, uid):
+                key = (event.attempt, event.text) if event.what == "leased" else (len(events),)
+                events[key] = min(event, events.get(key, event), key=lambda each: each.wall)
+    return sorted(events.values(), key=lambda event: (event.attempt, round(event.wall, 6), _RANKS.get(event.what, 1)))
 
 
 _RANKS = {
@@ -118,14 +118,14 @@ _RANKS = {
 """Rank of an event among those with equal times; 1 for others."""
 
 
-def _undo(found: list[GroupEvent]) -> Iterator[GroupEvent]:
+def _undo(events: list[GroupEvent]) -> Iterator[GroupEvent]:
     """Yields the events. A start of the learner ("undone") stays only if the learner has lost the group's outcome.
 
     ``standing`` is the last outcome that has not been lost. If the checkpoint holds the group in the buffer, the
     start becomes a "buffered" event.
     """
     standing: GroupEvent | None = None
-    for at, event in enumerate(found):
+    for at, event in enumerate(events):
         if event.what in _STANDS_AS:
             standing = event
         if event.what != "undone":
@@ -133,7 +133,7 @@ def _undo(found: list[GroupEvent]) -> Iterator[GroupEvent]:
         elif standing is not None and event.facts["held"]:
             standing = replace(event, what="buffered", text=f"{event.text}, which holds it in the buffer")
             yield standing
-        elif standing is not None and _is_undone(standing, event, found[at:]):
+        elif standing is not None and _is_undone(standing, event, events[at:]):
             yield replace(event, text=f"{event.text}: it is not {_STANDS_AS[standing.what]} any more")
             standing = None
 
@@ -167,15 +167,15 @@ def _nothing_known(run_dir: Path, uid: str) -> str:
                 ends[_kind(one)] = ends.get(_kind(one), (one, ""))[0], one
     if not ends:
         return f"the logs of {run_dir} have no prompt group: nothing was leased, or log.level was above info"
-    said = f"nothing is known of prompt group {uid} in {run_dir}: it was not leased. "
+    text = f"nothing is known of prompt group {uid} in {run_dir}: it was not leased. "
     if kind in ends:
         first, last = ends[kind]
-        said += f"The first{f' of {kind}' if kind else ''} that was is {first}, the last {last}"
+        text += f"The first{f' of {kind}' if kind else ''} that was is {first}, the last {last}"
     else:
         known = ", ".join(each or "training" for each in sorted(ends))
-        said += f"Nothing of {kind or 'training'} was; of {known} something was"
+        text += f"Nothing of {kind or 'training'} was; of {known} something was"
     quarantine = run_dir / "quarantine.jsonl"
-    return f"{said}; {quarantine} has the prompts that never were" if quarantine.exists() else said
+    return f"{text}; {quarantine} has the prompts that never were" if quarantine.exists() else text
 
 
 def _kind(uid: str) -> str:

@@ -82,11 +82,11 @@ _decode = msgspec.json.Decoder(LogLine).decode
 
 def log_files(run_dir: Path) -> list[tuple[int, Path]]:
     """Every (number of the attempt, log file) of a run, in order."""
-    found: list[tuple[int, Path]] = []
+    files: list[tuple[int, Path]] = []
     for folder in entries_of(run_dir / "logs"):
         if match := _ATTEMPT.fullmatch(folder.name):
-            found += [(int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log"]
-    return sorted(found)
+            files += [(int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log"]
+    return sorted(files)
 
 
 def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:

@@ -85,14 +85,14 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
     ]
     steps = _StepsOfVersions(train)
     for index, key in enumerate(sorted({key for line in evals for key in filter(is_eval_mean, line)})):
-        found = sorted(
+        points = sorted(
             (steps.of(line), value, versions_in_words(line))
             for line in evals
             if (value := number_in(line, key)) is not None and "step" in line
         )
-        x, y = _thinned([(step, value) for step, value, _ in found], mean)
+        x, y = _thinned([(step, value) for step, value, _ in points], mean)
         if x:
-            colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in found]
+            colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in points]
             notes = notes if len(notes) == len(x) else []
             name = key.removesuffix("/mean")
             curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
@@ -182,16 +182,16 @@ def staleness(train: Sequence[Line]) -> list[Panel]:
     return _drawn(Panel(curves=curves, unit="versions"))
 
 
-def utilisation(found: Sequence[Span]) -> list[Panel]:
+def utilisation(all_spans: Sequence[Span]) -> list[Panel]:
     """Shares of states, stacked, for each kind of resource."""
     panels: list[Panel] = []
     for kind, title in KINDS.items():
-        told = [span for span in found if kind in span.shares]
-        states = sorted({state for span in told for state in span.shares[kind]}, key=_state_order)
+        of_kind = [span for span in all_spans if kind in span.shares]
+        states = sorted({state for span in of_kind for state in span.shares[kind]}, key=_state_order)
         if not states:
             continue
-        origin = told[0].began
-        x = [(span.began + span.ended) / 2 - origin for span in told]
+        origin = of_kind[0].began
+        x = [(span.began + span.ended) / 2 - origin for span in of_kind]
         panels.append(
             Panel(
                 curves=[
@@ -199,14 +199,14 @@ def utilisation(found: Sequence[Span]) -> list[Panel]:
                         name=state,
                         colour=STATE_COLOURS.get(state, BROWN),
                         x=x,
-                        y=[span.shares[kind].get(state, 0.0) for span in told],
+                        y=[span.shares[kind].get(state, 0.0) for span in of_kind],
                     )
                     for state in states
                 ],
                 title=title,
                 across="time (UTC)",
                 stack="bars",
-                widths=[span.ended - span.began for span in told],
+                widths=[span.ended - span.began for span in of_kind],
                 shares=True,
                 origin=origin,
                 height=190,
@@ -222,9 +222,9 @@ def step_breakdown(train: Sequence[Line]) -> list[Panel]:
         if (step_s := number_in(line, STEP)) is not None:
             parts = {name: number_in(line, f"time/{name}_s") or 0.0 for name in PARTS if name != "other"}
             rows.append({"step": line["step"], **parts, "other": max(0.0, step_s - sum(parts.values()))})
-    found = {name: series(rows, name, join=mean) for name in PARTS}
+    by_part = {name: series(rows, name, join=mean) for name in PARTS}
     curves = [
-        Curve(name=name.replace("_", " "), colour=PARTS[name], x=x, y=y) for name, (x, y) in found.items() if any(y)
+        Curve(name=name.replace("_", " "), colour=PARTS[name], x=x, y=y) for name, (x, y) in by_part.items() if any(y)
     ]
     steps = curves[0].x if curves else []
     widths = [1.0, *(after - before for before, after in pairwise(steps))]
@@ -269,14 +269,14 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
         *_curve(train, "rollout/turns_mean", "mean", BLUE),
         *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
     ]
-    told = [line for line in train if any(name.startswith(SHARE) for name in line)]
-    found = {
-        name: series([{**line, name: number_in(line, name) or 0.0} for line in told], name, join=mean)
+    with_stages = [line for line in train if any(name.startswith(SHARE) for name in line)]
+    by_stage = {
+        name: series([{**line, name: number_in(line, name) or 0.0} for line in with_stages], name, join=mean)
         for name in map(SHARE.__add__, STAGES)
     }
     stages = [
         Curve(name=name.removeprefix(SHARE), colour=STAGES[name.removeprefix(SHARE)], x=x, y=y)
-        for name, (x, y) in found.items()
+        for name, (x, y) in by_stage.items()
         if any(y)
     ]
     return _drawn(
@@ -346,22 +346,22 @@ class Span:
 
 def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
     """Makes a span for each two neighbouring snapshots of one attempt, in order of time."""
-    found: list[Span] = []
+    made: list[Span] = []
     older: Snapshot | None = None
     for newer in snapshots:
         if older is not None and older.run.attempt == newer.run.attempt and newer.wall > older.wall:
-            found.append(_span(older, newer))
+            made.append(_span(older, newer))
         older = newer
-    return found
+    return made
 
 
 def _span(older: Snapshot, newer: Snapshot) -> Span:
     interval = Interval(older, newer)
-    found: dict[str, list[tuple[ActorView, Resource]]] = {}
+    by_kind: dict[str, list[tuple[ActorView, Resource]]] = {}
     for actor in newer.actors:
         for resource in actor.resources:
-            found.setdefault(kind_of(actor, resource), []).append((actor, resource))
-    shares = {kind: interval.shares(each) for kind, each in found.items()}
+            by_kind.setdefault(kind_of(actor, resource), []).append((actor, resource))
+    shares = {kind: interval.shares(each) for kind, each in by_kind.items()}
     return Span(older.wall, newer.wall, {kind: each for kind, each in shares.items() if each})
 
 

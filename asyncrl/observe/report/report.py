@@ -49,7 +49,7 @@ def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
 
 
 def _page(run_dir: Path, *, lives: bool) -> str:
-    config, amiss = _read_config(run_dir)
+    config, problem = _read_config(run_dir)
     lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, charts.OF_UPDATES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
     train = [line for line in train if "step" in line]
@@ -86,7 +86,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
         *(_section(*section) for section in sections),
         _events(last.events if last is not None else []),
-        _config(config, amiss),
+        _config(config, problem),
     ]
     return "\n".join(
         [
@@ -94,10 +94,10 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             f'<html lang=en><head><meta charset="utf-8"><title>{name} – asyncrl</title>',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width">',
-            f"<style>{_beside('report.css')}</style>",
+            f"<style>{_resource_text('report.css')}</style>",
             "</head><body><main>",
             *body,
-            f"</main><script>{_beside('report.js')}</script></body></html>\n",
+            f"</main><script>{_resource_text('report.js')}</script></body></html>\n",
         ]
     )
 
@@ -116,8 +116,8 @@ KINDS_OF_LINES = ("train", "eval", "update")
 def _snapshots(run_dir: Path) -> list[Snapshot]:
     """At most MOST_SNAPSHOTS recorded snapshots, evenly over time. Reads the recording twice to hold only these."""
     chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
-    found = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
-    return [snapshot for snapshot in found if snapshot is not None]
+    decoded = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
+    return [snapshot for snapshot in decoded if snapshot is not None]
 
 
 def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
@@ -128,7 +128,7 @@ def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> st
     return f"<section><h2>{title}</h2><p class=note>{note}</p><div class=panels>{drawn}</div></section>"
 
 
-def _beside(name: str) -> str:
+def _resource_text(name: str) -> str:
     """The text of a file in this module's folder."""
     return (files("asyncrl.observe.report") / name).read_text()
 
@@ -139,9 +139,9 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
         return html.escape(steps)
     run = last.run
     at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    said = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
-    said += [f"attempt {run.attempt}", f"as of {at}"]
-    return html.escape(" · ".join(said))
+    parts = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
+    parts += [f"attempt {run.attempt}", f"as of {at}"]
+    return html.escape(" · ".join(parts))
 
 
 def _figures(train: Sequence[Line]) -> str:
@@ -149,21 +149,21 @@ def _figures(train: Sequence[Line]) -> str:
         return [value for line in train if (value := number_in(line, key)) is not None]
 
     rows: list[tuple[str, str]] = []
-    if found := values("reward/mean"):
-        rows.append(("reward, first → last", f"{fixed(found[0], 3)} → {fixed(found[-1], 3)}"))
+    if series := values("reward/mean"):
+        rows.append(("reward, first → last", f"{fixed(series[0], 3)} → {fixed(series[-1], 3)}"))
     timed = [line for line in without_first(train) if (number_in(line, "time/step_s") or 0.0) > 0]
     steps_s = [float(line["time/step_s"]) for line in timed]
     rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
     if steps_s:
         rows.append(("mean step", f"{fixed(mean(steps_s))} s"))
     # Weighted by the time of each step: tokens of all these steps over their time.
-    if told := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
-        mean_rate = sum(rate * step_s for rate, step_s in told) / sum(step_s for _, step_s in told)
+    if known := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
+        mean_rate = sum(rate * step_s for rate, step_s in known) / sum(step_s for _, step_s in known)
         rows.append(("mean throughput", f"{exact(mean_rate)} tokens/s"))
-    if found := values("perf/overlap"):
-        rows.append(("generation during training", percent(mean(found))))
-    if found := values("staleness/token_mean"):
-        rows.append(("mean staleness", fixed(mean(found))))
+    if series := values("perf/overlap"):
+        rows.append(("generation during training", percent(mean(series))))
+    if series := values("staleness/token_mean"):
+        rows.append(("mean staleness", fixed(mean(series))))
     if not rows:
         return ""
     return "<div class=figures>" + "".join(f"<div><span>{key}</span>{value}</div>" for key, value in rows) + "</div>"
@@ -181,9 +181,9 @@ def _events(events: Iterable[Event]) -> str:
     return f"<section><h2>Latest events</h2><table>{rows}</table></section>"
 
 
-def _config(config: Mapping[str, Any], amiss: str) -> str:
-    if amiss:
-        return f"<section><h2>Configuration</h2><p class=none>{html.escape(amiss)}</p></section>"
+def _config(config: Mapping[str, Any], problem: str) -> str:
+    if problem:
+        return f"<section><h2>Configuration</h2><p class=none>{html.escape(problem)}</p></section>"
     rows = ""
     for key in EXCERPT:
         value = _value(config, key)
@@ -229,7 +229,7 @@ def write_user_file(path: Path, text: str) -> None:
 def _mode(path: Path) -> int | None:
     """The permissions of the file at ``path``; None if there is no file yet. Raises UsageError if none can be there."""
     try:
-        found = path.stat().st_mode
+        mode = path.stat().st_mode
     except FileNotFoundError:
         folder = Path(os.path.realpath(path)).parent
         if not folder.is_dir():
@@ -237,8 +237,8 @@ def _mode(path: Path) -> int | None:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: no file can be there ({getattr(error, 'strerror', error)})") from None
-    if stat.S_ISDIR(found):
+    if stat.S_ISDIR(mode):
         raise UsageError(f"{path} is a folder; name a file in it")
-    if not stat.S_ISREG(found):
+    if not stat.S_ISREG(mode):
         raise UsageError(f"{path} is no regular file, and is left alone")
-    return stat.S_IMODE(found)
+    return stat.S_IMODE(mode)

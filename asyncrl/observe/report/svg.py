@@ -73,7 +73,7 @@ def draw(panel: Panel) -> str:
     place = f"x={LEFT:g} y={TOP:g} width={plot[0]:g} height={plot[1]:g}"
     head = f"<h3>{html.escape(panel.title)}</h3>" if panel.title else ""
     return (
-        f'<figure class=chart data-told="{_told(panel, x)}">{head}{_legend(panel)}'
+        f'<figure class=chart data-told="{_script_data(panel, x)}">{head}{_legend(panel)}'
         f'<svg viewBox="0 0 {panel.width} {panel.height}" role=img>{_axes(panel, x, y, *plot)}'
         f'<svg class=plot {place} viewBox="0 0 {plot[0]:g} {plot[1]:g}" preserveAspectRatio=none>{shapes}</svg>'
         f"<rect class=cursor x={LEFT:g} y={TOP:g} width=0 height={plot[1]:g} />"
@@ -114,33 +114,33 @@ def _bounded(value: float) -> float:
 
 def _tops(panel: Panel) -> list[list[float]]:
     """The y values to draw of each curve; in a stack, added to those of the curves before it."""
-    found: list[list[float]] = []
+    tops: list[list[float]] = []
     for curve in panel.curves:
-        below = found[-1] if found and panel.stack else [0.0] * len(curve.y)
-        found.append([_bounded(y + under) for y, under in zip(curve.y, below, strict=True)])
-    return found
+        below = tops[-1] if tops and panel.stack else [0.0] * len(curve.y)
+        tops.append([_bounded(y + under) for y, under in zip(curve.y, below, strict=True)])
+    return tops
 
 
 def _frame_x(panel: Panel) -> _Frame:
     values = [_bounded(x) for curve in panel.curves for x in curve.x]
     if panel.widths:
         return _around(min(values) - panel.widths[0] / 2, max(values) + panel.widths[-1] / 2)
-    found = _around(min(values), max(values))
+    frame = _around(min(values), max(values))
     # Margin, so that the border does not cut a dot.
-    room = (found.high - found.low) / 100
-    return _Frame(found.low - room, found.high + room)
+    room = (frame.high - frame.low) / 100
+    return _Frame(frame.low - room, frame.high + room)
 
 
 def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
     if panel.shares:
         return _Frame(0.0, 1.0)
     values = [y for curve in tops for y in curve]
-    found = _around(min(values), max(values))
+    frame = _around(min(values), max(values))
     if panel.zero or panel.stack:
-        found = _Frame(min(0.0, found.low), max(0.0, found.high))
+        frame = _Frame(min(0.0, frame.low), max(0.0, frame.high))
     # Margin, so that no value touches the border.
-    room = (found.high - found.low) / 20
-    return _Frame(found.low - (room if found.low < 0.0 else 0.0), found.high + room)
+    room = (frame.high - frame.low) / 20
+    return _Frame(frame.low - (room if frame.low < 0.0 else 0.0), frame.high + room)
 
 
 def _around(low: float, high: float) -> _Frame:
@@ -171,9 +171,9 @@ def _shapes(
             )
             yield f'<path fill="{curve.colour}" d="{"".join(bars)}" />'
         elif panel.stack == "areas":
-            there = [f"{at(x0)},{up(y1)}" for x0, y1 in zip(curve.x, top, strict=True)]
+            forth = [f"{at(x0)},{up(y1)}" for x0, y1 in zip(curve.x, top, strict=True)]
             back = [f"{at(x0)},{up(y0)}" for x0, y0 in zip(curve.x, below, strict=True)]
-            yield f'<path fill="{curve.colour}" d="M{"L".join([*there, *reversed(back)])}z" />'
+            yield f'<path fill="{curve.colour}" d="M{"L".join([*forth, *reversed(back)])}z" />'
         else:
             points = [f"{at(x0)},{up(y0)}" for x0, y0 in zip(curve.x, top, strict=True)]
             if curve.marks != "dots":
@@ -188,28 +188,28 @@ def _shapes(
 
 
 def _axes(panel: Panel, x: _Frame, y: _Frame, width: float, height: float) -> str:
-    found = []
+    parts = []
     for tick in ticks(y.low, y.high, Y_TICKS):
         up = TOP + (1.0 - y.of(tick)) * height
-        said = f"{tick:.0%}" if panel.shares else _said(tick, y.high - y.low)
-        found.append(f'<path class=grid d="M{LEFT:g},{up:.1f}h{width:g}" />')
-        found.append(f"<text class=y x={LEFT - 8:g} y={up + 4:.1f}>{said}</text>")
+        label = f"{tick:.0%}" if panel.shares else _tick_text(tick, y.high - y.low)
+        parts.append(f'<path class=grid d="M{LEFT:g},{up:.1f}h{width:g}" />')
+        parts.append(f"<text class=y x={LEFT - 8:g} y={up + 4:.1f}>{label}</text>")
     bottom = TOP + height
     most = max(2, min(X_TICKS, int(width / X_TICK_ROOM)))
     low, high = (x.low, x.high) if panel.origin is None else (panel.origin + x.low, panel.origin + x.high)
     steps = () if panel.origin is None else MINUTES
     for tick in ticks(low, high, most, steps):
         share = x.of(tick - (panel.origin or 0.0))
-        said = _said(tick, high - low) if panel.origin is None else _clock(tick, high - low)
-        found.append(
-            f"<text class=x data-at={share:.4f} x={LEFT + share * width:.1f} y={bottom + 16:.1f}>{said}</text>"
+        label = _tick_text(tick, high - low) if panel.origin is None else _clock(tick, high - low)
+        parts.append(
+            f"<text class=x data-at={share:.4f} x={LEFT + share * width:.1f} y={bottom + 16:.1f}>{label}</text>"
         )
-    found.append(f'<path class=axis d="M{LEFT:g},{bottom:.1f}h{width:g}" />')
-    found.append(f"<text class=title x={LEFT + width / 2:.1f} y={bottom + 32:.1f}>{html.escape(panel.across)}</text>")
+    parts.append(f'<path class=axis d="M{LEFT:g},{bottom:.1f}h{width:g}" />')
+    parts.append(f"<text class=title x={LEFT + width / 2:.1f} y={bottom + 32:.1f}>{html.escape(panel.across)}</text>")
     middle = TOP + height / 2
     turned = f'transform="rotate(-90 12 {middle:.1f})"'
-    found.append(f"<text class=title x=12 y={middle:.1f} {turned}>{html.escape(panel.unit)}</text>")
-    return "".join(found)
+    parts.append(f"<text class=title x=12 y={middle:.1f} {turned}>{html.escape(panel.unit)}</text>")
+    return "".join(parts)
 
 
 def _legend(panel: Panel) -> str:
@@ -221,7 +221,7 @@ def _legend(panel: Panel) -> str:
     return f"<div class=legend>{names}</div>"
 
 
-def _told(panel: Panel, x: _Frame) -> str:
+def _script_data(panel: Panel, x: _Frame) -> str:
     """The values for the script: JSON, escaped as an HTML attribute."""
     curves = [
         {
@@ -230,8 +230,8 @@ def _told(panel: Panel, x: _Frame) -> str:
         }
         for curve in panel.curves
     ]
-    told = {"x": [x.low, x.high], "across": panel.across, "origin": panel.origin, "shares": panel.shares}
-    return html.escape(json.dumps(told | {"curves": curves}, separators=(",", ":"), allow_nan=False))
+    data = {"x": [x.low, x.high], "across": panel.across, "origin": panel.origin, "shares": panel.shares}
+    return html.escape(json.dumps(data | {"curves": curves}, separators=(",", ":"), allow_nan=False))
 
 
 def _few(value: float, digits: int = 8) -> float | int:
@@ -243,7 +243,7 @@ def _short(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _said(tick: float, span: float) -> str:
+def _tick_text(tick: float, span: float) -> str:
     """A tick as text, with enough digits to differ from its neighbours."""
     digits = 4 if not tick else math.floor(math.log10(abs(tick))) - math.floor(math.log10(span)) + 3
     if 1e4 <= abs(tick) < 1e15 and digits <= 4:

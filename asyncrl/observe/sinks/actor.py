@@ -72,7 +72,7 @@ class Sinks(Actor):
 
     async def run(self) -> None:
         """Take metrics until the last, and let the sinks write them."""
-        self.tasks.create_task(self._look_at_sinks())
+        self.tasks.create_task(self._report_regularly())
         taking = self.tasks.create_task(self._take())
         await self.drained()
         await asyncio.wait({taking}, timeout=LAST_LINES_S)
@@ -87,23 +87,23 @@ class Sinks(Actor):
 
     async def _take(self) -> None:
         """Ask the controller for new lines and snapshots, and queue them for each sink, until the last."""
-        seen = WatchMetrics()
+        request = WatchMetrics()
         while True:
             try:
-                found: Metrics = await self.peer(CONTROLLER).call(seen)
+                reply: Metrics = await self.peer(CONTROLLER).call(request)
             except WireError as error:
                 await wait_out(self.log, "controller", error)
                 continue
-            seen = WatchMetrics(line=found.line, snapshot_number=found.snapshot_number)
-            records: list[Line | Snapshot] = [*found.lines]
-            if found.snapshot:
+            request = WatchMetrics(line=reply.line, snapshot_number=reply.snapshot_number)
+            records: list[Line | Snapshot] = [*reply.lines]
+            if reply.snapshot:
                 # Before the lines, because a sink writes it with the next train line (Entries).
-                records.insert(0, self._snapshots.decode(found.snapshot))
+                records.insert(0, self._snapshots.decode(reply.snapshot))
             for record in records:
                 for thread in self._threads:
                     thread.put(record)
             self.progress()
-            if found.last:
+            if reply.last:
                 return
 
     async def _flush(self) -> None:
@@ -116,7 +116,7 @@ class Sinks(Actor):
                 thread.fail(f"it did not write what it holds within {FLUSH_S:g} s")
         self._report_sinks()
 
-    async def _look_at_sinks(self) -> None:
+    async def _report_regularly(self) -> None:
         while True:
             self._report_sinks()
             await asyncio.sleep(LOOK_S)

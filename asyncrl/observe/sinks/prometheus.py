@@ -77,18 +77,18 @@ def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -
     ``lines`` has the newest line of each kind, evaluation and replica. Those of replicas that are not in the snapshot,
     because they have left the run, are skipped.
     """
-    found = _Families()
-    there = {actor.name for actor in snapshot.actors} if snapshot is not None else None
+    families = _Families()
+    present = {actor.name for actor in snapshot.actors} if snapshot is not None else None
     for line in lines:
-        if line.get("kind") != "update" or there is None or line.get("replica") in there:
-            _add_line(found, line)
+        if line.get("kind") != "update" or present is None or line.get("replica") in present:
+            _add_line(families, line)
     if snapshot is not None:
-        found.add("run/phase", 1.0, "1 for the present phase", phase=snapshot.run.phase)
+        families.add("run/phase", 1.0, "1 for the present phase", phase=snapshot.run.phase)
         for name, value in run_values(snapshot).items():
-            found.add(name, value, "of the run as a whole")
+            families.add(name, value, "of the run as a whole")
         for actor in snapshot.actors:
-            _add_actor(found, actor)
-    return found.by_name
+            _add_actor(families, actor)
+    return families.by_name
 
 
 class _Families:
@@ -111,47 +111,47 @@ class _Families:
         return family
 
 
-def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
+def _add_line(families: _Families, line: Mapping[str, Any]) -> None:
     kind = line.get("kind")
     if kind == "train":
-        found.add("step", float(line.get("step", 0)), _text("step"))
+        families.add("step", float(line.get("step", 0)), _text("step"))
     for name, value in numbers(dict(line)):
         if kind == "update":
-            found.add(f"update/{name.rpartition('/')[2]}", value, _text(name), replica=str(line.get("replica", "")))
+            families.add(f"update/{name.rpartition('/')[2]}", value, _text(name), replica=str(line.get("replica", "")))
         elif kind == "eval" and name.startswith("eval/"):
-            evaluation, _, figure = name.removeprefix("eval/").partition("/")
-            figure, _, member = figure.partition("/")
+            evaluation, _, number = name.removeprefix("eval/").partition("/")
+            number, _, member = number.partition("/")
             # A family has one set of labels, so a number with a member needs a name of its own.
-            labels = {EVAL_LABELS.get(figure, "of"): member} if member else {}
-            found.add(f"eval/{figure}", value, _text(name), eval=evaluation, **labels)
+            labels = {EVAL_LABELS.get(number, "of"): member} if member else {}
+            families.add(f"eval/{number}", value, _text(name), eval=evaluation, **labels)
         elif kind == "train":
             family, labels = _labelled(name)
-            found.add(family, value, _text(name), **labels)
+            families.add(family, value, _text(name), **labels)
 
 
-def _add_actor(found: _Families, actor: ActorView) -> None:
+def _add_actor(families: _Families, actor: ActorView) -> None:
     who = {"actor": actor.name, "host": actor.host}
-    found.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
-    found.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
+    families.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
+    families.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
     for field_name, (name, text) in GAUGES.items():
-        found.add(f"actor/{name}", getattr(actor, field_name), text, **who)
+        families.add(f"actor/{name}", getattr(actor, field_name), text, **who)
     for name, value in actor.metrics.items():
         metric = catalogue.find(name)
         kind = "counter" if metric is not None and "counter" in metric.kinds else "gauge"
         family, labels = _labelled(name)
-        found.add(f"actor/{family}", value, _text(name), kind=kind, **labels, **who)
+        families.add(f"actor/{family}", value, _text(name), kind=kind, **labels, **who)
     for name, histogram in actor.histograms.items():
         metric = catalogue.find(name)
         if metric is not None:
-            found.add_histogram(f"actor/{name}", histogram, metric, **who)
+            families.add_histogram(f"actor/{name}", histogram, metric, **who)
     for resource in actor.resources:
         for state, seconds in resource.seconds.items():
             labels = {"resource": resource.name, "state": state, **who}
-            found.add("resource/seconds", seconds, "spent in each state", kind="counter", **labels)
+            families.add("resource/seconds", seconds, "spent in each state", kind="counter", **labels)
     for gpu in actor.gpus:
         if gpu.utilisation is not None:
-            found.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
-        found.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
+            families.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
+        families.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
 
 
 def _labelled(name: str) -> tuple[str, dict[str, str]]:
@@ -250,8 +250,8 @@ class PrometheusSink:
 
 
 def _in_order(key: Labels, labels: Sequence[str]) -> list[str]:
-    held = dict(key)
-    return [held.get(label, "") for label in labels]
+    by_label = dict(key)
+    return [by_label.get(label, "") for label in labels]
 
 
 def _buckets(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -27,8 +27,8 @@ class Interval:
 
     def before(self, actor: ActorView) -> ActorView | None:
         """The same process in the older snapshot, if that has it."""
-        found = self._older.get(actor.name)
-        return found if found is not None and found.incarnation == actor.incarnation else None
+        earlier = self._older.get(actor.name)
+        return earlier if earlier is not None and earlier.incarnation == actor.incarnation else None
 
     def rate(self, actor: ActorView, name: str) -> float | None:
         """Increase of a counter per second, between the last heartbeats before the two snapshots; None if unknown."""
@@ -54,9 +54,9 @@ class Interval:
             earlier = {}
         if not earlier and 0.0 < self.seconds < (age := sum(spent.values())):
             left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
-            cut = {**spent, "starting": left}
+            spent_here = {**spent, "starting": left}
             # Equal up to rounding.
-            return _spent(cut) if sum(cut.values()) <= self.seconds + 1e-6 else {}
+            return _spent(spent_here) if sum(spent_here.values()) <= self.seconds + 1e-6 else {}
         return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
     def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:

@@ -220,11 +220,11 @@ def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
     except OSError:
         entries = []
     for _, body in reversed(entries):
-        if (found := decode(body)) is not None:
+        if (recorded := decode(body)) is not None:
             # The snapshot of a run that is over is the newest, even if the clock was set back.
-            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
-            if newer and (seen is None or found.run.run_id == seen.run.run_id):
-                last = found
+            newer = seen is None or recorded.wall > seen.wall or recorded.run.phase in OVER
+            if newer and (seen is None or recorded.run.run_id == seen.run.run_id):
+                last = recorded
             break
     return None if last is None else ended(last, lives=False)
 

@@ -65,7 +65,7 @@ class PeerConnection(ABC):
         self._closed = False
         self._reached = asyncio.Event()
         """Set while the peer is ready."""
-        self._missed: float | None = None
+        self._unreached_since: float | None = None
         """Time at which the peer last became unreached (s); None if it never was, or no connection is wanted."""
         self._welcomed = 0.0
         """Time of the newest WELCOME (s)."""
@@ -93,9 +93,9 @@ class PeerConnection(ABC):
         """
         if self._client is not None or self._closed:
             return
-        self._miss()
+        self._mark_unreached()
         if self._record is None or self._record.incarnation < self._adopted:
-            self._find()
+            self._look_up()
             return
         endpoint = self._endpoint
         # Random at its end: the server may still have the half-open pipe of an earlier connection under its id.
@@ -106,7 +106,7 @@ class PeerConnection(ABC):
             )
         except OSError:
             # The next call tries again, maybe much later; until then the peer does not count as unreached.
-            self._missed = None
+            self._unreached_since = None
             raise
         self._hellos = 0
         self._say_hello()
@@ -130,7 +130,7 @@ class PeerConnection(ABC):
         known = max(self._incarnation, self._record.incarnation if self._record is not None else 0)
         if self._client is not None and known < incarnation:
             self._disconnect()
-            self._find()
+            self._look_up()
 
     def close(self) -> None:
         """Disconnect for good."""
@@ -150,7 +150,7 @@ class PeerConnection(ABC):
         return self._incarnation
 
     def _disconnect(self) -> None:
-        self._miss()
+        self._mark_unreached()
         self._stop_hello()
         if self._client is not None:
             self._client.close()
@@ -163,7 +163,7 @@ class PeerConnection(ABC):
         self._hellos = 0
         self._say_hello()
         if not self.is_fixed:
-            self._find()
+            self._look_up()
 
     # --- HELLO ---
 
@@ -171,10 +171,10 @@ class PeerConnection(ABC):
         """Say HELLO, and set the timer that says it again until a WELCOME comes."""
         if self._closed or self._client is None:
             return
-        self._miss()
+        self._mark_unreached()
         if self._hello_ids and not self.is_fixed:
             # An earlier HELLO has no answer: the peer may have a successor elsewhere.
-            self._find()
+            self._look_up()
         self._hello_ids.add(self._next_id)
         self._client.send(self._endpoint.hello(self._next_id))
         self._next_id += 1
@@ -206,7 +206,7 @@ class PeerConnection(ABC):
 
     # --- looking the peer up ---
 
-    def _find(self) -> None:
+    def _look_up(self) -> None:
         """Start to ask the registry for the peer's address, unless that is under way."""
         if self._resolving is None and not self._closed and not self._endpoint.ending:
             self._resolving = self._endpoint.owner.spawn(self._resolve())
@@ -238,20 +238,20 @@ class PeerConnection(ABC):
 
     # --- the time without the peer ---
 
-    def _miss(self) -> None:
+    def _mark_unreached(self) -> None:
         """Note that the peer is unreached from now on, if it was reached before."""
         now = self._loop.time()
         if self.ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
             # A connection that was never proven did not end the time unreached, so its start stays.
             if not self._flaps:
-                self._missed = now
-        elif self._missed is None:
-            self._missed = now
+                self._unreached_since = now
+        elif self._unreached_since is None:
+            self._unreached_since = now
         self.ready = False
         self._reached.clear()
 
-    def _prove(self) -> None:
+    def _mark_proven(self) -> None:
         """Note that a message other than a WELCOME has come over the connection."""
         self._is_proven, self._flaps = True, False
 

@@ -70,7 +70,7 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def handlers_of(owner: object) -> dict[str, Handler]:
     """The handlers of an object, by the name of their message type. Raises LookupError for one without senders."""
-    found: dict[str, Handler] = {}
+    handlers: dict[str, Handler] = {}
     for name in dir(type(owner)):
         function = getattr(type(owner), name, None)
         if not getattr(function, "__asyncrl_handler__", False):
@@ -78,7 +78,7 @@ def handlers_of(owner: object) -> dict[str, Handler]:
         request = typing.get_type_hints(function)["request"]
         bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
         answered = issubclass(request, Request)
-        found[request.__name__] = Handler(
+        handlers[request.__name__] = Handler(
             bound,
             request,
             inspect.iscoroutinefunction(function),
@@ -86,4 +86,4 @@ def handlers_of(owner: object) -> dict[str, Handler]:
             answered,
             senders_of(request),
         )
-    return found
+    return handlers

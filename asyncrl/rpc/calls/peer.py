@@ -92,10 +92,10 @@ class Peer(PeerConnection):
             future.set_exception(self._expired(future))
             return future
         self._pending[future.id] = future
-        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        future.tick = self._deadlines.add(future, self._next_timer(future, REPEAT_S))
         if self.ready:
             self._queue.add(future.id, future.size)
-            self._let_go()
+            self._send_queued()
         else:
             self._connect_for([future])
         return future
@@ -148,7 +148,7 @@ class Peer(PeerConnection):
             self._finish(future)
             if cancel and future.sent and self.ready and self._client is not None:
                 self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
-            self._let_go()
+            self._send_queued()
 
     def _connect_for(self, calls: Iterable[CallFuture]) -> None:
         """Connect. If no connection can be opened, fail ``calls`` with the OSError."""
@@ -173,7 +173,7 @@ class Peer(PeerConnection):
         # 0 would mean that the caller does not wait.
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
         header = self._endpoint.header(
-            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._floor
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._answered_below
         )
         # Counts as sent even if the socket is full: the timer's ASK finds out that the peer lacks it.
         future.sent, future.placed = True, self._next_id
@@ -183,14 +183,16 @@ class Peer(PeerConnection):
             self._ask(future.id)
 
     @property
-    def _floor(self) -> int:
+    def _answered_below(self) -> int:
         # Smallest id that is not answered: ids only grow, so the first pending call has it.
         return next(iter(self._pending), self._next_id)
 
     def _ask(self, id: int) -> None:
         """Ask the peer whether it has a call."""
         assert self._client is not None
-        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._floor)
+        header = self._endpoint.header(
+            Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._answered_below
+        )
         self._next_id += 1
         self._client.send([header, NIL])
 
@@ -206,7 +208,7 @@ class Peer(PeerConnection):
         is_out = future.id in self._queue
         # Only ASKs and repeats lengthen the pause; a call whose turn has not come has none of them.
         future.times += is_out
-        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        future.tick = self._deadlines.add(future, self._next_timer(future, REPEAT_S))
         if not self.ready:
             self._connect_for([future])
         elif is_out and not future.placed:
@@ -219,7 +221,7 @@ class Peer(PeerConnection):
             for id in self._queue.abandoned:
                 self._ask(id)
 
-    def _next_look(self, future: CallFuture, first_s: float) -> float:
+    def _next_timer(self, future: CallFuture, first_s: float) -> float:
         """Time at which the timer looks at a call again, to ask after it or to end it (s).
 
         ``first_s`` is the longest first pause.
@@ -242,7 +244,7 @@ class Peer(PeerConnection):
             elif header.kind == Kind.ERROR:
                 self._on_error(header, self._endpoint.codec.decode(ErrorBody, frames[1]))
             elif header.kind in (Kind.HELD, Kind.NOT_HELD):
-                self._on_told(header)
+                self._on_ask_answer(header)
             elif header.kind == Kind.WELCOME:
                 self._on_welcome(header, self._endpoint.codec.decode(Welcome, frames[1]))
             elif header.kind == Kind.REFUSE:
@@ -254,16 +256,16 @@ class Peer(PeerConnection):
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
         self._unready = False
-        self._prove()
+        self._mark_proven()
         future = self._pending.get(header.in_reply_to)
         if future is None:
-            self._came_too_late(header)
+            self._on_late_answer(header)
             return
         kind = future.kind.reply
         self._finish(future)
         if header.type != kind.__name__:
             future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
-            self._let_go()
+            self._send_queued()
             return
         try:
             reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
@@ -275,14 +277,14 @@ class Peer(PeerConnection):
                 self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
             future.answered_by = header.incarnation
             future.set_result(reply)
-        self._let_go()
+        self._send_queued()
 
-    def _on_told(self, header: Header) -> None:
+    def _on_ask_answer(self, header: Header) -> None:
         """Handle the answer to an ASK: HELD frees the call's budget, NOT_HELD has the call sent again."""
         self._unready = False
         future = self._pending.get(header.in_reply_to)
         if future is None or future.id not in self._queue:
-            self._came_too_late(header)
+            self._on_late_answer(header)
             return
         if header.kind == Kind.HELD:
             future.heard = self._loop.time()
@@ -296,18 +298,18 @@ class Peer(PeerConnection):
             else:
                 future.lacked = True
                 self._send_again(future)
-        self._let_go()
+        self._send_queued()
 
     def _send_again(self, future: CallFuture) -> None:
         """Queue a call again that the peer lacks."""
         self._queue.remove(future.id)
         self._queue.add(future.id, future.size)
-        self._let_go()
+        self._send_queued()
 
-    def _came_too_late(self, header: Header) -> None:
+    def _on_late_answer(self, header: Header) -> None:
         """Handle an answer to a call that is over. It shows that the payload has arrived, so free its budget."""
         self._queue.arrived(header.in_reply_to)
-        self._let_go()
+        self._send_queued()
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
         """Say HELLO if the server asks for it, retry later if it is full or not set up, else fail the call."""
@@ -316,10 +318,10 @@ class Peer(PeerConnection):
             if self.ready:
                 self._say_hello()
             return
-        self._prove()
+        self._mark_proven()
         future = self._pending.get(header.in_reply_to)
         if future is None:
-            self._came_too_late(header)
+            self._on_late_answer(header)
             return
         if body.code in ("over_credit", NOT_READY):
             # The timer asks after the call later.
@@ -328,12 +330,12 @@ class Peer(PeerConnection):
                 self._unready = True
                 future.heard = self._loop.time()
                 self._deadlines.remove(future, future.tick)
-                future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
-            self._let_go()
+                future.tick = self._deadlines.add(future, self._next_timer(future, SET_UP_REPEAT_S))
+            self._send_queued()
             return
         error = RemoteError(body.actor or self.name, body.code, body.message, retryable=body.retryable)
         self._finish(future).set_exception(error)
-        self._let_go()
+        self._send_queued()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
         """Queue all pending calls on the new connection; fail those that a replaced incarnation may have run."""
@@ -351,17 +353,17 @@ class Peer(PeerConnection):
                 future.placed = future.times = 0
             # If the peer may have the call, only an ASK is sent, which takes no budget.
             self._queue.add(future.id, 0 if future.placed else future.size)
-        self._let_go()
+        self._send_queued()
 
     def _on_refuse(self, body: Refuse) -> None:
         self._disconnect()
-        self._missed = None
+        self._unreached_since = None
         self._endpoint.counters.add("wire/refused_by_peer")
         for future in list(self._pending.values()):
             # The peer wrote it from its own side: its "ours" is our "theirs".
             self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
 
-    def _let_go(self) -> None:
+    def _send_queued(self) -> None:
         """Send queued calls as long as credit and budget allow."""
         while self.ready and (id := self._queue.next()) is not None:
             self._transmit(self._pending[id])

@@ -243,19 +243,19 @@ class CallServer:
 
         ``but`` is the routing id of the connection that says HELLO now; its session stays.
         """
-        own = self._others_of(name, but)
-        current = [s for s in own if s.incarnation == incarnation]
-        most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
+        others = self._others_of(name, but)
+        current = [s for s in others if s.incarnation == incarnation]
+        limit = SHARED.get(name, MAX_SESSIONS_PER_NAME)
         # ``current`` has the oldest first; the connection that says HELLO now counts towards the limit.
-        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
+        for session in [s for s in others if s.incarnation != incarnation] + current[: 1 - limit]:
             self._drop(session)
 
     def _has_room(self, name: str, routing_id: bytes) -> bool:
         """Whether a shared name may have one more connection. Drops its unused connections if there is no room."""
-        own = self._others_of(name, routing_id)
-        if len(own) < SHARED[name]:
+        others = self._others_of(name, routing_id)
+        if len(others) < SHARED[name]:
             return True
-        unused = [s for s in own if not s.running and self._loop.time() - s.heard >= UNUSED_S]
+        unused = [s for s in others if not s.running and self._loop.time() - s.heard >= UNUSED_S]
         for session in unused:
             self._drop(session)
         return bool(unused)
@@ -289,8 +289,8 @@ class CallServer:
             return
         if self._is_full(session, header.id):
             return
-        found = self._handlers.get(header.type)
-        if found is None or not found.answered:
+        handler = self._handlers.get(header.type)
+        if handler is None or not handler.answered:
             self._error(
                 session.routing_id,
                 header.id,
@@ -298,50 +298,50 @@ class CallServer:
                 f"{self._endpoint.name} does not serve {header.type}",
             )
             return
-        if not may_send(session.name, found.senders):
+        if not may_send(session.name, handler.senders):
             self._endpoint.counters.add(REFUSED)
-            reason = f"{session.name} may not send {header.type}: {', '.join(sorted(found.senders))} may"
+            reason = f"{session.name} may not send {header.type}: {', '.join(sorted(handler.senders))} may"
             self._error(session.routing_id, header.id, "forbidden", reason)
             return
         # Before the body is decoded, because it may be large.
         if self._is_early(session, header.id):
             return
         try:
-            request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+            request = self._endpoint.codec.decode(handler.request, frames[1], frames[2:])
         except ProtocolError as error:
             self._endpoint.counters.add(MALFORMED)
             self._error(session.routing_id, header.id, "invalid", str(error))
             return
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
         caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
-        if found.is_async:
-            task = self._owner.spawn(self._run_call(session, header, found, request, caller))
+        if handler.is_async:
+            task = self._owner.spawn(self._run_call(session, header, handler, request, caller))
             session.running[header.id] = task
             # A done callback runs even if the task is cancelled before it has begun.
             tick = self._deadlines.add(task, deadline)
             task.add_done_callback(lambda task: self._call_over(session, header, task, tick))
             return
         try:
-            reply = found.function(request, caller)
+            reply = handler.function(request, caller)
             if not isinstance(reply, asyncio.Future):
-                self._reply(session, header, found, reply)
+                self._reply(session, header, handler, reply)
                 return
         except Exception as error:
             self._failed(session, header, error)
             return
         session.running[header.id] = reply
         tick = self._deadlines.add(reply, deadline)
-        reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, tick))
+        reply.add_done_callback(lambda reply: self._future_over(session, header, handler, reply, tick))
 
     def _on_ask(self, session: _Session, header: Header) -> None:
         """Answer HELD if the handler of the call runs, and NOT_HELD if the call may be sent again; else an ERROR."""
         id = header.in_reply_to
         self._forget_answered(session, header)
         if id in session.running:
-            self._say(session, Kind.HELD, header)
+            self._answer_ask(session, Kind.HELD, header)
         # A stored reply is sent when its call comes again. ``_is_full`` and ``_is_early`` answer with an ERROR.
         elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
-            self._say(session, Kind.NOT_HELD, header)
+            self._answer_ask(session, Kind.NOT_HELD, header)
 
     @staticmethod
     def _forget_answered(session: _Session, header: Header) -> None:
@@ -349,7 +349,7 @@ class CallServer:
         for id in [id for id in session.stored if id < header.answered_below]:
             del session.stored[id]
 
-    def _say(self, session: _Session, kind: Kind, ask: Header) -> None:
+    def _answer_ask(self, session: _Session, kind: Kind, ask: Header) -> None:
         header = self._endpoint.header(kind, "", id=ask.id, in_reply_to=ask.in_reply_to)
         self._transmit(session.routing_id, [header, NIL])
 
@@ -369,10 +369,10 @@ class CallServer:
         return True
 
     async def _run_call(
-        self, session: _Session, header: Header, found: Handler, request: Message, caller: Caller
+        self, session: _Session, header: Header, handler: Handler, request: Message, caller: Caller
     ) -> None:
         try:
-            self._reply(session, header, found, await found.function(request, caller))
+            self._reply(session, header, handler, await handler.function(request, caller))
         except Exception as error:
             self._failed(session, header, error)
 
@@ -385,7 +385,7 @@ class CallServer:
         self,
         session: _Session,
         header: Header,
-        found: Handler,
+        handler: Handler,
         reply: asyncio.Future[Message],
         tick: int,
     ) -> None:
@@ -394,7 +394,7 @@ class CallServer:
         if reply.cancelled():
             return
         try:
-            self._reply(session, header, found, reply.result())
+            self._reply(session, header, handler, reply.result())
         except Exception as error:
             self._failed(session, header, error)
 
@@ -411,25 +411,25 @@ class CallServer:
         self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
-        found = self._handlers.get(header.type)
-        if found is None or found.answered:
+        handler = self._handlers.get(header.type)
+        if handler is None or handler.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
-        if not may_send(session.name, found.senders):
+        if not may_send(session.name, handler.senders):
             self._endpoint.counters.add(REFUSED)
             return
         if not self._owner.ready:
             self._endpoint.counters.add(EARLY)
             return
-        message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+        message = self._endpoint.codec.decode(handler.request, frames[1], frames[2:])
         caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
         try:
-            found.function(message, caller)
+            handler.function(message, caller)
         except Exception as error:
             self._owner.handler_failed(header.type, error)
 
     # --- answering ---
 
-    def _reply(self, session: _Session, header: Header, found: Handler, reply: Message) -> None:
+    def _reply(self, session: _Session, header: Header, handler: Handler, reply: Message) -> None:
         """Send the reply to a call, and store it if the call is not idempotent."""
         frames = self._endpoint.codec.encode(reply)
         if (size := size_of(frames)) > session.limit:
@@ -441,7 +441,7 @@ class CallServer:
             )
             return
         message = [self._endpoint.header(Kind.REPLY, type(reply).__name__, in_reply_to=header.id), *frames]
-        if not found.idempotent:
+        if not handler.idempotent:
             session.stored[header.id] = message
         self._transmit(session.routing_id, message)
 
@@ -458,11 +458,11 @@ class CallServer:
 
     def _may_try_again(self, session: _Session) -> bool:
         """Whether an unexpected failure counts as retryable; False after too many within UNEXPECTED_WINDOW_S."""
-        now, failed = self._loop.time(), session.unexpected
-        often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
-        if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:
-            failed.append(now)
-        return not often
+        now, failures = self._loop.time(), session.unexpected
+        too_often = len(failures) == failures.maxlen and now - failures[0] < UNEXPECTED_WINDOW_S
+        if not failures or now - failures[-1] >= UNEXPECTED_MOMENT_S:
+            failures.append(now)
+        return not too_often
 
     def _error(self, routing_id: bytes, id: int, code: str, message: str, *, retryable: bool = False) -> None:
         message = encodable(message)[:LONGEST_ERROR]

@@ -140,19 +140,19 @@ def _take_in(known: dict[str, T], values: Mapping[str, T], most: int, is_sound: 
     return taken
 
 
-def _bounded(beat: Heartbeat, actor: str) -> Heartbeat:
+def _bounded(heartbeat: Heartbeat, actor: str) -> Heartbeat:
     """Returns a heartbeat without the values that ``Entry`` keeps by name, with long texts cut and bad values out."""
     return msgspec.structs.replace(
-        beat,
+        heartbeat,
         counters={},
         histograms={},
         resources=[],
-        awaits=[wait for wait in beat.awaits if _is_wait(wait)],
-        unreached=[record for record in beat.unreached if _is_unreached(record)],
-        gpus=[gpu for gpu in beat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
-        events=[_cut(event, actor) for event in beat.events[-MOST_EVENTS:]],
-        **{name: getattr(beat, name)[:LONGEST_TEXT] for name in TEXTS},
-        **{name: value if _is_number(value := getattr(beat, name)) else 0.0 for name in NUMBERS},
+        awaits=[wait for wait in heartbeat.awaits if _is_wait(wait)],
+        unreached=[record for record in heartbeat.unreached if _is_unreached(record)],
+        gpus=[gpu for gpu in heartbeat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
+        events=[_cut(event, actor) for event in heartbeat.events[-MOST_EVENTS:]],
+        **{name: getattr(heartbeat, name)[:LONGEST_TEXT] for name in TEXTS},
+        **{name: value if _is_number(value := getattr(heartbeat, name)) else 0.0 for name in NUMBERS},
     )
 
 
@@ -228,7 +228,7 @@ class Registry:
         They do not say which actors are alive.
         """
         for name, incarnation in newest.items():
-            self._note(name, incarnation)
+            self._note_newest(name, incarnation)
         for gang, generation in generations.items():
             self._end_generations(gang, generation, f"all of {gang} start again together")
 
@@ -405,10 +405,10 @@ class Registry:
 
     def _enter(self, entry: Entry) -> Entry:
         self.entries[entry.record.name] = entry
-        self._note(entry.record.name, entry.record.incarnation)
+        self._note_newest(entry.record.name, entry.record.incarnation)
         return entry
 
-    def _note(self, name: str, incarnation: int) -> None:
+    def _note_newest(self, name: str, incarnation: int) -> None:
         if incarnation > self.newest.get(name, 0):
             self.newest[name] = incarnation
             self.changes += 1

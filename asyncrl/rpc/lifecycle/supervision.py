@@ -57,9 +57,9 @@ class RestartBudget:
             self._recent.popleft()
         if len(self._recent) >= self.max_restarts:
             return None
-        after = backoff(self.backoff_s, len(self._recent))
+        pause_s = backoff(self.backoff_s, len(self._recent))
         self._recent.append(now)
-        return after
+        return pause_s
 
 
 @dataclass(slots=True)
@@ -84,11 +84,11 @@ class Supervisor:
             self._counts[name] = self._counts.get(name, 0) + 1
             return Restart(self.backoff_s, self._counts[name])
         budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
-        after = budget.next(now)
-        if after is None:
+        pause_s = budget.next(now)
+        if pause_s is None:
             return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
         self._counts[name] = self._counts.get(name, 0) + 1
-        return Restart(after, self._counts[name])
+        return Restart(pause_s, self._counts[name])
 
     def forgive(self, name: str) -> None:
         """Forget the counted deaths of an actor, as after it was set aside for a while."""

@@ -158,10 +158,10 @@ def join(frames: Sequence[Any], most_bytes: int) -> list[Any]:
         raise ValueError(f"a table of {sum(counts)} pieces before {len(pieces)}")
     if sum(len(piece) for piece in pieces) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes in pieces")
-    found: list[Any] = []
+    joined: list[Any] = []
     at = 0
     for count in counts:
-        of = pieces[at : at + count]
+        own = pieces[at : at + count]
         at += count
-        found.append(of[0] if count == 1 and len(found) > 1 else b"".join(of))
-    return found
+        joined.append(own[0] if count == 1 and len(joined) > 1 else b"".join(own))
+    return joined

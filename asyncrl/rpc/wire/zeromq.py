@@ -183,21 +183,21 @@ class _ZmqSocket:
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Frames] = []
         """Messages for the next turn of the loop; empty unless a read is scheduled."""
-        self._look_scheduled = False
+        self._read_scheduled = False
         """Whether ``_read`` is scheduled for the next turn of the loop."""
         self._closed = False
         self._fd = socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._read)
-        self._look_again()
+        self._schedule_read()
 
-    def _look_again(self) -> None:
-        if not self._look_scheduled and not self._closed:
-            self._look_scheduled = True
+    def _schedule_read(self) -> None:
+        if not self._read_scheduled and not self._closed:
+            self._read_scheduled = True
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
         """Send the waiting messages, then receive at most BATCH messages."""
-        self._look_scheduled = False
+        self._read_scheduled = False
         self._flush()
         receive = self._receive_one
         for _ in range(BATCH):
@@ -209,10 +209,10 @@ class _ZmqSocket:
                 return
             except BaseException:
                 # The edge is consumed, so messages that have arrived would wait for the next one.
-                self._look_again()
+                self._schedule_read()
                 raise
         # The batch is over: read on in the next turn, after other callbacks.
-        self._look_again()
+        self._schedule_read()
 
     def _receive_one(self) -> None:
         raise NotImplementedError
@@ -231,8 +231,8 @@ class _ZmqSocket:
         """Send a message now, or with others in the next turn of the loop. False if the queue is known to be full."""
         if self._closed:
             return False
-        if not self._look_scheduled:
-            self._look_again()
+        if not self._read_scheduled:
+            self._schedule_read()
             return self._put(frames)
         # It counts as sent. If the queue is full later, the message is lost as on the way, and its caller asks again.
         self._outgoing.append(frames)
@@ -249,10 +249,10 @@ class _ZmqSocket:
         """Pass a message to ZeroMQ. False if its queue is full; a message to a peer that is gone is dropped."""
         try:
             # A message without arrays is cheaper to copy than to track until ZeroMQ is done with it.
-            put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
+            send, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
             # Only the first frame can raise: ZeroMQ accepts the rest of a message that it has begun.
             for index, frame in enumerate(frames):
-                put(frame, NOW if index == last else NOW_AND_MORE, copy)
+                send(frame, NOW if index == last else NOW_AND_MORE, copy)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -293,7 +293,7 @@ class ZmqServer(_ZmqSocket):
         self._listening: ListeningSocket | None = None
         self._opening: asyncio.TimerHandle | None = None
         # Before the bind, whose event carries the descriptor of the listening socket.
-        self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._happened)
+        self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._on_event)
         super().__init__(socket, closed)
         try:
             _bind(socket, address)
@@ -302,17 +302,17 @@ class ZmqServer(_ZmqSocket):
             raise
         self.address = socket.last_endpoint.decode().rstrip("\0")
 
-    def _happened(self, event: int, value: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
         """Handle a monitor event: the socket listens (``value`` is its descriptor), or a connection began or failed."""
         if event == zmq.EVENT_LISTENING:
             # The descriptor is open as long as the server.
             self._listening = ListeningSocket(value)
         elif event == zmq.EVENT_ACCEPTED:
-            self._let_in()
+            self._on_accepted()
         else:
             self._turned_away()
 
-    def _let_in(self) -> None:
+    def _on_accepted(self) -> None:
         """Count a connection that has begun, and shut the listening socket for a moment if there are too many."""
         now = self._loop.time()
         shut_until = self._door.begin(now)
@@ -403,7 +403,7 @@ class _Monitor:
     """
 
     def __init__(self, socket: RawSocket, events: int, happened: Callable[[int, int], None]) -> None:
-        self._monitored, self._happened = socket, happened
+        self._monitored, self._on_event = socket, happened
         # A new name each time: ZeroMQ frees a name only some time after its socket is closed.
         endpoint = f"inproc://monitor-{next(_monitors)}"
         socket.monitor(endpoint, events)
@@ -423,7 +423,7 @@ class _Monitor:
                 event, _ = self._pair.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._happened(*struct.unpack("=HI", event))
+            self._on_event(*struct.unpack("=HI", event))
 
     def close(self) -> None:
         """Stop the calls. Close it before its socket; may be called again."""
