@@ -30,7 +30,6 @@ REPORT_S = 5.0
 """Longest time that an actor spends at its end on the report of a failure, or on its notices."""
 MOST_KEYS = 64
 MORE = "more"
-"""Key of the notice that counts the keys beyond MOST_KEYS."""
 MOST_OVERFLOWING = 1024
 """Largest count of such keys."""
 NOTICE_PACE_S = 1.0

@@ -23,7 +23,6 @@ class ParkingLot:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
-        """Calls that wait for the next event."""
         self._due: dict[asyncio.Future[None], None] = {}
         """Calls that will ask again in this turn of the event loop or the next ones."""
 

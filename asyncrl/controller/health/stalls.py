@@ -78,7 +78,6 @@ class StallReport:
     stacks: Sequence[ActorStatus]
     """Actors that are silent or wait for no other actor. Their stacks show what they do."""
     ends_run: bool
-    """Whether this report ends the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +117,7 @@ class StallDetector:
     _moved_at: float | None = None
     """Start of the clock: the time at which the run last moved, or had a reason not to; None before it runs."""
     _looked: float = 0.0
-    """Time of the last call of ``look``."""
     _next_report: float = 0.0
-    """Time of the next report of this stall."""
     _pause: float = 0.0
     """Pause before the next report of this stall (s)."""
     _best: dict[str, tuple[int, int, tuple[float, ...]]] = field(default_factory=dict)

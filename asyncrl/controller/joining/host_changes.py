@@ -249,7 +249,6 @@ class HostChanges:
     # --- private ---
 
     def _dismiss(self, host: MemberHost, reason: str) -> None:
-        """Make a joined host leave that cannot serve."""
         self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=reason)
         self._remove_from_run(self._membership.let_go(host, 0.0, reason))
 

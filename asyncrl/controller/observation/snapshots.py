@@ -97,13 +97,9 @@ class Snapshots:
         self._number = numbers_begin_above(controller.context.incarnation)
         """Number of the newest snapshot, above all numbers of earlier controllers."""
         self._newest = b""
-        """The newest snapshot, encoded; empty before the first."""
         self._taken_at = -math.inf
-        """Time of the newest snapshot (s)."""
         self._last_request = -math.inf
-        """Time of the last request of a viewer (s)."""
         self._last_recorded = -math.inf
-        """Time of the last snapshot for the recording (s)."""
         self._is_last = False
         """Whether the newest snapshot is the last of the run."""
         self._wanted = asyncio.Event()

@@ -182,7 +182,6 @@ class Traces:
         self._pids = {name: pid for pid, name in enumerate(controller.config.actors, 1)}
         """Process number of each actor in all files: first those of the start, then others as they come."""
         self._number = numbers_begin_above(controller.context.incarnation)
-        """Number of the last requested trace."""
         self._wanted: _Collection | None = None
         """The requested trace whose spans are being collected."""
         self._writing: asyncio.Task[TraceWritten] | None = None

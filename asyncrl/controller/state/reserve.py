@@ -20,7 +20,7 @@ LONGEST_REST = 8
 """Longest rest, as a multiple of the first."""
 ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"
 PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
-"""Roles that a run cannot do without, with their names in texts."""
+"""Replicated roles with a least number of actors, and their names in texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,6 @@ class Rest:
     until: float
     """Time at which it ends (s)."""
     rest_s: float
-    """Its length (s)."""
 
 
 @dataclass(slots=True)
@@ -41,7 +40,6 @@ class _LastRest:
     incarnation: int
     """Newest incarnation whose end has been counted."""
     rest_s: float
-    """Length of the rest (s)."""
     back: float
     """Time at which the replica came back, or will (s)."""
 
@@ -149,7 +147,6 @@ class AsideNotices:
         self._aside: dict[str, Aside] = {}
         """Replicas that were set aside at the last call of ``news``."""
         self._times: Counter[str] = Counter()
-        """Number of times that each replica was set aside."""
 
     def news(
         self, aside: Iterable[Aside], expected: Collection[str], *, drains: bool

@@ -46,7 +46,10 @@ LAST_RANK = ROLES["controller"].drain_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """The result of the run. ``actor`` is the one that failed, ``log`` the path of its log; empty if none failed."""
+    """The result of the run. ``actor`` is the one that failed, ``log`` the path of its log; empty if none failed.
+
+    ``exit_code`` is 0 if the last step was trained.
+    """
 
     actor: str = ""
     reason: str = ""
@@ -104,9 +107,7 @@ class RunStateMachine:
     _condemned: list[Condemned] = field(default_factory=list)
     _message: RunState | None = None
     _preempted_until: float = 0.0
-    """Time at which a preempted run drains at the latest."""
     _rank_until: float = 0.0
-    """Time at which the present drain rank is over at the latest."""
     _drain_until: float = 0.0
     """Time at which the last rank begins at the latest."""
     _reserve: Reserve = field(init=False)

@@ -83,7 +83,6 @@ class Recorder:
         self._sizes: dict[Path, int] = {}
         """Sizes of the complete segments (bytes)."""
         self._strides: dict[Path, float] = {}
-        """Results of ``_stride``."""
 
     @property
     def size(self) -> int:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 LARGE_BYTES = 1 << 16
 """Smallest size of a large payload."""
 BUDGET_BYTES = 16 << 20
-"""Most bytes of large payloads under way to one peer, unless there is only one."""
 
 
 class CallFuture(asyncio.Future[Any]):

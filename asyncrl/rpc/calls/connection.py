@@ -239,7 +239,6 @@ class PeerConnection(ABC):
     # --- the time without the peer ---
 
     def _mark_unreached(self) -> None:
-        """Note that the peer is unreached from now on, if it was reached before."""
         now = self._loop.time()
         if self.ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S

@@ -188,7 +188,6 @@ class Peer(PeerConnection):
         return next(iter(self._pending), self._next_id)
 
     def _ask(self, id: int) -> None:
-        """Ask the peer whether it has a call."""
         assert self._client is not None
         header = self._endpoint.header(
             Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._answered_below

@@ -90,7 +90,6 @@ class _Session:
     """Time at which its last message came (s)."""
     connection: Connection = field(default_factory=Connection)
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    """Running handlers by the id of their call."""
     stored: dict[int, list[Any]] = field(default_factory=dict)
     """Replies, as frames, to calls that are not idempotent, by the id of the call, until the caller has them."""
     unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))

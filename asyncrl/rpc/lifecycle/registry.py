@@ -85,7 +85,6 @@ class Entry:
     version: int = -1
     """The newest policy version that it knew of at its last heartbeat."""
     ended: bool = False
-    """Whether its process has ended."""
     condemned: str = ""
     """Reason to kill it; empty if it need not be killed."""
     lost: bool = False
@@ -216,7 +215,6 @@ class Registry:
     _reasons: dict[str, str] = field(default_factory=dict)
     """By gang, the reason for the end of its last generation that is over."""
     _looked: float = 0.0
-    """Time of the last call of ``listen`` (s)."""
     _shortest_s: float = math.inf
     """Shortest limit on silence of all callers."""
     _listening_since: float = 0.0

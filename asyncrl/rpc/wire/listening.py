@@ -17,9 +17,7 @@ SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
 DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
 """The packet filter "return 0", a struct sock_filter (linux/filter.h): it keeps no byte of any packet."""
 BURST = 4096
-"""Number of connections that may begin at once."""
 PER_S = 256.0
-"""Number of connections a second that may begin in the long run."""
 REOPENS_WITH = 64
 """Number of connections that may begin when the socket opens again, so that it does not open for each one."""
 

@@ -184,7 +184,6 @@ class _ZmqSocket:
         self._outgoing: list[Frames] = []
         """Messages for the next turn of the loop; empty unless a read is scheduled."""
         self._read_scheduled = False
-        """Whether ``_read`` is scheduled for the next turn of the loop."""
         self._closed = False
         self._fd = socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._read)
