@@ -147,6 +147,7 @@ def _conversation(messages: Sequence[Any], indent: int) -> list[SampleLine]:
 
 
 def _message(message: Any, indent: int) -> list[SampleLine]:
+    """The lines of one message: role and name, then reasoning, content and tool calls."""
     if not isinstance(message, Mapping):
         return _text(_json(message), indent)
     name = message.get("name") or message.get("tool_call_id")

@@ -247,6 +247,7 @@ class WorkerPool(Generic[P]):
         self._launch(place)
 
     def _launch(self, place: P) -> None:
+        """Start a worker in a place, unless the pool has ended; an OSError counts as a failed start."""
         place.restart, place.launched = None, self._loop.time()
         if self._end.done():
             return

@@ -65,6 +65,7 @@ def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s:
 
 
 def _status(registry: Registry, entry: Entry, now: float) -> ActorStatus:
+    """The status of an actor from its last heartbeat, with the times extended to ``now``."""
     beat = entry.heartbeat
     assert beat is not None
     age = now - entry.heard

@@ -288,6 +288,7 @@ def _resource(heard: HeardResource, since_s: float, elapsed: float) -> Resource:
 
 
 def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:
+    """The condition of an actor for its view: lost, dead, condemned, silent, ready or starting."""
     if entry.lost:
         return "lost"
     if entry.ended:

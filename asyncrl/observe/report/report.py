@@ -49,6 +49,7 @@ def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
 
 
 def _page(run_dir: Path, *, lives: bool) -> str:
+    """Read the run folder and make the whole page: header, sections of charts, events, configuration."""
     config, problem = _read_config(run_dir)
     lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, charts.OF_UPDATES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
@@ -145,6 +146,8 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
 
 
 def _figures(train: Sequence[Line]) -> str:
+    """The HTML of the numbers in the header, such as mean step and throughput; empty if none is known."""
+
     def values(key: str) -> list[float]:
         return [value for line in train if (value := number_in(line, key)) is not None]
 

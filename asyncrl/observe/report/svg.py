@@ -188,6 +188,7 @@ def _shapes(
 
 
 def _axes(panel: Panel, x: _Frame, y: _Frame, width: float, height: float) -> str:
+    """SVG of the grid, the ticks and the titles of both axes, around a plot of ``width`` times ``height``."""
     parts = []
     for tick in ticks(y.low, y.high, Y_TICKS):
         up = TOP + (1.0 - y.of(tick)) * height

@@ -112,6 +112,7 @@ class _Families:
 
 
 def _add_line(families: _Families, line: Mapping[str, Any]) -> None:
+    """Add the numbers of a train, eval or update line; other kinds have no family."""
     kind = line.get("kind")
     if kind == "train":
         families.add("step", float(line.get("step", 0)), _text("step"))
@@ -130,6 +131,7 @@ def _add_line(families: _Families, line: Mapping[str, Any]) -> None:
 
 
 def _add_actor(families: _Families, actor: ActorView) -> None:
+    """Add an actor's gauges, metrics, histograms, resources and GPUs, with its name and host as labels."""
     who = {"actor": actor.name, "host": actor.host}
     families.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
     families.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)

@@ -69,6 +69,7 @@ class Deadlines(Generic[T]):
         self._timer = self._loop.call_at(tick * TICK_S, self._run)
 
     def _run(self) -> None:
+        """Expire the items of all ticks that are due, and set the timer for the earliest tick that is left."""
         self._timer, self._armed = None, math.inf
         now = self._loop.time() / TICK_S
         errors = []

@@ -233,6 +233,7 @@ class Peer(PeerConnection):
         return min(future.deadline, future.heard + future.silence, soon)
 
     def _receive(self, frames: Frames) -> None:
+        """Dispatch a message by its kind. Ignores replaced incarnations, and counts messages that cannot be read."""
         try:
             header = decode_header(frames[0])
             if header.incarnation < max(self._incarnation, self._adopted):
@@ -254,6 +255,7 @@ class Peer(PeerConnection):
             self._endpoint.counters.add("wire/malformed")
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
+        """End the call with its reply, or with ProtocolError if the reply has another type or cannot be read."""
         self._unready = False
         self._mark_proven()
         future = self._pending.get(header.in_reply_to)

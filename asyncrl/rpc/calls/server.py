@@ -410,6 +410,7 @@ class CallServer:
         self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
+        """Run the handler of a cast. Drops the cast if its sender may not send it or the actor is not set up."""
         handler = self._handlers.get(header.type)
         if handler is None or handler.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")

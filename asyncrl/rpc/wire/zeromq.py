@@ -70,6 +70,7 @@ class ZmqTransport:
         """Authenticates the clients; None without CURVE or without a server."""
 
     def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> ZmqServer:
+        """Bind a ROUTER (Transport.bind). Under CURVE the doorkeeper authenticates its clients. Raises OSError."""
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = 1
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -97,6 +98,7 @@ class ZmqTransport:
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> ZmqClient:
+        """Connect a DEALER (Transport.connect). Under CURVE it uses the key of the peer's attempt. Raises OSError."""
         try:
             socket = self._socket(zmq.DEALER)
         except zmq.ZMQError as error:
