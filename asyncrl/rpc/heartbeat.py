@@ -365,7 +365,7 @@ def _state_key(resource: Resource) -> tuple[Any, ...]:
 
 
 class _Sent(Generic[T]):
-    """The values that were last sent, by name; at most ``most`` are sent at a time."""
+    """The values that were last sent, by name; at most ``limit`` are sent at a time."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -169,7 +169,7 @@ class FailureDetector:
     def _report_silent(self, silent: Sequence[Condemned], statuses: Mapping[str, ActorStatus]) -> None:
         """Add the silent actors to the published ones, so that their agents report them and take their stacks.
 
-        Drops actors that are no longer condemned. ``seen`` has the last status of actors by name.
+        Drops actors that are no longer condemned. ``statuses`` has the last status of each actor.
         """
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]

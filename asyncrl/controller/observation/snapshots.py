@@ -283,7 +283,7 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
 
 
 def _resource(heard: HeardResource, since_s: float, elapsed: float) -> Resource:
-    """A resource with its state's time extended: by ``since_s`` up to the last heartbeat, and by ``more`` up to now."""
+    """A resource with its state's time extended: by ``since_s`` up to the last heartbeat, by ``elapsed`` up to now."""
     return replace(heard.record, state_s=heard.record.state_s + since_s + elapsed, since_s=since_s)
 
 
