@@ -29,7 +29,7 @@ class Succession:
         self._changed = asyncio.Event()
         """Set when the file is out of date."""
         self._seen_changes = 0
-        """``Registry.changes`` when the file was last found out of date."""
+        """``Registry.changes`` when the file was last out of date."""
         self.earlier = self._read()
         """Address file of an earlier controller of this attempt; None if this is the first one."""
 

@@ -77,14 +77,14 @@ class Awaits:
         self.lock = threading.Lock()
         """Protects ``open``."""
         self.open: dict[Key, dict[Await, None]] = {}
-        """Open waits by the arguments of ``on``, the oldest first. A dict is used as an ordered set."""
+        """Open waits by the arguments of ``on``, the oldest first."""
 
     def on(self, whom: str, what: str, *, idle: bool = False) -> Await:
         """Returns a new wait, which its ``with`` opens. A wait that is open must not be opened again."""
         return Await(self, (whom, what, idle))
 
     def records(self) -> list[Wait]:
-        """One record for all waits with the same arguments of ``on``: the oldest of them. The oldest comes first."""
+        """A record of the oldest wait for each set of arguments of ``on``, the oldest first."""
         with self.lock:
             now = self.now()
             oldest = [(next(iter(waits)).since, key) for key, waits in self.open.items()]

@@ -143,8 +143,8 @@ class ControllerSession:
     async def run(self) -> None:
         """Follow the run's state for the whole life of the actor, in a loop of parked WatchRun calls.
 
-        On each new state: learn new members, register again if the controller was replaced, and ignore dead actors.
-        Then send the trace if it is asked for, and let the actor drain, handle a preemption or leave.
+        On each new state: learn new members, register again with a new controller, ignore dead actors, and send the
+        trace if it is asked for. Then let the actor drain, handle a preemption or leave.
         """
         actor = self._actor
         while True:

@@ -65,7 +65,7 @@ def proportional_bytes(pids: list[int]) -> int:
 def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
     """If a process and its descendants hold more than ``limit`` bytes: (bytes, number of descendants), else None."""
     pids = family(pid)
-    # The first measure is cheap and never too low, so the slow one is needed only above the limit.
+    # The first measure is cheap and never below the second, so the slow one is needed only above the limit.
     if resident_bytes(pids) > limit and (held := proportional_bytes(pids)) > limit:
         return held, len(pids) - 1
     return None

@@ -103,7 +103,6 @@ class Snapshots:
         self._is_last = False
         """Whether the newest snapshot is the last of the run."""
         self._wanted = asyncio.Event()
-        """Set when a viewer begins to watch."""
         self._taking = asyncio.Lock()
 
     async def run(self) -> None:

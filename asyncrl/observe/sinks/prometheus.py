@@ -122,7 +122,7 @@ def _add_line(families: _Families, line: Mapping[str, Any]) -> None:
         elif kind == "eval" and name.startswith("eval/"):
             evaluation, _, number = name.removeprefix("eval/").partition("/")
             number, _, member = number.partition("/")
-            # A family has one set of labels, so a number with a member needs a name of its own.
+            # eval/NAME/pass_at/K gets the label k; eval/NAME/pass_at_k is another metric.
             labels = {EVAL_LABELS.get(number, "of"): member} if member else {}
             families.add(f"eval/{number}", value, _text(name), eval=evaluation, **labels)
         elif kind == "train":

@@ -24,7 +24,6 @@ LONGEST_S = 60.0
 MOST_DOUBLINGS = 64
 """Bound of the exponent, so that the power never overflows a float; the pause exceeds every limit long before."""
 DOUBLINGS = 3
-"""Number of times that ``pause`` doubles."""
 CANCELLED = "cancelled"
 """Code of the answer to a call that an actor cannot carry out because it is ending."""
 DEADLINE = "deadline"
