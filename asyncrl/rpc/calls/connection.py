@@ -239,6 +239,7 @@ class PeerConnection(ABC):
     # --- the time without the peer ---
 
     def _mark_unreached(self) -> None:
+        """Note that the peer is not ready, and begin the time unreached unless it has begun."""
         now = self._loop.time()
         if self.ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
