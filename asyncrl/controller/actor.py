@@ -1,8 +1,8 @@
 """The controller: registry of actors, state of the run, failure detection, metrics for viewers. No bulk data passes it.
 
-It binds its port before any other actor starts, and leaves its address in the run's private folder for the node agent.
-``RunStateMachine`` and ``Registry`` decide; this shell turns messages and time into their events, and wakes parked
-calls after a change. The controller ends when the state of the run is final. It refuses messages of older incarnations.
+It binds its port before any other actor starts, and writes its address to the run's private folder for the node agent.
+``RunStateMachine`` and ``Registry`` decide; this class passes messages and the time on to them, and wakes parked calls
+after a change. The controller ends when the state of the run is final. It refuses messages of older incarnations.
 
 A controller keeps five things on disk: its address, the hosts and the newest incarnations (succession.py), the members,
 and the recorded snapshots. Its successor binds the same address and learns everything else from the actors and agents
@@ -56,12 +56,12 @@ from asyncrl.rpc.lifecycle.registry import Registry
 from asyncrl.rpc.parking import ParkingLot
 
 FEW_ACTORS = 64
-"""Largest number of actors at which each change of the registry is handled at once."""
+"""Up to this number of actors, each change of the registry is handled at once."""
 GATHER_S = 0.05
-"""Time for which changes are gathered with more actors. Handling a change looks at all actors, so a thousand that
-register one by one would be looked at a thousand times each."""
+"""With more actors, the pause in which further changes are collected (s). Handling a change reads all actors, so a
+thousand that register one by one would cost a million reads."""
 FAREWELL_S = 0.3
-"""Time that the last state has to leave the sockets."""
+"""Pause at the end of the controller in which its last messages leave the sockets (s)."""
 
 
 class Controller(RunActor):
@@ -88,7 +88,7 @@ class Controller(RunActor):
             supervision.host_lost_s,
             supervision.heartbeat_s,
             CONTROLLER,
-            # The guard kills a frozen agent before. Then the whole host is silent.
+            # Before that, the host's guard kills a frozen agent, and then the whole host is silent.
             frozen_s=supervision.agent_silence_s + supervision.host_lost_s,
         )
         self._lines = RecentLines()
@@ -102,9 +102,11 @@ class Controller(RunActor):
         self._gathered = asyncio.Event()
         """Set when the registry has changes that are not handled yet."""
         self._watchers = ParkingLot()
+        """WatchRun calls of actors, which wait for a new state of the run."""
         self._followers = ParkingLot()
-        """Calls that also wait for metrics, notices, and actors that get ready."""
+        """WatchRun calls that also wait for metrics, notices, and actors that get ready, as the launcher's."""
         self._registered = ParkingLot()
+        """Resolve calls, which wait for an actor's address."""
         self.members = HostChanges(self, self.registry, self.machine, self._hosts, changed=self._members_changed)
         self._observation = Observation(self, self.members, self._sinks)
         self._failures = FailureDetector(self, self._hosts, self.members, self._observation)
@@ -131,21 +133,21 @@ class Controller(RunActor):
 
     def _newest_checkpoint(self) -> int:
         try:
-            found = CheckpointFolder(checkpoint_dir(self.config, self.context.run_dir)).newest()
+            newest = CheckpointFolder(checkpoint_dir(self.config, self.context.run_dir)).newest()
         except OSError as error:
             self.log.warning("checkpoints cannot be read here", error=str(error))
             return -1
-        return found.version if found is not None else -1
+        return newest.version if newest is not None else -1
 
     def handling_parts(self) -> Iterable[object]:
         return (self, self.members, self._observation.snapshots, self._sinks, self.traces)
 
     async def close(self) -> None:
-        """Count the lines that the sinks have not taken."""
+        """Count the metrics lines that the sinks did not get."""
         self._sinks.close()
 
     async def run(self) -> None:
-        """Let time act on the run until its state is final."""
+        """Start the background tasks, then handle the deadlines of the run until its state is final."""
         self.tasks.create_task(self._failures.run())
         self.tasks.create_task(self._succession.run())
         self.tasks.create_task(self._follow_registry())
@@ -169,7 +171,7 @@ class Controller(RunActor):
 
     @handler
     def register(self, request: Register, caller: Caller) -> Done:
-        """Take in an actor's record. Raises Refused for one of an older incarnation."""
+        """Register an actor. Raises Refused for an older incarnation, a wrong name, or an actor that has left."""
         if (request.record.name, request.record.incarnation) != (caller.name, caller.incarnation):
             raise Refused(self.name, "name", ours=caller.name, theirs=request.record.name)
         if self.members.is_gone(request.record.name):
@@ -185,16 +187,16 @@ class Controller(RunActor):
             if request.record.address and request.record.attempt:
                 self._lines.add_ready(request.record.name)
         finally:
-            # Also if it is refused: an actor of an old generation is entered as condemned.
+            # Also after a refusal, because the registry enters an actor of an old generation as condemned.
             self.registry_changed()
         return Done()
 
     @handler
     def heartbeat_of(self, request: Heartbeat, caller: Caller) -> None:
-        """Note a heartbeat."""
+        """Store a heartbeat, show its events, and during the start wake viewers if the actor's stage has changed."""
         before = self._with_stage(caller.name)
         if not self.registry.heartbeat(caller.name, caller.incarnation, request, self.clock.now()):
-            # An actor that has not registered is unknown, which is no error.
+            # A heartbeat that comes before its actor has registered is no error.
             if caller.name in self.registry.entries:
                 self.counters.add("heartbeats/ignored")
             return
@@ -208,7 +210,7 @@ class Controller(RunActor):
 
     @handler
     async def resolve(self, request: Resolve, caller: Caller) -> Resolved:
-        """Park until the actor can be called under an incarnation larger than ``above``."""
+        """Park until an incarnation of the actor above ``above`` can be called; else answer None."""
 
         def find() -> ActorRecord | None:
             return self.registry.resolve(request.name, request.above, unready=request.unready)
@@ -219,15 +221,16 @@ class Controller(RunActor):
 
     @handler
     async def watch_run(self, request: WatchRun, caller: Caller) -> RunState:
-        """Park until the state, or the metrics where they are asked for, are newer than those that the caller has seen.
+        """Park until there is news for the caller: a new state and, if the caller asks for them, new lines.
 
-        A caller that does not ask for metrics gets no answer for each actor that gets ready.
+        ``seen`` and ``seen_line`` are the numbers of the state and the line that the caller has. A caller without
+        ``seen_line`` (below 0), as an actor, gets no answer for changes that matter to the launcher only.
         """
         self.members.taken_in(caller.name, caller.incarnation, request.members)
         if request.seen_line < 0:
 
             def matters() -> RunState | None:
-                # A larger number is from another controller and says nothing about what the caller knows.
+                # A larger number came from another controller, so the caller does not know this state.
                 return None if self.machine.matters <= request.seen <= self.machine.number else self.machine.message
 
             return await self._watchers.until(matters, caller.park_s) or self.machine.message
@@ -241,31 +244,31 @@ class Controller(RunActor):
 
     @handler
     def metrics_line(self, request: MetricsLine, caller: Caller) -> None:
-        """Keep a line of metrics; the oldest goes when there are too many."""
+        """Pass a metrics line to the sinks, the viewers and the launcher. A malformed line is counted and dropped."""
         if not is_proper(request.line):
             self.counters.add("lines/refused")
             if self.counters["lines/refused"] == 1:
-                said = str(request.line)[:LONGEST_TEXT]
-                self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=said)
+                shown = str(request.line)[:LONGEST_TEXT]
+                self.log.warning("a line of metrics is refused, as others may be", by=caller.name, line=shown)
             return
         self._sinks.line(request.line)
         self._observation.lines.add(request.line, by=caller.incarnation)
         if request.line.get("kind") == "update":
-            # The launcher shows steps only.
+            # The launcher shows no weight updates.
             return
         self._lines.add(request.line)
         self._followers.wake()
 
     @handler
     def notice(self, request: Notice, caller: Caller) -> Done:
-        """Pass a notice on to the launcher."""
+        """Keep a notice and its wait, and wake the launcher's call, which shows it."""
         self._waits.take(caller.name, caller.incarnation, request.key, request.waits_for)
         self._lines.add_notice(caller.name, caller.incarnation, request)
         self._followers.wake()
         return Done()
 
     def pass_on(self, notice: Notice) -> None:
-        """Show a notice of the controller itself."""
+        """Keep a notice of the controller itself, without a message."""
         self._lines.add_notice(self.name, self.context.incarnation, notice)
         self._followers.wake()
 
@@ -273,7 +276,7 @@ class Controller(RunActor):
     def stop_run(self, request: StopRun, caller: Caller) -> Done:
         """End the run in good order, or preempt it."""
         now = self.clock.now()
-        # The run of a successor was running before.
+        # Under a restarted controller the run was running before, even if the phase is "starting" again.
         is_preempted = request.preempt and (self.machine.phase != "starting" or self._succession.earlier is not None)
         if self.machine.preempt(request.reason, now) if is_preempted else self.machine.stop(request.reason, now):
             what = "run is preempted" if is_preempted else "run is stopped"
@@ -283,7 +286,7 @@ class Controller(RunActor):
 
     @handler
     def run_finished(self, request: RunFinished, caller: Caller) -> Done:
-        """The learner has trained the last step and written everything that it could."""
+        """Let the run drain: the learner has trained its last step and written its files."""
         if self.machine.finish(self.clock.now(), preempted=request.preempted, by=caller.name, failure=request.failure):
             self.log.info("run is finished", by=caller.name, preempted=request.preempted, failure=request.failure)
             self.tell()
@@ -300,14 +303,14 @@ class Controller(RunActor):
 
     @handler
     def actor_started(self, request: ActorStarted, caller: Caller) -> Done:
-        """Note that a process was started, which may die before it registers."""
+        """Note that an agent has started a process. It may die before it registers."""
         self.registry.started(request.name, request.incarnation, self.clock.now())
         self.registry_changed()
         return Done()
 
     @handler
     def actor_ended(self, request: ActorEnded, caller: Caller) -> EndNoted:
-        """Note the end of a process. The reply says whether the controller had asked for it."""
+        """Note the end of a process. The reply says whether the controller had asked the actor to end."""
         now = self.clock.now()
         self.log.info("actor ended", actor=request.name, exit_code=request.exit_code, fatal=request.fatal)
         if request.exit_code or self.machine.phase in ("starting", "running"):
@@ -325,7 +328,7 @@ class Controller(RunActor):
 
     @handler
     def bring_back(self, request: BringBack, caller: Caller) -> Done:
-        """Start a replica that is set aside. Raises InvalidRequest."""
+        """Have a replica started again that was set aside. Raises InvalidRequest if it is not set aside."""
         if not self.machine.bring_back(request.name, self.clock.now()):
             aside = ", ".join(actor.name for actor in self.machine.aside) or "no replica"
             raise InvalidRequest(f"{request.name} cannot be brought back: {aside} is set aside")
@@ -349,18 +352,19 @@ class Controller(RunActor):
         try:
             await self.members.host_left(caller.name, caller.park_s)
         finally:
-            # Also if that is not on disk in time: the actors of the host have ended.
+            # Also if the change is not on disk in time, because the actors of the host have ended.
             self.registry_changed()
         return Done()
 
     def _members_changed(self) -> None:
-        # A successor does not wait for members that have left either.
+        # A successor reads the hosts from the file, and must not wait for hosts that have left.
         self._succession.changed()
         self.tell()
 
     # --- waiting ---
 
     def registry_changed(self) -> None:
+        """Handle the changes of the registry: at once with few actors, else within GATHER_S."""
         if len(self.registry.entries) <= FEW_ACTORS:
             self._follow()
         else:
@@ -374,9 +378,9 @@ class Controller(RunActor):
             await asyncio.sleep(GATHER_S)
 
     def _follow(self) -> None:
-        """Update the run's state from the registry, and wake the calls that wait for either."""
+        """Update the run's state from the registry, and wake the calls that wait for changes of the two."""
         ready = self.registry.ready()
-        # First: actors that have joined belong to the run from here on.
+        # First, because it adds actors of joined hosts to the run.
         self.members.ready(ready)
         self._succession.follow_registry()
         self.machine.ready(ready, self.clock.now())
@@ -388,7 +392,7 @@ class Controller(RunActor):
 
     def _state_and_lines(self, seen_line: int) -> RunState:
         lines, last = self._lines.after(seen_line)
-        # While the run drains, actors end in order and no notice says what it waits for.
+        # While the run drains, actors end, and their waits no longer show what the run waits for.
         waits = self._waits.words(self.registry.hears) if not self.machine.drain else []
         awaited = [self._with_stage(name) for name in self.machine.waiting_for]
         return msgspec.structs.replace(
@@ -396,12 +400,13 @@ class Controller(RunActor):
         )
 
     def _with_stage(self, name: str) -> str:
-        """An actor that starts, with what it does just now: "learner/0 (checkpoint)"."""
+        """The actor's name, with its stage while it starts: "learner/0 (checkpoint)"."""
         entry = self.registry.entries.get(name)
         beat = entry.heartbeat if entry is not None else None
         return f"{name} ({beat.awaiting})" if beat is not None and beat.state == "starting" and beat.awaiting else name
 
     def tell(self) -> None:
+        """Wake all calls and tasks that wait for the run's state, after each change of it."""
         run = self.machine
         for key, text, count, meanwhile in self._aside_notices.news(run.aside, run.expected, drains=bool(run.drain)):
             self.notify(key, text, count=count, meanwhile=meanwhile)

@@ -1,8 +1,8 @@
 """The address file of a controller: it holds the state of the run that a successor needs.
 
-No other process knows which hosts are lost. If the file of the earlier controller is damaged, the largest incarnation
-of each actor that is heard of counts, and the node agent remembers the address. If the file cannot be written, the user
-gets a notice, and it is written again at the next change.
+No other process knows which hosts are lost. If the file of the earlier controller is damaged, the node agent still
+knows the address. The largest incarnation that is heard of each actor then counts. If the file cannot be written, the
+user gets a notice, and it is written again at the next change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.rpc.controller_client import ADDRESS_FILE, AddressFile, read_addres
 
 
 class Succession:
-    """A controller's knowledge of an earlier one, and what it leaves to a later one."""
+    """Reads the address file of an earlier controller, and keeps the file up to date for a later one."""
 
     def __init__(self, controller: RunActor, hosts: KnownHosts, observation: Observation) -> None:
         self._controller, self._registry = controller, controller.registry
@@ -28,38 +28,39 @@ class Succession:
         self._path = controller.context.run_dir / "private" / ADDRESS_FILE
         self._changed = asyncio.Event()
         """Set when the file is out of date."""
-        self._numbered = 0
-        """Changes of the registry that the file has."""
+        self._seen_changes = 0
+        """``Registry.changes`` when the file was last out of date."""
         self.earlier = self._read()
         """Address file of an earlier controller of this attempt; None if this is the first one."""
 
     def _read(self) -> AddressFile | None:
+        """Read the file; None if this is the first controller. A damaged file counts as empty, with a warning."""
         try:
-            found = read_address_file(self._path)
+            earlier = read_address_file(self._path)
         except ValueError as error:
             lost = "the list of hosts and the incarnations of the last controller are lost"
             self._controller.log.warning(lost, error=str(error))
-            found = AddressFile(address="")
+            earlier = AddressFile(address="")
         if address := self._controller.context.address:
-            # The other actors look for it there.
-            return msgspec.structs.replace(found or AddressFile(address=""), address=address)
-        return found
+            # The other actors connect to the address that the node agent gave to this controller.
+            return msgspec.structs.replace(earlier or AddressFile(address=""), address=address)
+        return earlier
 
     async def take_over(self) -> None:
-        """Take over from an earlier controller, and write the file."""
+        """Restore the hosts and the past of an earlier controller, if there was one, and write the file."""
         if self.earlier is not None:
             self._hosts.recall(self.earlier.hosts, self._controller.clock.now())
             await self._observation.succeed(self.earlier)
         await self._write()
 
     def changed(self) -> None:
-        """Have the file written again."""
+        """Have ``run`` write the file again."""
         self._changed.set()
 
     def follow_registry(self) -> None:
-        """Have the file written again if the registry has changed since."""
-        if self._numbered != self._registry.changes:
-            self._numbered = self._registry.changes
+        """Have ``run`` write the file again if the registry's numbers have changed."""
+        if self._seen_changes != self._registry.changes:
+            self._seen_changes = self._registry.changes
             self._changed.set()
 
     async def run(self) -> None:
@@ -70,12 +71,12 @@ class Succession:
             try:
                 await self._write()
             except OSError as error:
-                lacks = "the list of hosts and the newest incarnations"
-                told = f"a later controller lacks {lacks}: {in_words(error, self._path)}"
-                self._controller.notify("hosts", told)
+                missing = "the list of hosts and the newest incarnations"
+                text = f"a later controller lacks {missing}: {in_words(error, self._path)}"
+                self._controller.notify("hosts", text)
 
     async def _write(self) -> None:
-        said = AddressFile(
+        content = AddressFile(
             address=self._controller.address,
             incarnation=self._controller.context.incarnation,
             hosts=self._hosts.describe(),
@@ -84,5 +85,5 @@ class Succession:
             newest=self._registry.newest,
             generations=self._registry.generations,
         )
-        text = msgspec.json.encode(said).decode()
+        text = msgspec.json.encode(content).decode()
         await asyncio.to_thread(replace_file, self._path, text, mode=0o600)

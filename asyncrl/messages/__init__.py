@@ -1,18 +1,15 @@
 """Base classes of all messages between actors; the modules of this package have the messages and their values.
 
-A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the struct as
-a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers behind the body.
-Fields are only ever added, with a default. Messages are never part of a reference cycle, so the garbage collector need
-not follow the thousands of groups that are held (``gc=False``).
+A message is a frozen msgspec struct. Its class name is the ``type`` in the envelope's header; its body is the
+struct as a MessagePack map, validated against these annotations when decoded. Arrays (numpy) travel as buffers
+behind the body. Fields are only ever added, with a default. No message is part of a reference cycle. So messages opt
+out of garbage collection (``gc=False``), and the collector does not scan the thousands of groups that are held.
 
-A request names the class of its reply (``reply``), and whether it may be repeated (``idempotent``): twice then has the
-same effect as once. A message that is sent without a reply is a cast. A call is parked if its receiver answers only
-once there is news, or its caller's parking time is over.
-
+A ``Request`` is answered. It names the type of its answer (``reply``) and whether handling it twice has the effect of
+handling it once (``idempotent``). A *cast* is any other message that an actor sends on its own: it has no answer.
 Requests and casts name the roles that may send them (``senders``). A role is the part of an actor's name before the
-slash: a role of the run's actors, ``agent``, ``launcher`` or ``viewer``. A reply has no senders, since it is only sent
-as the answer to a request. An actor refuses to serve a message without senders (LookupError), so that no message lacks
-them by mistake.
+slash: one of the run's roles, ``agent``, ``launcher`` or ``viewer``. A reply has no senders. An actor fails at its
+start with LookupError if it has a handler for a message without senders, so none is forgotten by mistake.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class Request(Message, frozen=True, kw_only=True):
     reply: ClassVar[type[Message]]
     idempotent: ClassVar[bool] = True
     idle: ClassVar[bool] = False
-    """Whether a long wait for the reply is normal idleness: the call is parked until there is news."""
+    """Whether waiting for the answer is normal idleness. The request is then parked until there is news."""
 
 
 class Done(Message, frozen=True):

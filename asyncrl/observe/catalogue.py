@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 from asyncrl.core.roles import ROLES
 
 Kind = Literal["counter", "gauge", "histogram", "line"]
-"""In heartbeats a counter is cumulative since the actor's start, and a histogram counts values by bucket. A line is a
-key of metrics.jsonl."""
+"""In heartbeats a counter is cumulative since the actor's start, and a histogram counts values by bucket. "line" stands
+for a key of metrics.jsonl."""
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 SHORT = (0.0001, 0.0003, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
@@ -36,10 +36,11 @@ class Metric(NamedTuple):
     kinds: tuple[Kind, ...]
     unit: str
     where: str
-    """Actors that have it; for a key of metrics.jsonl the kinds of lines."""
+    """The actors that have the metric; for a key of metrics.jsonl the kinds of lines that have it."""
     text: str
     edges: tuple[float, ...] = ()
-    """Upper edges of a histogram's buckets. A value equal to an edge is in the bucket below it; the last is open."""
+    """Upper edges of a histogram's buckets. A value equal to an edge is in the bucket below it. One more bucket, above
+    the last edge, is open."""
 
 
 _metrics: dict[str, Metric] = {}
@@ -61,7 +62,7 @@ class Declaring:
     def _declare(
         self, kind: Kind, name: str, unit: str, text: str, *, lines: str = "", edges: tuple[float, ...] = ()
     ) -> str:
-        """Declare a metric and return its name; ``lines`` are the lines that have it too."""
+        """Declare a metric and return its name. ``lines`` are the kinds of lines that have the metric too."""
         where = "; ".join(filter(None, (self._actor, lines or self._lines)))
         metric = Metric(name, (kind, "line") if lines else (kind,), unit, where, text, edges)
         assert _metrics.setdefault(name, metric) == metric, f"{name} is declared twice"
@@ -92,7 +93,7 @@ def every() -> list[Metric]:
 
 
 def find(name: str) -> Metric | None:
-    """The metric of this name, or the family that it belongs to; None if it is not declared."""
+    """The metric of this name, or the declaration with ``*`` that covers it; None if it is not declared."""
     _import_declarations()
     if (metric := _metrics.get(name)) is not None:
         return metric
@@ -110,7 +111,10 @@ def edges_of(name: str) -> tuple[float, ...]:
 
 
 def quantile(counts: list[int], edges: tuple[float, ...], share: float) -> float | None:
-    """The upper edge of the bucket that holds this quantile: inf for the open bucket, None without values."""
+    """The upper edge of the bucket that holds the quantile ``share`` (0 to 1).
+
+    ``counts`` are the values in each bucket. Returns inf for the open bucket, and None without values.
+    """
     total = sum(counts)
     if not total:
         return None

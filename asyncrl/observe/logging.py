@@ -16,7 +16,7 @@ from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
-# For its console formatter structlog takes rich along: a sixth of the start of each actor, and lines here are JSON.
+# structlog imports rich for its console formatter, which takes a sixth of an actor's start. Here lines are JSON.
 _without_rich = "rich" not in sys.modules
 if _without_rich:
     sys.modules["rich"] = None  # type: ignore[assignment]
@@ -31,11 +31,12 @@ Logger = structlog.typing.FilteringBoundLogger
 
 STANDARD_ERROR = 2
 MOST_BYTES = 1 << 20
-"""Bytes of lines that are kept in memory while they cannot be written."""
+"""Most bytes of lines that are kept in memory while they cannot be written."""
 QUIET = frozenset({"debug", "info"})
+"""Levels of lines that do not go to the listener."""
 _listener: Callable[[str, str], None] | None = None
 _level: int | None = None
-"""Least severe level written; None where logs are not set up."""
+"""Number of the least severe level that is written; None before ``configure_logging``."""
 
 
 def configure_logging(level: str) -> None:
@@ -46,15 +47,15 @@ def configure_logging(level: str) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
-            # Before the timestamp, which does not belong to the text of an event.
+            # Before the timestamp, which the text for the listener does not have.
             _pass_on,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            # Without the values of local variables: keys of sessions and of the run are among them.
+            # Without the values of local variables, because some are secret keys.
             structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_level),
-        # The whole process counts its torn and lost lines together.
+        # One writer for all loggers of the process, so that it counts all lost lines.
         logger_factory=lambda *_: _lines,
         cache_logger_on_first_use=True,
     )
@@ -96,9 +97,9 @@ def write_line(line: str) -> None:
 
 
 def write_text(text: str) -> None:
-    """Put text that people read, such as stacks, among the log lines as it is; lost like one of them.
+    """Write text for people, such as stacks, to standard error as it is. On an error the rest of it is lost.
 
-    Not through ``sys.stderr``, whose buffer keeps what a full disk refused and fails again at the process's end.
+    Not through ``sys.stderr``: after a full disk its buffer keeps the text, and fails again when the process ends.
     """
     rest = text.encode(errors="replace")
     with contextlib.suppress(OSError):
@@ -107,12 +108,12 @@ def write_text(text: str) -> None:
 
 
 class _Lines:
-    """Each message as one write, so that lines of several threads and processes do not mix."""
+    """Writes each line with one system call, so that lines of several threads and processes do not mix."""
 
     def __init__(self) -> None:
         self._torn = b""
         self._kept = KeptWrites(MOST_BYTES)
-        # Reentrant: what interrupts a thread that writes may log as well.
+        # Reentrant: a signal handler may log while its thread writes a line.
         self._writing = threading.RLock()
 
     @property
@@ -127,7 +128,7 @@ class _Lines:
     def _write(self, line: bytes) -> None:
         written = os.write(STANDARD_ERROR, self._torn + line)
         if written < len(self._torn + line):
-            # A disk that fills up takes the beginning of a line; the whole line follows later, and begins afresh.
+            # The full disk took only the beginning of the line. The whole line follows later, after a newline.
             self._torn = b"\n"
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._torn = b""

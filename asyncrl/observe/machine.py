@@ -1,13 +1,13 @@
-"""Use of a host by a process: event loop, processors, memory, GPUs. Linux.
+"""Measures the *vital signs* of a process: event loop, processors, memory, GPUs. Linux.
 
-Invariant: a read opens one file under /proc for each process of the family. Every LOOK_S a search for new members opens
-one file for each of their threads. A process that ends during a read counts as 0, and so does another process with its
-number. A separate thread asks NVML for GPUs, because a broken driver may not answer; NVML is loaded only if a process
-may use a GPU.
+The *family* of a process is the process and its descendants. Invariant: a read opens one file under /proc for each
+process of the family. Every LOOK_S a search for new members opens one file for each of their threads. A process that
+ends during a read counts as 0, and so does a new process with its pid. A separate thread asks NVML for GPUs, because a
+broken driver may not answer. NVML is loaded only if CUDA_VISIBLE_DEVICES is set.
 
-The lag of the event loop is measured by a timer of its own, every PROBE_S; a lag counts for all timers that it delayed.
-The loop's busy share follows from the processor time of its thread. Another thread, which beats, reads both, so that
-they are known of a loop that is blocked as well.
+A timer of its own measures the lag of the event loop every PROBE_S. A lag counts for each probe that it delayed. The
+loop's busy share follows from the processor time of its thread. The heartbeat's thread reads both, so they are known
+even while the loop is blocked.
 """
 
 from __future__ import annotations
@@ -27,56 +27,56 @@ from asyncrl.observe.metrics import Histograms
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 LOOK_S = 10.0
-"""Time between two looks for processes that were started (s)."""
+"""Time between two searches for new processes of the family (s)."""
 MOST_PROCESSES = 512
-"""Processes of a family that are looked at, at most."""
+"""Largest number of processes of a family that are read."""
 NVML = "libnvidia-ml.so.1"
 PROBE_S = 0.25
-"""Few enough that a thousand idle actors on one machine do not notice."""
+"""Time between two probes of the event loop (s): long enough for a thousand idle actors on one machine."""
 LAG = "loop/lag_s"
 
 
 class ProcessTimes:
-    """Processors and memory of this process, and with ``family`` of its descendants."""
+    """Measures processor use and memory of this process, and with ``family`` of its descendants."""
 
     def __init__(self, *, family: bool) -> None:
         self._family = family
         self._cpu_s: dict[tuple[int, int], float] = {}
-        """Processor time (s) by number and start of the process."""
-        self._at = self._look_at = time.monotonic()
+        """Processor time (s) at the last read, by pid and start of the process."""
+        self._at = self._next_search = time.monotonic()
         self.read()
 
     def read(self) -> tuple[float, int]:
-        """Processors used since the last call, 1 being one core, and resident bytes now.
+        """Returns the mean number of cores used since the last call, and the resident bytes now.
 
-        A process that was started counts from the first look that finds it, LOOK_S after its start at most.
+        A new process counts from the first search that finds it, at most LOOK_S after its start.
         """
         now = time.monotonic()
-        look = now >= self._look_at
+        searches = now >= self._next_search
         before, self._cpu_s = self._cpu_s, {}
         used, rss = 0.0, 0
-        for pid in self._look(now) if look else [pid for pid, _ in before]:
+        for pid in self._search(now) if searches else [pid for pid, _ in before]:
             found = _usage(pid)
             if found is None:
                 continue
             started, cpu_s, resident = found
             process = (pid, started)
-            if look or process in before:
+            if searches or process in before:
                 self._cpu_s[process] = cpu_s
                 used += max(0.0, cpu_s - before.get(process, cpu_s))
                 rss += resident
         elapsed, self._at = now - self._at, now
         return (used / elapsed if elapsed > 0 else 0.0), rss
 
-    def _look(self, now: float) -> Iterable[int]:
-        self._look_at = now + LOOK_S
+    def _search(self, now: float) -> Iterable[int]:
+        self._next_search = now + LOOK_S
         return family(os.getpid()) if self._family else (os.getpid(),)
 
 
 def family(root: int) -> Iterator[int]:
-    """A process and its descendants, by the present parents."""
+    """Yields the pids of a process and its descendants, at most MOST_PROCESSES."""
     todo = [root]
-    # The list grows while it is gone through.
+    # The list grows during the loop.
     for count, pid in enumerate(todo):
         if count >= MOST_PROCESSES:
             return
@@ -88,10 +88,10 @@ def family(root: int) -> Iterator[int]:
 
 
 def _usage(pid: int) -> tuple[int, float, int] | None:
-    """(start (ticks), processor time (s), resident bytes) of a process alone; None if it is gone."""
+    """(start (ticks), processor time (s), resident bytes) of one process, from proc(5); None if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name of the process, in parentheses, may hold anything.
+            # Split behind the name of the process, which is in parentheses and may hold anything.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -107,7 +107,7 @@ class _Memory(ctypes.Structure):
 
 
 class GpuWatch:
-    """The GPUs in CUDA_VISIBLE_DEVICES, asked by a daemon thread; none where they cannot be asked."""
+    """Reads the use of the GPUs in CUDA_VISIBLE_DEVICES in a daemon thread; ``newest`` is empty without NVML."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -115,12 +115,12 @@ class GpuWatch:
         self._visible = [word.strip() for word in words if word.strip()]
         self._stop = threading.Event()
         self.newest: list[Gpu] = []
-        """GPUs as they were an interval ago at most, while the driver answers."""
+        """The last reading, at most an interval old while the driver answers."""
         if self._visible:
             threading.Thread(target=self._run, name="gpus", daemon=True).start()
 
     def stop(self) -> None:
-        """Ask no more. Does not wait for an answer."""
+        """Stop the thread after its present request. Does not wait for it."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -129,8 +129,8 @@ class GpuWatch:
             return
         handles = [(index, handle) for index, word in enumerate(self._visible) if (handle := _handle(nvml, word))]
         while True:
-            found = [_ask(nvml, index, handle) for index, handle in handles]
-            self.newest = [gpu for gpu in found if gpu is not None]
+            readings = [_read_gpu(nvml, index, handle) for index, handle in handles]
+            self.newest = [gpu for gpu in readings if gpu is not None]
             if self._stop.wait(self._interval_s):
                 return
 
@@ -144,7 +144,7 @@ def _open_nvml() -> ctypes.CDLL | None:
 
 
 def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
-    """Handle of a GPU as CUDA_VISIBLE_DEVICES names it: a number, or a UUID, also that of a part of one (MIG)."""
+    """NVML's handle of an entry of CUDA_VISIBLE_DEVICES: an index, or the UUID of a GPU or of a MIG device."""
     handle = ctypes.c_void_p()
     if word.isdigit():
         code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(word)), ctypes.byref(handle))
@@ -153,8 +153,8 @@ def _handle(nvml: ctypes.CDLL, word: str) -> ctypes.c_void_p | None:
     return handle if code == 0 else None
 
 
-def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
-    """Use of a GPU; None if its memory use is unknown. A part of a GPU does not report its utilisation."""
+def _read_gpu(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
+    """The use of a GPU; None if its memory use is unknown. A MIG device does not report its utilisation."""
     used, memory = _Utilisation(), _Memory()
     if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
         return None
@@ -169,23 +169,25 @@ def _ask(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> Gpu | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vitals:
-    """Vital signs of the time since they were taken last."""
+    """The vital signs of a process since they were last taken."""
 
     loop_lag_s: float = 0.0
-    """The largest lag that has ended, or the one that lasts if that is larger."""
+    """The largest lag of the event loop, including one that has not ended."""
     loop_busy: float = 0.0
+    """Share of the time in which the event loop's thread used a processor."""
     cpu: float = 0.0
+    """Mean number of cores used."""
     rss_bytes: int = 0
     gpus: list[Gpu] = field(default_factory=list)
 
 
 class VitalSigns:
-    """Takes the vital signs; to be made in the thread of the running event loop ``loop``, and stopped."""
+    """Measures the vital signs. Make it in the thread of the running event loop ``loop``, and ``stop`` it."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, histograms: Histograms, interval_s: float, *, family: bool
     ) -> None:
-        """``family``: what the process has started counts as its own."""
+        """``family``: descendants count as part of the process. ``interval_s`` is the time between GPU readings."""
         self._loop, self._histograms = loop, histograms
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._busy, self._at = time.clock_gettime(self._clock), time.monotonic()
@@ -205,7 +207,7 @@ class VitalSigns:
         self._gpus.stop()
 
     def take(self) -> Vitals:
-        """The vital signs since the last call; from one thread at a time."""
+        """Returns the vital signs since the last call. Only one thread at a time may call it."""
         cpu, rss_bytes = self._times.read()
         now = time.monotonic()
         elapsed, self._at = now - self._at, now
@@ -214,7 +216,7 @@ class VitalSigns:
         if not self._stopped:
             self._busy = time.clock_gettime(self._clock)
         largest, self._largest = self._largest, 0.0
-        # The loop's own time stands still while it is blocked.
+        # Not by ``loop.time``, which some loops do not advance while they are blocked.
         lasting = 0.0 if self._stopped else max(0.0, now - self._expected)
         return Vitals(
             loop_lag_s=max(largest, lasting),

@@ -1,7 +1,8 @@
 """Lines of metrics.jsonl: checking, reading, and the lines that a restarted learner voids.
 
-Invariant: in an accepted line ``step``, ``start`` and ``weights/version`` are whole numbers, ``kind`` is text, and each
-value is a number that fits into a float, true, false or null.
+``start`` of a line numbers the starts of the learner. Invariant of an accepted line: ``step``, ``start`` and
+``weights/version`` are whole numbers, and ``kind`` is text. Each other value is a number that fits into a float, true,
+false or null. Keys without a slash and those of weights/ may have text.
 """
 
 from __future__ import annotations
@@ -18,18 +19,20 @@ Line = Mapping[str, Any]
 WHOLE = ("step", "start", "weights/version")
 LARGEST_WHOLE = 1 << 53
 HIGH_TRUNCATION = 0.5
-"""Share of cut responses from which the user is warned (learner/groups/notices.py)."""
+"""Share of truncated responses above which the user is warned (learner/groups/notices.py)."""
 LARGEST = 10**300
 
 
 def room_for(line: Line, room: int) -> int:
-    """Most lines that may wait before ``line`` in a queue of ``room``. Lines of updates, one per replica and step, may
-    fill half of it."""
+    """Number of waiting lines at which a queue of size ``room`` drops ``line``.
+
+    Lines of weight updates, one per replica and step, may fill only half of the queue.
+    """
     return room // 2 if line.get("kind") == "update" else room
 
 
 def parse_line(text: bytes) -> Line | None:
-    """The line; None for other text."""
+    """Parses a line; None if it is not a valid one."""
     try:
         line = from_json(text)
     except ValueError:
@@ -51,7 +54,7 @@ def _is_value(key: str, value: object) -> bool:
     if isinstance(value, int):
         return abs(value) <= LARGEST
     if isinstance(value, str):
-        # Among keys with a group only those of updates have text.
+        # A key with a slash has text only in lines of weight updates.
         return "/" not in key or key.startswith("weights/")
     return value is None or isinstance(value, float)
 
@@ -65,14 +68,14 @@ def number_in(line: Line, key: str) -> float | None:
 
 
 def busy_s(line: Line) -> float | None:
-    """Seconds that a step could not be interrupted: training and publishing; None if unknown."""
+    """Seconds of a step in which the learner trained or published weights; None if unknown."""
     train_s = number_in(line, "time/train_s")
     return None if train_s is None else train_s + (number_in(line, "time/publish_s") or 0.0)
 
 
 def is_eval_mean(key: str) -> bool:
     """Whether this key is the mean reward of an evaluation."""
-    # A component may be called mean, too.
+    # A component of the reward may be called "mean" too.
     return key.startswith("eval/") and key.endswith("/mean") and "/component/" not in key
 
 
@@ -82,31 +85,31 @@ def eval_names(line: Line) -> list[str]:
 
 
 def numbers_after(line: Line, beginning: str) -> dict[str, float]:
-    """The numbers of a line whose keys begin so, by the rest of their keys."""
-    found = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
-    return {key: value for key, value in found.items() if value is not None}
+    """The finite numbers of a line whose keys start with ``beginning``, by the rest of their keys."""
+    numbers = {key.removeprefix(beginning): number_in(line, key) for key in line if key.startswith(beginning)}
+    return {key: value for key, value in numbers.items() if value is not None}
 
 
 def eval_numbers(line: Line, name: str) -> dict[str, float]:
-    """The numbers of the evaluation ``name`` in a line of kind eval, by their names without it: pass_at/4, mean."""
+    """The numbers of the evaluation ``name`` in an eval line, by the rest of their keys, such as pass_at/4 or mean."""
     return numbers_after(line, f"eval/{name}/")
 
 
 def pass_at_numbers(numbers: Mapping[str, float]) -> dict[int, float]:
-    """pass@k by k in order, of ``eval_numbers``."""
-    found = numbers_after(numbers, "pass_at/")
-    return {int(k): found[k] for k in sorted(filter(str.isdecimal, found), key=int)}
+    """pass@k by k, in order of k, from the result of ``eval_numbers``."""
+    members = numbers_after(numbers, "pass_at/")
+    return {int(k): members[k] for k in sorted(filter(str.isdecimal, members), key=int)}
 
 
 def component_numbers(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Means of components by name, of ``eval_numbers``."""
+    """Means of the reward's components by name, from the result of ``eval_numbers``."""
     return numbers_after(numbers, "component/")
 
 
 def served_versions(line: Line) -> tuple[int, int] | None:
-    """The oldest and the newest version that sampled an evaluation's line; None if unknown.
+    """The oldest and the newest policy version that sampled the responses of an eval line; None if unknown.
 
-    Its step is that at which its round was complete: engines may have served older weights.
+    They may be older than the line's step, at which the round of evaluation was complete.
     """
     newest = line.get("weights/version")
     oldest = [number_in(line, key) for key in line if key.startswith("eval/") and key.endswith("/version_min")]
@@ -116,7 +119,7 @@ def served_versions(line: Line) -> tuple[int, int] | None:
 
 
 def versions_in_words(line: Line) -> str:
-    """``served_versions`` in words; empty if unknown."""
+    """``served_versions`` as text; empty if unknown."""
     served = served_versions(line)
     if served is None:
         return ""
@@ -125,15 +128,18 @@ def versions_in_words(line: Line) -> str:
 
 
 def without_first(train: Sequence[Line]) -> list[Line]:
-    """Train lines in order, without the first of each learner: that step waits for engines and evaluations. The first
-    line of all counts as such a line."""
+    """Returns train lines without the first one after each start of the learner, and without the very first.
+
+    The time of such a step includes waiting for engines and evaluations.
+    """
     return [line for before, line in pairwise(train) if line.get("start") == before.get("start")]
 
 
 def is_voided(line: Line, by: Line) -> bool:
-    """Whether the line ``by`` of a step voids ``line``, of any kind.
+    """Whether the train line ``by`` voids ``line``, of any kind.
 
-    A restarted learner resumes from its checkpoint. Its first step voids earlier lines of this step and later ones.
+    A restarted learner resumes from its checkpoint and trains some steps again. Its train line voids the lines of
+    earlier starts that are of the same step or a later one.
     """
     goes_back = by.get("kind") == "train" and by.get("start", 0) > line.get("start", 0)
     return bool(goes_back and line.get("step", 0) >= by.get("step", 0))
@@ -144,21 +150,21 @@ def read_metrics(
 ) -> list[Line]:
     """The valid lines of a metrics file; empty if there is no file.
 
-    ``kinds`` selects kinds of lines, and ``of_updates`` keys of update lines, which are many in a large run. Voided
-    lines (is_voided) and other text are left out.
+    ``kinds`` selects the kinds of lines. ``of_updates`` selects the keys that are kept of update lines, which are many
+    in a large run. Voided lines (is_voided) and invalid ones are left out.
     """
     if not path.exists():
         return []
-    found: list[Line] = []
+    lines: list[Line] = []
     newest = 0
     with path.open("rb") as file:
         for line in filter(None, map(parse_line, file)):
             kind, start = line.get("kind"), line.get("start", 0)
             if kind == "train" and start > newest:
                 newest = start
-                found = [other for other in found if not is_voided(other, line)]
+                lines = [other for other in lines if not is_voided(other, line)]
             if kind == "update" and of_updates is not None:
                 line = {key: line[key] for key in ("kind", "step", "start", *of_updates) if key in line}
             if kinds is None or kind in kinds:
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines

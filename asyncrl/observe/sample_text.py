@@ -1,4 +1,4 @@
-"""A group of samples/ as text for people: its prompt, then each response or conversation with its score. Pure.
+"""Shows a group of samples/ as text: its prompt, then each response or conversation with its score. Pure.
 
 Every view of samples draws these lines: ``asyncrl-top --samples``, the samples screen of asyncrl-top, and
 ``asyncrl-launch --dry-run --generate``.
@@ -20,7 +20,7 @@ from asyncrl.observe.samples import SampleGroup, SampleTrajectory
 
 SampleStyle = Literal["group", "heading", "role", "text", "note"]
 LONGEST_TEXT = 4000
-"""Characters of one text that are shown: its beginning and its end."""
+"""Most characters of one text that are shown: half of them its beginning, half its end."""
 LONGEST_NAME = 60
 MOST_RESPONSES = 16
 LONGEST_GROUP = 100_000
@@ -28,14 +28,14 @@ LONGEST_GROUP = 100_000
 LONGEST_PAGE = 400_000
 """Characters after which no further group of a page is shown."""
 MOST_MESSAGES = 60
-"""Messages of a conversation that are shown: the first and the last ones."""
+"""Most messages of a conversation that are shown: half of them the first ones, half the last ones."""
 MOST_COMPONENTS = 12
 INDENT = 2
 TAB = 4
 
 
 class SampleLine(NamedTuple):
-    """A line, to be indented by so many blanks; a narrow view wraps it."""
+    """A line of text. The view indents it by ``indent`` blanks, wraps it, and colours it by its style."""
 
     text: str
     style: SampleStyle = "text"
@@ -43,7 +43,7 @@ class SampleLine(NamedTuple):
 
 
 def sample_lines(group: SampleGroup) -> list[SampleLine]:
-    """The lines of a group."""
+    """The lines of a group: title, prompt or shared messages, then each response, up to the limits."""
     trajectories = group.trajectories
     lines = [SampleLine(title_of(group), "group")]
     shared = _shared_messages(trajectories)
@@ -67,7 +67,7 @@ def sample_lines(group: SampleGroup) -> list[SampleLine]:
 
 
 def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
-    """The groups one below the other, as indented text."""
+    """The groups one below the other, as indented lines of text, up to LONGEST_PAGE."""
     page: list[str] = []
     size = 0
     for number, group in enumerate(groups):
@@ -84,7 +84,7 @@ def sample_page(groups: Sequence[SampleGroup]) -> list[str]:
 
 
 def title_of(group: SampleGroup) -> str:
-    """One line on the whole group: kind, step, version, prompt and rewards."""
+    """The title of a group: kind, step, policy version, prompt, and the mean and range of its rewards."""
     rewards = [trajectory.reward for trajectory in group.trajectories if trajectory.reward is not None]
     parts = [
         " ".join(filter(None, (group.kind, _short(group.name)))),
@@ -103,7 +103,7 @@ def _rewards(rewards: Sequence[float]) -> str:
 
 
 def _score(trajectory: SampleTrajectory, number: int, count: int) -> str:
-    """Reward with its components, end and length of a response."""
+    """The heading of a response: its reward with components, finish reason, length and turns."""
     shown = list(trajectory.components.items())[:MOST_COMPONENTS]
     components = [f"{_short(name)} {_number(value)}" for name, value in shown]
     if (more := len(trajectory.components) - len(shown)) > 0:
@@ -127,9 +127,8 @@ def _number(value: float | None) -> str:
 
 
 def _shared_messages(trajectories: Sequence[SampleTrajectory]) -> int:
-    """Number of messages that all conversations begin with; 0 where a response is not a conversation."""
+    """Number of messages that all conversations share before the first answer; 0 for responses without messages."""
     conversations = [trajectory.messages for trajectory in trajectories]
-    # With several it ends before the first answer of any.
     shortest = min((len(each) for each in conversations), default=0)
     for at in range(shortest):
         first = conversations[0][at]
@@ -148,6 +147,7 @@ def _conversation(messages: Sequence[Any], indent: int) -> list[SampleLine]:
 
 
 def _message(message: Any, indent: int) -> list[SampleLine]:
+    """The lines of one message: role and name, then reasoning, content and tool calls."""
     if not isinstance(message, Mapping):
         return _text(_json(message), indent)
     name = message.get("name") or message.get("tool_call_id")
@@ -170,12 +170,12 @@ def _role(message: Any) -> str:
 
 
 def _content(content: Any) -> str:
-    """The text of a message: as it stands, or of its parts, a line each; a part that is no text as JSON."""
+    """The text of a message's content. If it is a list of parts, one line for each; parts that are no text as JSON."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    found = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts]
-    return "\n".join(part if isinstance(part, str) else _json(part) for part in found)
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part for part in parts]
+    return "\n".join(part if isinstance(part, str) else _json(part) for part in texts)
 
 
 def _call(call: Any, indent: int) -> list[SampleLine]:
@@ -198,13 +198,13 @@ def _json(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """A name in one line."""
+    """A name without control characters, cut to LONGEST_NAME."""
     shown = printable(text[: LONGEST_NAME + 1])
     return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 3]}..."
 
 
 def _text(text: str, indent: int) -> list[SampleLine]:
-    """The lines of a text: its beginning and its end, with a note of what is left out between them."""
+    """The lines of a text. Beyond LONGEST_TEXT its beginning and its end, with a note between them."""
     left_out = len(text) - LONGEST_TEXT
     if left_out <= 0:
         return _lines(text, indent)

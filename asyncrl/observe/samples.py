@@ -1,12 +1,11 @@
 """The files in RUN/samples: their names, and the newest groups in them.
 
 Each line is the text of one prompt group, as the learner writes it (learner/metrics/records.py). Groups are of three
-kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is its own step; of the others it is the last
-step that was trained before.
+kinds: trained, filtered, or of an evaluation. ``step`` of a trained group is its own step; for the other kinds it is
+the last step that was trained before.
 
-Invariant: a reader opens only the files that it needs, the newest first, and holds no more than one file. A line
-that is torn, damaged or too long is skipped. Raises OSError
-where the folder cannot be read.
+Invariant: a reader opens only the files that it needs, the newest first, and holds no more than one file. A line that
+is torn, damaged or too long is skipped. Raises OSError if the folder cannot be read.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ class SampleTrajectory(msgspec.Struct, frozen=True):
     reward: float | None = None
     components: dict[str, float | None] = {}
     length: int | None = None
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     turns: int = 0
 
 
 class SampleGroup(msgspec.Struct, frozen=True):
-    """A prompt group as it lies in samples/."""
+    """A prompt group, as in a line of samples/."""
 
     trajectories: list[SampleTrajectory]
     kind: str = TRAINED
-    """A SampleKind; "generated" for one that a dry run has made, without a step."""
+    """A SampleKind; or "generated" for a group that a dry run has made, without a step."""
     name: str = ""
     """Name of the evaluation."""
     reason: str = ""
@@ -62,14 +61,14 @@ class SampleGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SampleChoice:
-    """The groups to read: of this kind, of this step, of this step at most. None does not restrict them."""
+    """The groups to read: of kind ``kind``, of step ``step``, of steps up to ``until``. None selects all."""
 
     kind: SampleKind | None = None
     step: int | None = None
     until: int | None = None
 
     def with_next_kind(self) -> SampleChoice:
-        """The choice of the next kind; after the last one, of all kinds."""
+        """The same choice with the next kind; after the last kind, with all kinds."""
         kinds = (None, *KINDS)
         return replace(self, kind=kinds[(kinds.index(self.kind) + 1) % len(kinds)])
 
@@ -81,20 +80,20 @@ def sample_file(kind: SampleKind, step: int, name: str = "") -> str:
 
 
 def newest_samples(run_dir: Path, choice: SampleChoice, count: int) -> list[SampleGroup]:
-    """At most ``count`` groups, the newest first; none where the run has no samples. Raises OSError."""
-    found: list[SampleGroup] = []
+    """Returns at most ``count`` groups, the newest first; an empty list if the run has no samples. Raises OSError."""
+    newest: list[SampleGroup] = []
     for path in _files(run_dir / FOLDER, choice):
         groups = list(_groups(path).values())
-        # Groups of a step, and those of an evaluation, are of one moment; filtered groups come one after the other.
-        found += reversed(groups) if groups and groups[0].kind == "filtered" else groups
-        if len(found) >= count:
+        # All groups of a step or an evaluation are equally new; filtered groups were appended one by one.
+        newest += reversed(groups) if groups and groups[0].kind == "filtered" else groups
+        if len(newest) >= count:
             break
-    return found[:count]
+    return newest[:count]
 
 
 def _files(folder: Path, choice: SampleChoice) -> list[Path]:
-    """The files of the choice, the newest first: what is filtered or evaluated after a step is newer than the step."""
-    found: list[tuple[int, int, Path]] = []
+    """The files of a choice, the newest first. Groups filtered or evaluated after a step are newer than the step."""
+    chosen: list[tuple[int, int, Path]] = []
     try:
         entries = list(folder.iterdir())
     except FileNotFoundError:
@@ -109,19 +108,19 @@ def _files(folder: Path, choice: SampleChoice) -> list[Path]:
             and choice.step in (None, step)
             and (choice.until is None or step <= choice.until)
         ):
-            found.append((step, KINDS.index(kind), path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+            chosen.append((step, KINDS.index(kind), path))
+    return [path for _, _, path in sorted(chosen, reverse=True)]
 
 
 def _groups(path: Path) -> dict[str, SampleGroup]:
-    """The groups of a file by uid, as its last writer left them: a step that was trained again replaces the first."""
-    found: dict[str, SampleGroup] = {}
+    """The groups of a file by uid, in order. If a restarted learner trained the step again, only its groups stay."""
+    groups: dict[str, SampleGroup] = {}
     for group in _lines(path):
-        if group.kind == TRAINED and any(other.start < group.start for other in found.values()):
-            found.clear()
-        found.pop(group.uid, None)
-        found[group.uid] = group
-    return found
+        if group.kind == TRAINED and any(other.start < group.start for other in groups.values()):
+            groups.clear()
+        groups.pop(group.uid, None)
+        groups[group.uid] = group
+    return groups
 
 
 def _lines(path: Path) -> Iterator[SampleGroup]:

@@ -1,7 +1,7 @@
 """State-time ledgers: the seconds that a serial resource has spent in each state.
 
-A serial resource does one thing at a time: an engine, a rank of the learner, a worker of the reward pool. It is in
-exactly one state of its kind's closed set, and names the actor or thing that the state waits for.
+A serial resource does one thing at a time: an engine, a rank of the learner, a worker of the reward pool. It is always
+in exactly one state of its kind (STATES), and names the actor or thing that the state waits for.
 
 Invariant: the times of all states add up to the age of the ledger, without gaps or overlaps.
 """
@@ -59,7 +59,7 @@ class StateLedger:
     """Seconds spent in each state of ``kind``. Safe to read from other threads."""
 
     def __init__(self, now: Callable[[], float], kind: Kind = "actor", *, born: float | None = None) -> None:
-        """``born`` is the start of the resource, if that was earlier."""
+        """``born`` is the start of the resource on the clock ``now``; None if it starts now."""
         self._now = now
         self._states = STATES[kind]
         self.entered: Callable[[str, str], None] = lambda state, awaiting: None
@@ -72,7 +72,7 @@ class StateLedger:
         """The actor or thing that the state waits for; empty without one."""
 
     def enter(self, state: str, awaiting: str = "") -> None:
-        """Enter ``state``."""
+        """Enter ``state``, which waits for ``awaiting`` if that is not empty; add up the time of the state before."""
         assert state in self._states, f"unknown state {state!r}; known: {', '.join(self._states)}"
         with self._lock:
             now = self._now()
@@ -81,7 +81,7 @@ class StateLedger:
         self.entered(state, awaiting)
 
     def record(self, name: str) -> Resource:
-        """The ledger as a resource of an actor."""
+        """The ledger up to now, as the resource ``name`` of a heartbeat."""
         with self._lock:
             here = self._now() - self._since
             seconds = dict(self._seconds)
@@ -94,5 +94,5 @@ class StateLedger:
             return self.state, self.awaiting, self._now() - self._since
 
     def age(self) -> float:
-        """Seconds since the ledger was made, or born."""
+        """Seconds since the start of the resource."""
         return sum(self.record("").seconds.values())

@@ -1,7 +1,7 @@
 """The timeline of an actor: the newest spans of each of its tracks. Pure, except for the clocks.
 
-A track is serial: the actor itself, a slot of an engine, a worker process, the steps of a learner. A new span ends the
-one before, so spans of a track never overlap.
+A *span* is a time with a name and facts. A *track* does one thing at a time: the actor itself, a slot of an engine, a
+worker process, the steps of a learner. A new span ends the one before, so spans of a track never overlap.
 
 Invariants: at most ``kept`` ended spans of the last ``window_s`` seconds are kept, the newest ones. Times come from the
 monotonic clock with one offset to Unix time, so a set wall clock does not tear spans apart. Threads may share a trace;
@@ -25,10 +25,10 @@ SPANS_KEPT = 16_384
 SPANS_OF_RUN = 262_144
 """Most spans of all actors of a large run: a file of about 40 MB, which a browser still shows."""
 LEAST_SPANS_KEPT = 256
-"""Spans that each actor may keep in any case: a few rounds of its slots."""
+"""Number of spans that each actor may keep in any case: a few rounds of its slots."""
 Fact = str | int | float | bool
 
-# Places of the tracks of an actor, from the top.
+# Positions of an actor's tracks in the view, from the top.
 STATES, STEPS, PHASES, CHECKPOINTS, WEIGHTS, FIRST_SLOT = 0, 1, 2, 3, 4, 100
 
 
@@ -46,7 +46,7 @@ class Track:
         """End of the last span."""
 
     def enter(self, name: str, **facts: Fact) -> None:
-        """Begin the span ``name``."""
+        """End the open span, if there is one, and begin the span ``name``."""
         trace = self._trace
         if trace.on:
             with trace.lock:
@@ -96,7 +96,7 @@ class Trace:
         self._spans: deque[tuple[Track, str, float, float, dict[str, Fact]]] = deque(maxlen=kept)
 
     def track(self, name: str, order: int) -> Track:
-        """The track of this name. ``order`` is its place, which no other track has."""
+        """The track of this name, made at the first call. ``order`` is its position, which no other track has."""
         with self.lock:
             track = self._tracks.get(name)
             if track is None:
@@ -104,16 +104,16 @@ class Trace:
             return track
 
     def keep(self, span: tuple[Track, str, float, float, dict[str, Fact]]) -> None:
-        """Keep a span; for tracks, which hold the lock."""
+        """Keep a span (track, name, began, end, facts) and drop those before the window. The caller holds the lock."""
         spans, horizon = self._spans, span[3] - self._window_s
         while spans and spans[0][3] < horizon:
             spans.popleft()
         spans.append(span)
 
     def parts(self) -> Iterator[list[TraceSpan]]:
-        """The kept spans in order of their end, SPANS_IN_PART at a time; open spans come last.
+        """Yields the kept spans in order of their end, at most SPANS_IN_PART at a time; open spans come last.
 
-        Making the spans takes long, so an event loop does it part by part.
+        Making the spans takes long, so an event loop can run other tasks between parts.
         """
         with self.lock:
             horizon = self.now() - self._window_s
@@ -136,12 +136,12 @@ class Trace:
 
 
 def spans_kept(actors: int) -> int:
-    """Spans that each of so many actors keeps."""
+    """Number of spans that each actor of a run with so many ``actors`` keeps."""
     return min(SPANS_KEPT, max(LEAST_SPANS_KEPT, SPANS_OF_RUN // actors))
 
 
 def _tid(pid: int, order: int) -> int:
-    """Number of a track, which no other track and no process has: some readers confuse equal numbers."""
+    """Thread number of a track. It differs from all others and from all pids, since some viewers mix up equal ones."""
     return pid * 100_000 + order
 
 
@@ -162,7 +162,7 @@ def _placing(kind: str, pid: int, tid: int, name: str, place: int) -> list[dict[
 
 def span_events(pid: int, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
     """Spans as events of the file, in whole microseconds of Unix time."""
-    found = []
+    events = []
     for span in spans:
         began = round(span.began * 1e6)
         event: dict[str, Any] = {"ph": "B", "name": span.name, "pid": pid, "tid": _tid(pid, span.order), "ts": began}
@@ -171,5 +171,5 @@ def span_events(pid: int, spans: Iterable[TraceSpan]) -> list[dict[str, Any]]:
             event |= {"ph": "X", "dur": round((span.began + span.seconds) * 1e6) - began}
         if span.facts:
             event["args"] = span.facts
-        found.append(event)
-    return found
+        events.append(event)
+    return events

@@ -44,7 +44,7 @@ __all__ = ["CONTROLLER", "Actor", "ActorContext", "Caller", "handler"]
 
 @dataclass(frozen=True, kw_only=True)
 class ActorContext:
-    """The things that an actor is given at its birth."""
+    """Constructor argument of an actor: its identity, configuration, keys and transport."""
 
     config: Config
     name: str
@@ -61,9 +61,9 @@ class ActorContext:
     born: float | None = None
     """Time at which its process was spawned, on ``clock``; None for now."""
     bind_host: str = ""
-    """Address of this host by which the others reach it; empty for network.host, as in a run on one host."""
+    """Address at which other hosts reach this one; empty for network.host, as in a run on one host."""
     address: str = ""
-    """Address of its predecessor's server, for one that is to be found there again; empty if that is not known."""
+    """Address of the server of its predecessor, which the controller binds again; empty if unknown."""
 
     @property
     def host(self) -> str:
@@ -81,9 +81,9 @@ class Actor(EndpointOwner):
 
     role: ClassVar[str]
     is_restarted: ClassVar[bool] = True
-    """Whether it is one of those that a node agent starts again, and no agent itself."""
+    """Whether a node agent starts this actor again when it ends; False for the node agent itself."""
     kind: ClassVar[Kind] = "actor"
-    """Kind of the states that it has: those of its one serial resource, if it has one."""
+    """The key of observe/states.py's STATES that lists the states of this actor."""
 
     def __init__(self, context: ActorContext) -> None:
         self.context = context
@@ -97,14 +97,14 @@ class Actor(EndpointOwner):
             window_s=self.config.trace.window_s,
             kept=spans_kept(len(self.config.actors)),
         )
-        """Timeline of what it did."""
+        """Timeline of this actor's spans."""
         self.states = StateLedger(self.clock.now, self.kind, born=context.born)
         self._follow_states(self.states)
         self.awaits = Awaits(self.clock.now)
         self.address = ""
         """Address at which its server is bound, once it is."""
         self.facts: dict[str, Any] = {}
-        """Facts that are registered with the address; set in setup."""
+        """Facts that the controller's registry gets with the address, by name; set in setup."""
         self.ready = False
         self.dead: dict[str, int] = {}
         """Newest incarnation of each other actor that is known to be dead."""
@@ -130,9 +130,9 @@ class Actor(EndpointOwner):
         """Counters and gauges by their names; see metrics.py and docs/metrics.md."""
         self.histograms = self._endpoint.histograms
         self.events = EventQueue(self.clock.wall)
-        """Warnings and errors that the controller is to hear of."""
+        """Warnings and errors for the next heartbeats."""
         self.heartbeat_delta = HeartbeatDelta()
-        """Values of this actor that the controller has."""
+        """Reduces each heartbeat to the values that have changed."""
         self._vitals: VitalSigns | None = None
         self.services = ActorServices(
             name=self.name,
@@ -145,7 +145,7 @@ class Actor(EndpointOwner):
             notify=self.notify,
             progress=self.progress,
         )
-        """Services that its parts share."""
+        """Services that this actor passes to its parts."""
 
     # --- methods to override ---
 
@@ -157,12 +157,13 @@ class Actor(EndpointOwner):
         await self.drained()
 
     async def close(self) -> None:
-        """Give back what is held; called at every end of the actor."""
+        """Release all resources; called however the actor ends."""
 
     def peer_died(self, name: str, incarnation: int) -> None:
-        """This incarnation of an actor, or an older one that was met, is dead; called once for each.
+        """Handle the death of another actor: this incarnation of it and all older ones are dead.
 
-        A newer one has said HELLO, or the controller knows of its end or of the loss of its host.
+        Called once for each incarnation. The sign is the HELLO of a newer incarnation, or the controller's report that
+        the process has ended or its host is lost.
         """
 
     def preempted(self) -> None:
@@ -172,9 +173,9 @@ class Actor(EndpointOwner):
         """
 
     def asked_to_leave(self, within_s: float) -> None:
-        """Leave the run, which continues. The actor may finish its work within that time.
+        """Leave the run, which continues. The actor may finish its work within ``within_s`` seconds.
 
-        Called once, from the event loop, after ``setup``, which is given up otherwise.
+        Called once, from the event loop, after ``setup``. An actor that must leave during ``setup`` just ends.
         """
         self.begin_drain()
 
@@ -190,31 +191,32 @@ class Actor(EndpointOwner):
         self._endpoint.param_version = version
 
     def peer(self, name: str) -> Peer:
-        """The connection to another actor, made at the first use."""
-        found = self._peers.get(name)
-        if found is None:
+        """Returns the connection to the actor ``name``, and makes it at the first use."""
+        peer = self._peers.get(name)
+        if peer is None:
             record = None
             if name == CONTROLLER and self.context.controller is not None:
                 record = ActorRecord(name=name, incarnation=0, address=self.context.controller)
-            found = self._peers[name] = Peer(self._endpoint, name, record)
-            # Its death was known before this connection: that incarnation is not believed here either.
-            if name in self.dead and not found.is_fixed:
-                found.adopt(self.dead[name] + 1)
-        return found
+            peer = self._peers[name] = Peer(self._endpoint, name, record)
+            # This incarnation was known to be dead before the connection existed: ignore its messages here too.
+            if name in self.dead and not peer.is_fixed:
+                peer.adopt(self.dead[name] + 1)
+        return peer
 
     def progress(self) -> None:
-        """Count a useful event: no heartbeat is left out while such events come."""
+        """Count an event that shows progress. While they come, no heartbeat is left out (heartbeat.py)."""
         self._progress += 1
 
     def notify(
         self, key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = ""
     ) -> None:
-        """Show ``text`` to the user, at once and in the summary of the run: what, where, what to do.
+        """Show ``text`` to the user, at once and in the summary at the end of the run.
 
-        A later notice with the same ``key`` replaces it; ``count`` says how often it has happened, ``of`` what these
-        are a part of, as in "279 calls". ``meanwhile`` are sentences that hold during the run only, and are not in the
-        summary. ``waits_for`` stands in the line of the run's progress until the next notice of this key or the end of
-        this incarnation. To be called in the thread of the event loop.
+        ``text`` says what happened, where, and what to do. A later notice with the same ``key`` replaces this one.
+        ``count`` is how often it happened, and ``of`` the total that the count belongs to, as in "279 calls".
+        ``meanwhile`` are further sentences that are shown during the run only. ``waits_for`` is shown in the run's
+        progress line until the next notice with this key or the end of this incarnation. Call it in the thread of the
+        event loop.
         """
         notice = sendable(key, text, count=count, meanwhile=meanwhile, waits_for=waits_for, of=of)
         if self._controller_session.notices.add(notice):
@@ -222,11 +224,11 @@ class Actor(EndpointOwner):
         self.pass_on(notice)
 
     def pass_on(self, notice: Notice) -> None:
-        """Send a notice to the controller, when there is time."""
+        """Wake the task that sends queued notices to the controller. A class that overrides it may use ``notice``."""
         self._controller_session.noticed.set()
 
     async def publish_facts(self) -> None:
-        """Publish ``facts`` before this actor can be called; for setup."""
+        """Register ``facts`` before this actor can be called. Called by ``setup``, if others need the facts early."""
         await self._controller_session.register(address="")
 
     def begin_drain(self) -> None:
@@ -243,7 +245,7 @@ class Actor(EndpointOwner):
         return self._drained.is_set()
 
     def handling_parts(self) -> Iterable[object]:
-        """The objects whose handlers it serves: itself and, in a class that overrides it, parts of it."""
+        """The objects whose ``@handler`` methods this actor serves. A class that overrides it adds its parts."""
         return (self,)
 
     def pulse(self) -> tuple[object, ...]:
@@ -270,12 +272,12 @@ class Actor(EndpointOwner):
         self._vitals = VitalSigns(loop, self.histograms, interval_s, family=self.is_restarted)
 
     def stop_measuring(self) -> None:
-        """The event loop is about to end."""
+        """Stop the measurements; called before the event loop ends."""
         if self._vitals is not None:
             self._vitals.stop()
 
     def resources(self) -> list[Resource]:
-        """The serial resources that it has; called from any thread."""
+        """The serial resources of this actor, such as its engine (observe/states.py); called from any thread."""
         return []
 
     def vitals(self) -> Vitals:
@@ -283,18 +285,25 @@ class Actor(EndpointOwner):
         return self._vitals.take() if self._vitals is not None else Vitals()
 
     def waits(self) -> list[Wait]:
-        """The open waits, and the calls in flight that belong to none of them; called from any thread. A class that
-        overrides it adds to it."""
+        """The open waits, then a wait for each call in flight that no open wait covers; called from any thread.
+
+        A class that overrides it adds to it.
+        """
         waits = self.awaits.records()
-        known = {(wait.whom, wait.what) for wait in waits}
+        covered = {(wait.whom, wait.what) for wait in waits}
         for peer in list(self._peers.values()):
-            waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in known]
+            waits += [call for call in peer.oldest_calls() if (call.whom, call.what) not in covered]
         return waits
 
     def unreached(self) -> list[UnreachedRecord]:
-        """The peers that it cannot reach, as many as a heartbeat names, those missed for longest."""
-        found = [UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0]
-        others = [record for record in found if record.whom != CONTROLLER]
+        """The peers, other than the controller, that this actor cannot reach, and for how long.
+
+        At most MOST_UNREACHED, those unreached for longest first.
+        """
+        records = [
+            UnreachedRecord(peer.name, s) for peer in list(self._peers.values()) if (s := peer.unreached_s) > 0.0
+        ]
+        others = [record for record in records if record.whom != CONTROLLER]
         return sorted(others, key=lambda record: -record.seconds)[:MOST_UNREACHED]
 
     # --- its life ---
@@ -315,7 +324,7 @@ class Actor(EndpointOwner):
             await self._controller_session.send_last_notices()
             await self._controller_session.send_trace(0)
         except* Exception as group:
-            error = _first(group)
+            error = _first_error(group)
             self.log.error("actor failed", reason=str(error), exc_info=error)
             await self._controller_session.send_last_notices()
             await self._report(error)
@@ -338,6 +347,7 @@ class Actor(EndpointOwner):
                 self.log.info("ended", counters=self.counters)
 
     async def _live(self) -> None:
+        """Register, set up, become ready, register the address, and run; ends early if drained during the setup."""
         supervised = self.context.controller is not None
         if supervised:
             await self._controller_session.register(address="")
@@ -381,15 +391,15 @@ class Actor(EndpointOwner):
             raise OSError(error.errno, f"{error.strerror}, {where}") from None
 
     def _bind_address(self) -> str:
-        """Address of its server: the highest free port.
+        """The address to bind, with the ports from highest to lowest, so that the highest free one is taken.
 
-        The lowest belongs to the controller, whose successor needs it again.
+        The lowest port belongs to the controller, whose successor binds it again.
         """
         low, dash, high = self.config.network.ports.partition("-")
         return f"tcp://{self.context.host}:{high}{dash}{low}"
 
     def record(self, address: str = "") -> ActorRecord:
-        """The record that the registry is to have of it; an address says that it can be called there."""
+        """This actor's record for the registry. ``address`` stays empty until the actor can be called."""
         return ActorRecord(
             name=self.name,
             incarnation=self.context.incarnation,
@@ -418,6 +428,7 @@ class Actor(EndpointOwner):
                 self.note_death(actor.name, actor.incarnation)
 
     def note_death(self, name: str, incarnation: int) -> None:
+        """Record a death that is news: drop the connections with that actor, and call ``peer_died``."""
         if incarnation > self.dead.get(name, 0):
             self.dead[name] = incarnation
             assert self._server is not None
@@ -439,10 +450,13 @@ class Actor(EndpointOwner):
         self.log.error("handler failed", type=type, exc_info=error)
 
     async def _report(self, error: BaseException) -> None:
-        """Report the reason of its end to the controller."""
+        """Report ``error`` to the controller as the reason to end the run.
+
+        Does nothing if a node agent may restart this actor, or if the run continues without it.
+        """
         is_final = isinstance(error, AsyncRLError) and (not error.restartable or error.exit_code in UNHEALABLE_EXITS)
         if self.context.controller is None or self.context.is_optional or (self.is_restarted and not is_final):
-            # Its node agent decides; the run continues meanwhile.
+            # The node agent decides about a restart; the run continues meanwhile.
             return
         exit_code = error.exit_code if isinstance(error, AsyncRLError) else 1
         reason = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
@@ -459,7 +473,7 @@ class _Ended(Exception):
     """Leaves the task group, which cancels what still runs in it."""
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -6,9 +6,9 @@ code that waits opens the wait around all of it:
     with self.awaits.on("learner/0", "Deliver"):
         while not await self._asked_once_more(): ...
 
-``whom`` is an actor, a role (for any of its actors), or a part of this actor, such as its engine. ``what`` is the type
-of the repeated request. ``idle`` waits are normal idleness, such as a parked request for more work: they show which
-actor an idle one depends on, and are no sign of trouble.
+The first argument is an actor, a role (for any of its actors), or a part of this actor, such as its engine. The second
+is the type of the repeated request. ``idle`` marks a wait that is normal, such as a parked request for more work. It
+shows which actor an idle actor depends on, and is no sign of trouble.
 
 Invariant: a wait is known from its beginning to its end, however it ends. Other threads may read the waits. The cost of
 reading grows with the number of different waits only.
@@ -29,7 +29,7 @@ Key = tuple[str, str, bool]
 
 
 class Await:
-    """One wait, open within its ``with``, or from ``begin`` to ``end``."""
+    """One wait. It is open within its ``with``, or from ``begin`` to ``end``."""
 
     __slots__ = ("_awaits", "_key", "since")
 
@@ -48,15 +48,15 @@ class Await:
         with self._awaits.lock:
             waits = self._awaits.open[self._key]
             del waits[self]
-            # An entry without a wait would have no oldest one.
+            # ``records`` reads the oldest wait of each key, so no key may stay without one.
             if not waits:
                 del self._awaits.open[self._key]
 
     def renew(self) -> None:
-        """Restart the time of the wait: it is for the next item from now on."""
+        """Restart the time of the wait, which is for the next item from now on."""
         with self._awaits.lock:
             self.since = self._awaits.now()
-            # The oldest stays first.
+            # Move this wait to the end: the waits of a key are ordered by ``since``, the oldest first.
             waits = self._awaits.open[self._key]
             del waits[self]
             waits[self] = None
@@ -77,14 +77,14 @@ class Awaits:
         self.lock = threading.Lock()
         """Protects ``open``."""
         self.open: dict[Key, dict[Await, None]] = {}
-        """Waits of the same kind, the oldest first."""
+        """Open waits by the arguments of ``on``, the oldest first."""
 
     def on(self, whom: str, what: str, *, idle: bool = False) -> Await:
-        """A wait that lasts as long as its ``with``. The same one is not opened twice at a time."""
+        """Returns a new wait, which its ``with`` opens. A wait that is open must not be opened again."""
         return Await(self, (whom, what, idle))
 
     def records(self) -> list[Wait]:
-        """The oldest wait of each kind, the oldest first."""
+        """A record of the oldest wait for each set of arguments of ``on``, the oldest first."""
         with self.lock:
             now = self.now()
             oldest = [(next(iter(waits)).since, key) for key, waits in self.open.items()]
@@ -93,6 +93,6 @@ class Awaits:
 
 
 def longest_waits(records: list[Wait]) -> list[Wait]:
-    """At most MOST_RECORDS of the records, the oldest first; idle ones go before any other is left out."""
+    """Returns at most MOST_RECORDS of ``records``, the oldest first. Idle waits are dropped before any other."""
     kept = sorted(records, key=lambda record: (record.idle, -record.seconds))[:MOST_RECORDS]
     return sorted(kept, key=lambda record: -record.seconds)

@@ -65,12 +65,12 @@ class ControllerClient:
 
 
 class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of the file. Only the controller needs more than ``address``."""
+    """Content of the file. Only a successor of the controller reads more than ``address``."""
 
     address: str
     incarnation: int = 0
     hosts: dict[str, tuple[str, list[str]]] = {}
-    """Name of the host and the actors there, by node agent."""
+    """By node agent: the name of its host, and the names of the actors there."""
     began: float = float("inf")
     """Unix time at which the first controller of this attempt of the run started (s)."""
     restarts: int = 0
@@ -78,11 +78,11 @@ class AddressFile(msgspec.Struct, frozen=True, kw_only=True):
     newest: dict[str, int] = {}
     """Largest known incarnation of each actor and node agent."""
     generations: dict[str, int] = {}
-    """Oldest generation of each gang that is not over, by its role, as in RunState."""
+    """For each gang, by its role: the oldest generation that is not over (lifecycle/registry.py)."""
 
 
 def read_address_file(path: Path) -> AddressFile | None:
-    """The file of an earlier incarnation, or None. Raises ValueError for a damaged one."""
+    """Reads the file that a controller left; None if there is no file. Raises ValueError if it is damaged."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=AddressFile)
     except FileNotFoundError:

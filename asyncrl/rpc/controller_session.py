@@ -4,9 +4,10 @@ Invariant: an actor registers with a new controller before it acts on the state 
 drained or when it leaves, and handles a preemption once. The actor keeps working while the controller is away: a
 successor comes up at the same address, or the node agent ends the actor.
 
-A notice that changes before it is sent is sent once, in its newest form. There are at most MOST_KEYS notices; further
-keys are counted in the last one. A notice belongs to an incarnation of its actor, and the wait that it reports ends
-with that incarnation (controller/observation/recent_lines.py).
+A notice is a text for the user (Actor.notify). If it changes before it is sent, only its newest form is sent. There are
+at most MOST_KEYS notices. The last of them, with the key MORE, counts all further keys. A notice belongs to an
+incarnation of its actor, and the wait that it reports ends with that incarnation
+(controller/observation/recent_lines.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REPORT_S = 5.0
 MOST_KEYS = 64
 MORE = "more"
 MOST_OVERFLOWING = 1024
-"""Further keys that are counted."""
+"""Largest count of such keys."""
 NOTICE_PACE_S = 1.0
 """Pause between two reports of notices."""
 TRACE_S = 3.0
@@ -38,24 +39,29 @@ TRACE_S = 3.0
 
 
 class NoticeQueue:
-    """The notices of one actor, and which of them are still to be sent. Pure."""
+    """The newest notice of each key of one actor, and the keys that are still to be sent. Pure."""
 
     def __init__(self) -> None:
         self._known: dict[str, Notice] = {}
         self._unsent: dict[str, None] = {}
         """Keys of notices to send, the oldest first."""
-        self._more: set[str] = set()
+        self._overflowing: set[str] = set()
+        """Keys that had no room; the notice MORE counts them."""
 
     def add(self, notice: Notice) -> bool:
-        """Take in a notice; whether its text is new."""
+        """Queue a notice. Returns whether its text differs from the last one with its key."""
         key, text = notice.key, notice.text
-        # One place is that of MORE.
+        # One place is reserved for MORE.
         if key not in self._known and len(self._known) >= MOST_KEYS - 1:
-            is_new = key not in self._more
-            if is_new and len(self._more) < MOST_OVERFLOWING:
-                self._more.add(key)
+            is_new = key not in self._overflowing
+            if is_new and len(self._overflowing) < MOST_OVERFLOWING:
+                self._overflowing.add(key)
             self._put(
-                Notice(key=MORE, text="more kinds of notices than are shown; the log has them", count=len(self._more))
+                Notice(
+                    key=MORE,
+                    text="more kinds of notices than are shown; the log has them",
+                    count=len(self._overflowing),
+                )
             )
             return is_new
         before = self._known.get(key)
@@ -68,25 +74,25 @@ class NoticeQueue:
             self._unsent.setdefault(notice.key)
 
     def take(self) -> list[Notice]:
-        """The notices to send, which count as sent."""
+        """Returns the notices to send, and marks them as sent."""
         taken = [self._known[key] for key in self._unsent]
         self._unsent.clear()
         return taken
 
     def repeat_waits(self) -> None:
-        """Send the notices that report a wait once more: another controller knows none of them."""
+        """Queue the notices that report a wait again, for a new controller, which does not know them."""
         for notice in self._known.values():
             if notice.waits_for:
                 self._unsent.setdefault(notice.key)
 
     def put_back(self, notices: list[Notice]) -> None:
-        """Take back notices that could not be sent."""
+        """Queue notices again that could not be sent."""
         for notice in notices:
             self._unsent.setdefault(notice.key)
 
 
 def sendable(key: str, text: str, *, count: int = 1, meanwhile: str = "", waits_for: str = "", of: str = "") -> Notice:
-    """The notice as the wire takes it: a path may hold bytes that are no text."""
+    """Makes a notice that the wire accepts: cuts long texts, and escapes bytes that are no text, as in a path."""
     return Notice(
         key=_cut(key, LONGEST_KEY),
         text=_cut(text, LONGEST_NOTICE),
@@ -109,51 +115,55 @@ class ControllerSession:
         self.notices = NoticeQueue()
         self.noticed = asyncio.Event()
         """Set when there are notices to send."""
-        self._known_to = 0
-        """Incarnation of the controller where the actor is registered."""
+        self._registered_with = 0
+        """Incarnation of the controller that the actor last registered with."""
         self._is_preempted = False
         self._is_leaving = False
-        self._traced = 0
-        """Number of the last trace for which spans were handed in."""
+        self._last_trace = 0
+        """Number of the last trace request that the actor has answered."""
 
     async def register(self, address: str) -> None:
-        """Register the actor; without an address it cannot be called yet."""
+        """Register the actor with the controller. While ``address`` is empty, no other actor can find it."""
         actor = self._actor
         if address and actor.context.credentials.curve:
             # The attempt says which of this actor's keys the server has (wire/zeromq.py).
             address = f"{address}#{actor.context.attempt}"
-        # A controller that is itself being started again is waited for.
+        # Long enough for a controller that is itself being restarted.
         timeout = actor.config.supervision.start_timeout_s
         call = actor.peer(CONTROLLER).call(Register(record=actor.record(address)), timeout=timeout)
         await call
-        self._known_to = call.answered_by
+        self._registered_with = call.answered_by
         # A new controller has none of the earlier values.
         actor.heartbeat_delta.forget()
 
     async def learn_members(self, timeout: float | None = None) -> None:
-        """Learn the members of the run, as of now."""
+        """Ask the controller for the present members of the run, and admit exactly those."""
         self._actor.take_in(await self._actor.peer(CONTROLLER).call(WatchMembers(), timeout=timeout))
 
     async def run(self) -> None:
-        """Follow the run's state for the whole life of the actor."""
+        """Follow the run's state for the whole life of the actor, in a loop of parked WatchRun calls.
+
+        On each new state: learn new members, register again with a new controller, ignore dead actors, and send the
+        trace if it is asked for. Then let the actor drain, handle a preemption or leave.
+        """
         actor = self._actor
         while True:
             call = actor.peer(CONTROLLER).call(WatchRun(seen=actor.run_state.number, members=actor.roster.number))
             try:
                 with actor.awaits.on(CONTROLLER, "WatchRun", idle=True):
                     state: RunState = await call
-                # Before the state is taken in: if this fails, the same state is asked for again.
+                # Before the state is stored: if this fails, the next call asks for the same state again.
                 if state.members > actor.roster.number:
                     await self.learn_members()
             except (DeadlineExceeded, RemoteError) as error:
                 await wait_out(actor.log, "controller", error)
                 continue
-            if call.answered_by != self._known_to:
+            if call.answered_by != self._registered_with:
                 actor.log.info("controller has started again", incarnation=call.answered_by)
                 try:
                     await self.register(actor.address if actor.ready else "")
                 except (DeadlineExceeded, RemoteError) as error:
-                    # If it refuses, this incarnation is dead to the others and must end.
+                    # A controller that refuses has replaced or condemned this incarnation, which must end.
                     if is_refusal(error):
                         raise
                     await wait_out(actor.log, "controller", error)
@@ -162,8 +172,8 @@ class ControllerSession:
                 self.noticed.set()
             actor.run_state = state
             actor.fence(state.dead)
-            if state.trace and state.trace != self._traced:
-                self._traced = state.trace
+            if state.trace and state.trace != self._last_trace:
+                self._last_trace = state.trace
                 actor.tasks.create_task(self.send_trace(state.trace))
             if actor.role in state.draining and not actor.draining:
                 actor.log.info("draining", reason=state.reason)
@@ -180,13 +190,13 @@ class ControllerSession:
 
     def _leave(self) -> None:
         actor = self._actor
-        found = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
-        if found is None or self._is_leaving or actor.draining:
+        order = next((leaving for leaving in actor.run_state.leaving if leaving.name == actor.name), None)
+        if order is None or self._is_leaving or actor.draining:
             return
         self._is_leaving = True
-        actor.log.info("leaving the run", within_s=found.within_s)
+        actor.log.info("leaving the run", within_s=order.within_s)
         if actor.ready:
-            actor.asked_to_leave(found.within_s)
+            actor.asked_to_leave(order.within_s)
         else:
             actor.begin_drain()
 
@@ -206,7 +216,7 @@ class ControllerSession:
             actor.log.warning("the trace is not sent", error=str(error) or f"no answer within {TRACE_S:g} s")
 
     async def send_notices(self) -> None:
-        """Send notices to the controller as they come, for the whole life of the actor."""
+        """Send queued notices, at most every NOTICE_PACE_S, for the whole life of the actor."""
         while True:
             await self.noticed.wait()
             self.noticed.clear()
@@ -214,19 +224,19 @@ class ControllerSession:
             await asyncio.sleep(NOTICE_PACE_S)
 
     async def _send_waiting_notices(self) -> None:
-        """Send the waiting notices, or keep them while the controller is away."""
+        """Send the queued notices one by one. If the controller is away, queue the rest again and set ``noticed``."""
         actor = self._actor
-        left = self.notices.take()
+        unsent = self.notices.take()
         try:
-            while left:
-                await actor.peer(CONTROLLER).call(left[0])
-                del left[0]
+            while unsent:
+                await actor.peer(CONTROLLER).call(unsent[0])
+                del unsent[0]
         # A WireError is an OSError.
         except OSError as error:
             actor.log.info("controller is away", error=str(error))
             self.noticed.set()
         finally:
-            self.notices.put_back(left)
+            self.notices.put_back(unsent)
 
     async def send_last_notices(self) -> None:
         """Send the rest of the notices at the end of the actor, within REPORT_S."""

@@ -1,19 +1,20 @@
 """Heartbeats: gathers the state of an actor and sends it to the controller, from a thread of its own.
 
 A busy event loop or a long computation does not delay a heartbeat: the thread has an event loop and a connection of its
-own. Each heartbeat carries the actor's state, its waits, its metrics and the lag of its event loop. A last one carries
-the final counters. While nothing changes, heartbeats are left out, and the one before announces that, since a thousand
-idle actors would slow down those that start. If the process is asked for its stacks, the thread writes those of all
-tasks, also while the event loop of the actor is blocked.
+own. Each heartbeat carries the actor's state, its waits, its metrics and the lag of its event loop. The last one
+carries the final counters. While the actor's *pulse* (Actor.pulse) stays the same, the thread leaves heartbeats out.
+Those of a thousand idle actors would slow down actors that start. The heartbeat before announces how many may be
+missing. If the process is asked for its stacks (stacks.py), the thread writes those of all tasks, even if the actor's
+event loop is blocked.
 
 Only changed values are sent. All values are cumulative, and every FULL_BEATS heartbeats one is complete, so a lost one
 loses nothing for long. Invariant: a heartbeat holds at most MOST_METRICS metrics, MOST_HISTOGRAMS histograms,
-MOST_RESOURCES resources and EVENTS_IN_BEAT events. The values that have to wait are counted and come next, the oldest
-first. A resource that is still in its state is left out: the controller continues its time, unless another resource
-had to wait.
+MOST_RESOURCES resources and EVENTS_IN_BEAT events. Values beyond that are counted and wait for the next heartbeat,
+which sends those first that were sent longest ago. A resource that is still in the same state is left out. The
+controller then adds the time to that state itself, unless some resource had to wait (``held_back``).
 
-Heartbeats never fail the actor. A value that cannot be read stays as it was. A heartbeat that fails is left
-out. After a reconnection the next one is complete.
+Heartbeats never fail the actor. If its state cannot be read, the last heartbeat is sent again. A heartbeat that cannot
+be sent is left out. After a reconnection the next one is complete.
 """
 
 from __future__ import annotations
@@ -49,23 +50,26 @@ MOST_RESOURCES = 64
 EVENTS_IN_BEAT = 8
 EVENTS_KEPT = 64
 EVENT_REPEATS = 2
-"""Heartbeats that carry an event, so that it survives the loss of one."""
+"""Number of heartbeats that carry an event, so that it survives the loss of one."""
 LONGEST_EVENT = 300
 LEFT_OUT = 3
 """Heartbeats that are left out in a row while nothing changes."""
 LEAST_BEATS = 5 * (1 + LEFT_OUT)
-"""Heartbeat intervals that every limit on silence must have for heartbeats to be left out."""
+"""Least number of heartbeat intervals in every limit on silence; with a shorter limit no heartbeat is left out."""
 
 
 def gather_heartbeat(actor: Actor, beat: int) -> Heartbeat:
-    """The heartbeat of an actor as of now; from any thread."""
+    """Reads the present state of an actor into heartbeat number ``beat``. Callable from any thread.
+
+    Raises RuntimeError if the actor's thread changes a container while this reads it.
+    """
     waits = longest_waits(actor.waits())
     state, awaiting, state_s = actor.states.present()
     if not actor.ready:
         state, state_s = "starting", actor.states.age()
     vitals = actor.vitals()
     with contextlib.suppress(RuntimeError):
-        # Something changes while it is counted: the next heartbeat has it.
+        # The event loop's thread may change a container meanwhile: the next heartbeat has those metrics.
         actor.counters.update(actor.metrics())
     return Heartbeat(
         beat=beat,
@@ -100,16 +104,17 @@ class Heartbeats:
         self._welcomes = 0
         self._stacks_asked = 0
         self._pulse: tuple[object, ...] = ()
+        """Pulse of the actor at the last beat; empty if it could not be read."""
         self._announced = 0
-        """Heartbeats that may be left out by the announcement of the last one."""
+        """Number of heartbeats that may be left out, as the last one sent announced."""
         self._left_out = 0
-        """Heartbeats left out since the last one."""
-        # An agent speaks for its host.
+        """Number of heartbeats left out since the last one sent."""
+        # The heartbeats of a node agent show that its host lives, so none is left out.
         self._may_leave_out = leaves_room(actor.config.supervision, actor.config.watchdog) and actor.is_restarted
         self._last: Heartbeat | None = None
         """The last heartbeat."""
         self._failures: set[str] = set()
-        """Failures that are in the log."""
+        """Kinds of failures that are in the log already."""
 
     def open(self) -> None:
         """Connect to the controller."""
@@ -129,10 +134,10 @@ class Heartbeats:
         await self._client.peer.reached(within_s)
 
     def beat(self) -> None:
-        """Send a heartbeat, or leave this one out."""
+        """Send a heartbeat, or leave it out if nothing has changed and the last one announced that."""
         before, self._pulse = self._pulse, ()
         self._attempt(self._take_pulse)
-        # A pulse that cannot be taken does not show that nothing changes.
+        # A pulse that could not be read is empty, and does not count as unchanged.
         is_calm = self._may_leave_out and bool(before) and self._pulse == before
         if is_calm and self._left_out < self._announced and stacks.requests.count == self._stacks_asked:
             self._left_out += 1
@@ -147,7 +152,7 @@ class Heartbeats:
         self._client.close(linger_s)
 
     def send(self) -> None:
-        """Send a heartbeat."""
+        """Send a heartbeat and count its processor time."""
         began = time.thread_time()
         self._attempt(self._send)
         self._cpu_s += time.thread_time() - began
@@ -164,12 +169,13 @@ class Heartbeats:
             self._failed("a heartbeat failed", error)
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Log a failure, the first time."""
+        """Log a failure the first time it occurs."""
         if what not in self._failures:
             self._failures.add(what)
             self._actor.log.error(what, exc_info=error)
 
     def _send(self) -> None:
+        """Gather the heartbeat, reduce it to the changed values, and send it; connect instead if not connected."""
         delta, peer = self._actor.heartbeat_delta, self._client.peer
         if not peer.ready:
             # The controller is away: the next heartbeat carries the same and more.
@@ -184,7 +190,7 @@ class Heartbeats:
         if self._last is None:
             return
         if self._last.unreached:
-            # The controller counts for how long.
+            # The controller must hear without a gap for how long the peers are unreached.
             self._announced = 0
         self._client.endpoint.param_version = self._actor.param_version
         size = peer.cast(msgspec.structs.replace(delta.trim(self._last), left_out=self._announced))
@@ -219,7 +225,7 @@ class Heartbeats:
 
 
 def leaves_room(supervision: SupervisionConfig, watchdog: WatchdogConfig) -> bool:
-    """Whether every limit on silence is so long that heartbeats may be left out."""
+    """Whether every limit on silence is at least LEAST_BEATS intervals, so that heartbeats may be left out."""
     shortest = min(supervision.silence_s, supervision.unreachable_s, supervision.host_lost_s, watchdog.stall_s)
     return shortest >= LEAST_BEATS * supervision.heartbeat_s
 
@@ -233,7 +239,7 @@ class HeartbeatThread:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._last_s = 0.0
-        """Longest time for the last heartbeat; 0 for none."""
+        """Longest time to wait for the connection at the end, for a last heartbeat; 0 sends none (s)."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -241,9 +247,9 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self, last_s: float = 0.0) -> None:
-        """Stop the thread; its connection is closed when this returns.
+        """Stop the thread and close its connection.
 
-        With ``last_s`` it sends a last heartbeat, which takes that long if the controller is away.
+        With ``last_s`` the thread first sends a last heartbeat, and waits for the controller at most so many seconds.
         """
         self._last_s = last_s
         # The loop is closed if the thread has stopped already.
@@ -279,16 +285,16 @@ class HeartbeatThread:
 
 
 class EventQueue:
-    """Warnings and errors of an actor that are still to be sent. Filled by any thread."""
+    """Warnings and errors of an actor that heartbeats still have to carry. Any thread may add to it."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self._lock = threading.Lock()
         self._waiting: deque[list[Any]] = deque()
-        """[event, number of heartbeats that had it], the oldest first."""
+        """[event, number of heartbeats that carried it], the oldest first."""
         self._number = 0
         self.dropped = 0
-        """Events that were never in any heartbeat."""
+        """Number of events that had to go before any heartbeat carried them."""
 
     @property
     def number(self) -> int:
@@ -296,7 +302,7 @@ class EventQueue:
         return self._number
 
     def add(self, level: str, text: str) -> None:
-        """Add an event."""
+        """Add an event; drops the oldest one beyond EVENTS_KEPT."""
         text = encodable(text)[:LONGEST_EVENT]
         with self._lock:
             self._number += 1
@@ -305,7 +311,7 @@ class EventQueue:
                 self.dropped += self._waiting.popleft()[1] == 0
 
     def take(self) -> list[Event]:
-        """Events for the next heartbeat."""
+        """Returns the events for the next heartbeat, and removes those that EVENT_REPEATS heartbeats have carried."""
         with self._lock:
             taken = list(self._waiting)[:EVENTS_IN_BEAT]
             for event in taken:
@@ -316,7 +322,7 @@ class EventQueue:
 
 
 class HeartbeatDelta:
-    """The values that the controller has."""
+    """Reduces the heartbeats of an actor to the values that have changed since they were last sent."""
 
     def __init__(self) -> None:
         self._metrics: _Sent[float] = _Sent(MOST_METRICS)
@@ -324,22 +330,22 @@ class HeartbeatDelta:
         self._resources: _Sent[tuple[Any, ...]] = _Sent(MOST_RESOURCES)
         self._beats = 0
         self.late = 0
-        """Metrics, histograms and resources that had to wait, since the start."""
+        """Number of times that a metric, histogram or resource had to wait for a later heartbeat."""
 
     def forget(self) -> None:
-        """Make the next heartbeat complete: the controller may know nothing."""
-        # Without a lock, though ``trim`` runs in another thread: the next complete heartbeat makes up for a lost call.
+        """Make the next heartbeat complete, as for a new controller."""
+        # No lock, though ``trim`` may run in another thread: the next complete heartbeat makes up for a lost call.
         self._beats = 0
 
     def trim(self, beat: Heartbeat) -> Heartbeat:
-        """The heartbeat with the changed values, which count as sent."""
+        """Returns ``beat`` with its changed values only, and marks these as sent."""
         if self._beats % FULL_BEATS == 0:
             for sent in (self._metrics, self._histograms, self._resources):
                 sent.forget()
         self._beats += 1
         metrics = self._metrics.news(beat.counters)
         histograms = self._histograms.news(beat.histograms)
-        resources = self._resources.news({resource.name: _stay(resource) for resource in beat.resources})
+        resources = self._resources.news({resource.name: _state_key(resource) for resource in beat.resources})
         self.late += self._metrics.left + self._histograms.left + self._resources.left
         return msgspec.structs.replace(
             beat,
@@ -350,37 +356,37 @@ class HeartbeatDelta:
         )
 
 
-def _stay(resource: Resource) -> tuple[Any, ...]:
-    """Values that stay the same while a resource stays in its state."""
+def _state_key(resource: Resource) -> tuple[Any, ...]:
+    """Returns a key that stays equal while a resource stays in its state, and differs after it has left it."""
     before = {name: seconds for name, seconds in resource.seconds.items() if name != resource.state}
-    # Both grow alike while it stays; their difference does not, but for the rounding of floats.
+    # The total time in this state and ``state_s`` grow alike; rounded, their difference is constant.
     earlier = round(resource.seconds.get(resource.state, 0.0) - resource.state_s, 3)
     return resource.state, resource.awaiting, before, earlier
 
 
 class _Sent(Generic[T]):
-    """The values that were sent, by name."""
+    """The values that were last sent, by name; at most ``limit`` are sent at a time."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._values: dict[str, T] = {}
         self._sent: dict[str, int] = {}
-        """Number of the call that sent each value last."""
+        """Number of the call of ``news`` that last sent each value."""
         self._calls = 0
         self.left = 0
-        """Values that had to wait at the last call."""
+        """Number of values that had to wait at the last call of ``news``."""
 
     def forget(self) -> None:
         self._values = {}
 
     def news(self, values: Mapping[str, T]) -> set[str]:
-        """The names of the values to send now, which count as sent."""
+        """Returns the names of the changed values to send now, those sent longest ago first; marks them as sent."""
         self._calls += 1
         unknown = object()
         changed = [name for name, value in values.items() if self._values.get(name, unknown) != value]
-        if len(changed) > self._most:
+        if len(changed) > self._limit:
             changed.sort(key=lambda name: self._sent.get(name, 0))
-        self.left = max(0, len(changed) - self._most)
-        for name in changed[: self._most]:
+        self.left = max(0, len(changed) - self._limit)
+        for name in changed[: self._limit]:
             self._values[name], self._sent[name] = values[name], self._calls
-        return set(changed[: self._most])
+        return set(changed[: self._limit])

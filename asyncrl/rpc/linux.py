@@ -2,8 +2,8 @@
 
 A *subreaper* becomes the parent of every descendant whose own parent dies, in any session or process group and with any
 environment. So the rule is simple: kill all children, reap them, and repeat while children are left.
-Signals go only to children of this process, and to members of a session whose leader is a child that is not reaped, so
-that its pid is still its own. No signal can hit a process of another program.
+Signals go only to children of this process and to members of a child's session. The child has not been reaped, so its
+pid belongs to no other process. No signal can hit a process of another program.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Get this signal when the thread that spawned this process ends. Raises OSError."""
+    """Have the kernel send signal ``number`` to this process when the thread that spawned it ends. Raises OSError."""
     _prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def children_of(pid: int) -> list[int]:
     """Pids of the children of a process, zombies included."""
-    found = []
+    children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 # The second field is the name in parentheses, which may hold anything; the fourth is the
                 # parent.
-                after_name = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2]
+                fields = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2]
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(after_name.split()[1]) == pid:
-                found.append(int(entry))
-    return found
+            if int(fields.split()[1]) == pid:
+                children.append(int(entry))
+    return children
 
 
 def descriptor_limit() -> int:
@@ -61,17 +61,17 @@ def raise_descriptor_limit() -> None:
 
 def age_s() -> float:
     """Seconds since this process was spawned."""
-    # The twenty-second field is the tick, counted from the start of the system, at which it was.
-    after_name = Path("/proc/self/stat").read_bytes().rpartition(b")")[2]
-    spawned = int(after_name.split()[19]) / os.sysconf("SC_CLK_TCK")
+    # The 22nd field is the start time of the process, in clock ticks since boot (proc(5)).
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2]
+    spawned = int(fields.split()[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - spawned
 
 
 def end_children(deadline_s: float) -> list[int]:
-    """Kill and reap all children, with what they leave behind, of a process that is a subreaper.
+    """Kill and reap all children, and the orphans that become children meanwhile. This process must be a subreaper.
 
-    Returns the pids that are still there after ``deadline_s`` (stuck in the kernel), normally none. Must
-    not run while anything else in this process waits for children.
+    Returns the pids that are left after ``deadline_s`` seconds, stuck in the kernel; normally none. Nothing else in
+    this process may wait for children meanwhile.
     """
     until = time.monotonic() + deadline_s
     while True:
@@ -88,43 +88,43 @@ def end_children(deadline_s: float) -> list[int]:
 
 
 def kill_child(pid: int) -> None:
-    """SIGKILL a child that has not been reaped. One that has changed its user, as by sudo, is left."""
+    """SIGKILL a child that has not been reaped. A child that runs as another user, as by sudo, is left alone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
 def reap_child(pid: int) -> int | None:
-    """Free the pid of a child that has ended: its exit code, negative for a signal, or None if it lives."""
+    """Reap a child if it has ended. Returns its exit code, negative for a signal, or None if it is alive."""
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def kill_group(leader: int) -> None:
-    """SIGKILL the process group of a leader that has not been reaped."""
+    """SIGKILL the process group whose leader is a child that has not been reaped."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # PermissionError: every member left is a zombie or has changed its user.
+        # PermissionError: every member that is left is a zombie or runs as another user.
         os.killpg(leader, signal.SIGKILL)
 
 
 def group_members(children: list[int], leader: int) -> list[int]:
-    """Our own children that belong to a leader's group or session."""
-    found = []
+    """Those of ``children`` that belong to the process group or the session of ``leader``."""
+    members = []
     for pid in children:
         with contextlib.suppress(ProcessLookupError):
             if leader in (os.getpgid(pid), os.getsid(pid)):
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members
 
 
 def session_members(leader: int) -> list[int]:
-    """Pids of the session of a leader that has not been reaped, without itself; their parents may be any."""
-    found = []
+    """Pids in the session of ``leader``, a child that has not been reaped; without itself, with any parents."""
+    members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != leader:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getsid(int(entry)) == leader:
-                    found.append(int(entry))
-    return found
+                    members.append(int(entry))
+    return members
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -1,7 +1,8 @@
-"""Parked calls: each waits until a question has an answer, and asks again at each event instead of polling.
+"""Parked calls: handlers that wait until they have an answer.
 
-Invariant: each call that is parked at an event asks again after it. At most AT_ONCE calls ask in one turn of the event
-loop, so that a thousand parked calls delay nothing else. Never fails by itself.
+A parked call evaluates its ``ask`` function once more after each event, instead of polling. Invariant: each call that
+is parked at an event asks again after it. At most AT_ONCE calls ask in one turn of the event loop, so that a thousand
+parked calls delay nothing else. Never fails by itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ParkingLot:
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._due: dict[asyncio.Future[None], None] = {}
-        """Calls that are to ask again, in the next turns of the event loop."""
+        """Calls that will ask again in this turn of the event loop or the next ones."""
 
     def __len__(self) -> int:
         """Calls that wait."""
@@ -34,20 +35,20 @@ class ParkingLot:
         was_due = bool(self._due)
         self._due.update(self._waiting)
         self._waiting.clear()
-        # Else a turn in which they ask is scheduled already.
+        # If calls were due before, ``_wake_due`` is scheduled already.
         if not was_due:
-            self._let_ask()
+            self._wake_due()
 
-    def _let_ask(self) -> None:
+    def _wake_due(self) -> None:
         for future in list(itertools.islice(self._due, AT_ONCE)):
             del self._due[future]
             if not future.done():
                 future.set_result(None)
         if self._due:
-            asyncio.get_running_loop().call_soon(self._let_ask)
+            asyncio.get_running_loop().call_soon(self._wake_due)
 
     async def until(self, ask: Callable[[], T | None], timeout: float) -> T | None:
-        """The first answer that is not None; None when ``timeout`` seconds are over."""
+        """Returns the first answer of ``ask`` that is not None; asks last after ``timeout`` seconds, maybe for None."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while (answer := ask()) is None:

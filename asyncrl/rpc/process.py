@@ -1,4 +1,4 @@
-"""One actor as the main thing of one process."""
+"""Runs one actor in this process: memory settings, logging, keys, heartbeats, and the actor's event loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from asyncrl.rpc.wire.keys import load_credentials
 from asyncrl.rpc.wire.zeromq import ZmqTransport
 
 COLLECT_AFTER = 100_000
-"""Objects made, beyond those freed, before the collector looks for cycles. Python's own 700 are less than a hundred
-calls in flight, which are in no cycle, and it would look at all of them each time."""
+"""Number of new objects, less the freed ones, after which the garbage collector looks for cycles. A hundred calls in
+flight exceed Python's default of 700. They are in no cycle, and the collector would scan all of them each time."""
 OWN_MAPPING_BYTES = 32 << 20
-"""Blocks of this size and more are mapped and unmapped one by one; smaller ones stay with the process for the next
-burst. glibc moves its limit here by itself once it has freed such a block; until then each burst faults its pages."""
+"""Malloc maps a block of at least this size on its own, and unmaps it when freed. The memory of smaller blocks stays
+with the process for the next burst. Once glibc has freed such a block, it raises its threshold to this by itself. Until
+then each burst has page faults."""
 SWITCH_S = 0.0001
-"""Time for which a computing thread keeps the interpreter from the event loop. Each message releases the interpreter
-once, so with Python's default of 5 ms a learner that packs a batch would handle 200 messages a second."""
+"""Time for which a computing thread keeps the interpreter lock from the event loop (s). Each message releases the lock
+once, so with Python's default of 5 ms a learner that packs a batch would handle only 200 messages a second."""
 LAST_BEAT_S = 0.5
 """Longest time that the end of an actor waits for its last heartbeat."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -47,14 +48,15 @@ def run_actor(
     private: str = "private",
     address: str = "",
 ) -> int:
-    """Run this actor; returns the exit code of the process.
+    """Run this actor to its end. Returns the exit code of the process.
 
-    ``host`` is the address to bind, network.host if it is empty; ``private`` the name of the folder of credentials;
-    ``address`` that of its predecessor, if it is to be there again.
+    ``controller`` is the controller's address, None for the controller itself. ``host`` is the address to bind; empty
+    for network.host. ``private`` is the name of the folder with the keys. ``address`` is that of the predecessor's
+    server, if the actor should bind it again.
     """
     tune_memory()
     sys.setswitchinterval(SWITCH_S)
-    # Each held bucket of a version takes one or two descriptors, and shells allow no more than 1,024.
+    # Each weight bucket that is held takes one or two descriptors, and the usual soft limit is 1,024.
     raise_descriptor_limit()
     config = config_from_json((run_dir / "config.json").read_text())
     configure_logging(config.log.level)
@@ -99,12 +101,12 @@ def run_actor(
 
 
 def tune_memory() -> None:
-    """Make Python's collector and the allocator fit for bursts of messages."""
+    """Tune Python's garbage collector and glibc's malloc for bursts of messages."""
     gc.set_threshold(COLLECT_AFTER)
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, OWN_MAPPING_BYTES)
-        # Twice the other, as glibc keeps the two where it sets them itself.
+        # Twice the mmap threshold, as when glibc adjusts the two itself.
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * OWN_MAPPING_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""Clock of an actor, and the services that its parts share: passed on as one, so that a part takes those it needs."""
+"""The clock of an actor, and ActorServices: one object with everything of an actor that its parts use."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The stacks of an actor, on request of its node agent, into its log.
+"""Writes the stacks of an actor into its log, when its node agent asks for them with SIGUSR1.
 
-SIGUSR1 writes the stack of every thread at once, from within the signal, whatever the threads are doing (faulthandler);
-the handler chained behind it only counts, and the heartbeat's thread then adds where each asyncio task waits. So the
-threads are shown even when the interpreter hangs in foreign code, and the tasks whenever Python code can run at all.
+Python's faulthandler writes the stack of every thread at once, within the signal handler. It works even if the
+interpreter hangs in foreign code. The Python handler chained behind it only counts the request. The heartbeat thread
+sees the new count and writes where each asyncio task waits, which works whenever Python code can run at all.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from types import FrameType
 from typing import Any
 
 TASKS_SHOWN = 100
-"""Different stacks of tasks that are written out."""
+"""Largest number of different task stacks that are written."""
 DEEPEST = 40
 NAMES_SHOWN = 3
 TASKS_BEGIN = "asyncio tasks:"
 TASKS_END = "end of asyncio tasks"
-"""The last line of what SIGUSR1 brings about."""
+"""The last line that SIGUSR1 causes in the log."""
 
 
 class StackRequests:
-    """Number of times that this process was asked for its stacks."""
+    """Counts how often this process was asked for its stacks."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def install(self) -> None:
-        """Have SIGUSR1 write the threads' stacks to standard error, and be counted, from now on. Main thread only."""
-        # In this order: faulthandler chains to the handler that it finds.
-        signal.signal(signal.SIGUSR1, self._asked)
+        """From now on SIGUSR1 writes the threads' stacks to standard error and is counted. Main thread only."""
+        # In this order: faulthandler calls the handler that was installed before it.
+        signal.signal(signal.SIGUSR1, self._count_request)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
 
-    def _asked(self, _number: int, _frame: FrameType | None) -> None:
+    def _count_request(self, _number: int, _frame: FrameType | None) -> None:
         self.count += 1
 
 
@@ -44,11 +44,14 @@ requests = StackRequests()
 
 
 def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
-    """Every task of a loop and where it waits, tasks at the same place together; callable from any thread."""
+    """Text on every task of a loop and where it waits; tasks with equal stacks are listed together.
+
+    Callable from any thread. Raises RuntimeError if tasks change too fast to be listed.
+    """
     names: dict[tuple[str, ...], list[str]] = {}
     for task in asyncio.all_tasks(loop):
         names.setdefault(_stack_of(task), []).append(task.get_name())
-    counts = Counter({stack: len(found) for stack, found in names.items()})
+    counts = Counter({stack: len(tasks) for stack, tasks in names.items()})
     lines = [TASKS_BEGIN]
     for stack, count in counts.most_common(TASKS_SHOWN):
         shown = ", ".join(sorted(names[stack])[:NAMES_SHOWN]) + (", ..." if count > NAMES_SHOWN else "")
@@ -60,16 +63,20 @@ def describe_tasks(loop: asyncio.AbstractEventLoop) -> str:
 
 
 def _stack_of(task: asyncio.Task[Any]) -> tuple[str, ...]:
-    """Lines on where a task waits, outermost first; the last line is what it waits for."""
+    """One line for each frame of a task, outermost first; the last line names the awaited object, if any."""
     lines: list[str] = []
-    at: Any = task.get_coro()
-    while at is not None and len(lines) < DEEPEST:
-        frame = next((f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(at, name, None))), None)
+    awaitable: Any = task.get_coro()
+    while awaitable is not None and len(lines) < DEEPEST:
+        frame = next(
+            (f for name in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaitable, name, None))), None
+        )
         if frame is None:
             break
         code = frame.f_code
         lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
-        at = next((a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(at, name, None))), None)
+        awaitable = next(
+            (a for name in ("cr_await", "gi_yieldfrom", "ag_await") if (a := getattr(awaitable, name, None))), None
+        )
     awaited = getattr(task, "_fut_waiter", None)
     if awaited is not None:
         lines.append(f"awaits {_describe(awaited)}")

@@ -24,7 +24,7 @@ from asyncrl.workers import isolation
 NOTICE = "isolation"
 """Key of the notice that there is no isolation."""
 PROBE_S = 30.0
-"""Time for importing Python and a few calls of the system, on a host that may be busy."""
+"""Longest time of the probe (s): to start Python and make a few system calls on a host that may be busy."""
 
 SECRET = re.compile(
     r"(?:.*_)?(?:API|ACCESS)?(?:KEY|TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL)S?(?:_.*)?|.*APIKEY.*", re.IGNORECASE
@@ -37,11 +37,11 @@ LISTED = (
     *("CUDA_*", "NVIDIA_*", "HIP_*", "ROCR_*", "OMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*", "KMP_*", "MALLOC_*"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_*", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-"""Names, compared in upper case, where * is anything."""
+"""Patterns of the variables that pass; names are compared in upper case."""
 
 
 def users_environment(inherited: Mapping[str, str], named: Iterable[str] = ()) -> dict[str, str]:
-    """The variables for users' code. ``named`` are further ones by their exact names, secret or not."""
+    """The variables of ``inherited`` that users' code gets: listed ones that are no secrets, and all in ``named``."""
     named = frozenset(named)
     return {name: value for name, value in inherited.items() if name in named or _passes(name)}
 
@@ -52,12 +52,12 @@ def _passes(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The confinement of one actor's workers. By default they are not isolated, as before a run exists."""
+    """How one actor's workers are confined. By default they are not isolated, as before a run exists."""
 
     named: Sequence[str] = ()
-    """Further variables that they receive."""
+    """Names of further variables that they get."""
     run_dir: Path | None = None
-    """The folder of the run from which they are isolated, as from its sibling runs; None: no isolation."""
+    """Folder of the run that they are isolated from, and from its sibling runs; None for no isolation."""
 
     def env(self) -> dict[str, str]:
         """The environment of a worker that starts now."""
@@ -73,7 +73,10 @@ UNISOLATED = Confinement()
 
 
 async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], None]) -> Confinement:
-    """The confinement of an actor's workers; ``warn`` receives why they are not isolated. Raises ConfigError."""
+    """Decides the confinement of an actor's workers. Calls ``warn`` with the reason if they cannot be isolated.
+
+    Raises ConfigError if isolation is required and impossible.
+    """
     named = config.user_environment
     if config.isolate_user_code == "off":
         return Confinement(named)
@@ -90,7 +93,7 @@ async def confine(config: SecurityConfig, run_dir: Path, warn: Callable[[str], N
 
 
 async def why_not(run_dir: Path) -> str:
-    """Reason why a worker cannot be isolated from this run on this host; empty if it can."""
+    """Starts a probe that isolates itself (isolation.py). Returns the reason that it cannot; empty if it can."""
     probe = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", isolation.__name__, str(run_dir)),
         stdin=asyncio.subprocess.DEVNULL,
@@ -99,12 +102,12 @@ async def why_not(run_dir: Path) -> str:
     )
     try:
         async with asyncio.timeout(PROBE_S):
-            _, said = await probe.communicate()
+            _, error_output = await probe.communicate()
     except TimeoutError:
         return f"a process that should isolate itself did not end within {PROBE_S:g} s"
     finally:
         if probe.returncode is None:
             probe.kill()
             await probe.wait()
-    lines = said.decode(errors="replace").strip().splitlines()
+    lines = error_output.decode(errors="replace").strip().splitlines()
     return "" if probe.returncode == 0 else lines[-1] if lines else f"the probe ended with {probe.returncode}"

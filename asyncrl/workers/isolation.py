@@ -1,12 +1,13 @@
 """Isolates users' code from the run. As a probe, ``python -m asyncrl.workers.isolation RUN`` isolates itself and ends
 with exit code 0 or with the reason why isolation is impossible here.
 
-An isolated process has its own user namespace and mount namespace, no rights over either, and cannot gain any
-(no_new_privs). Invariant: the process and its descendants find the private folders empty. The kernel forbids them to
-inspect or trace a process outside (memory, environment, descriptors), since that is another user namespace. A further
-namespace cannot remove the covers. Other files stay the same: same user, same groups, same folders. For root, all ids
-are mapped and root's access to files is kept, or root could not use other users' files. Fails with OSError if the
-system denies such namespaces, and in a process with threads.
+An isolated process has its own user namespace and mount namespace, no capabilities in them, and cannot gain any
+(no_new_privs). An empty file system, the *cover*, is mounted over each private folder of the run. Invariant: the
+process and its descendants find the private folders empty, and cannot remove the covers in a further namespace. The
+kernel forbids them to inspect or trace a process outside (memory, environment, descriptors), since that is in another
+user namespace. Other files stay the same: same user, same groups, same folders. For root, all ids are mapped and root's
+access to files is kept, or root could not use other users' files. Fails with OSError if the system denies such
+namespaces, and in a process with threads.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def obey(arguments: Sequence[str]) -> None:
-    """Isolate this process if a worker's arguments ask for it (WorkerProcess); end it if that fails."""
+    """Isolate this process if its arguments name a run folder (WorkerProcess); end it if that fails."""
     if len(arguments) > 1:
         try:
             isolate(private_folders(Path(arguments[1])))
@@ -43,11 +44,11 @@ def obey(arguments: Sequence[str]) -> None:
 
 
 def private_folders(run_dir: Path) -> list[str]:
-    """The existing private folders of this run's hosts and of all runs in the same folder.
+    """The existing private folders of this run's hosts and of all runs in the same parent folder.
 
-    In another folder a private folder belongs to a run only if it has a lock; otherwise it is the user's.
+    Another folder there may not be a run, so its private folders count only if they contain a lock.
     """
-    # Not by Path.glob, which fails where a folder is deleted meanwhile.
+    # Not by Path.glob, which fails if a folder is deleted meanwhile.
     run, runs = run_dir.absolute(), run_dir.absolute().parent
     own = {run / name for name in glob.iglob("private*", root_dir=run)}
     beside = {(runs / lock).parent for lock in glob.iglob("*/private*/lock", root_dir=runs, include_hidden=True)}
@@ -55,36 +56,36 @@ def private_folders(run_dir: Path) -> list[str]:
 
 
 def isolate(hidden: Iterable[str]) -> None:
-    """Isolate this process. Once, in a process with one thread."""
+    """Isolate this process and cover the folders ``hidden``. Call it once, in a process with one thread."""
     root = os.geteuid() == 0
     if root:
         _enter_as_root()
     else:
         uid, gid = os.geteuid(), os.getegid()
         _unshare(CLONE_NEWUSER | CLONE_NEWNS)
-        # Without rights the kernel accepts a gid_map only after this.
+        # For an unprivileged process the kernel accepts a gid_map only after this.
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"{uid} {uid} 1")
         _write("/proc/self/gid_map", f"{gid} {gid} 1")
-    # Covers stay here; later mounts outside still appear.
+    # Mounts of this namespace do not spread outside; later mounts outside still appear here.
     _mount("none", "/", "", MS_REC | MS_SLAVE, "")
     for folder in hidden:
         if os.path.isdir(folder):
             _mount("none", folder, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,mode=0")
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-    # Last: the mounts need the rights that are given up here.
+    # Last, because the mounts need the capabilities that are given up here.
     _keep_capabilities((CHOWN, DAC_OVERRIDE, FOWNER, FSETID) if root else ())
 
 
 def _enter_as_root() -> None:
-    """Let a child that stays outside map the ids; only from there may more than one id be mapped."""
+    """Enter the new namespaces; a child that stays outside maps all ids, which is only allowed from there."""
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
         failed = 1
         try:
             os.close(theirs)
-            # Empty if the parent has died.
+            # Wait for the parent to enter its namespaces. Empty if it has died.
             if os.read(ours, 1):
                 for kind in ("uid_map", "gid_map"):
                     mapped = [line.split() for line in Path("/proc/self", kind).read_text().splitlines()]
@@ -115,8 +116,9 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
 
 
 def _keep_capabilities(kept: Iterable[int]) -> None:
+    """Give up all capabilities but ``kept``, which are below 32."""
     mask = sum(1 << capability for capability in kept)
-    # The effective, permitted and inheritable set, of the 32 lower capabilities and then of the higher ones.
+    # The effective, permitted and inheritable set: first of the lower 32 capabilities, then of the higher ones.
     header, sets = struct.pack("Ii", CAPABILITY_VERSION, 0), struct.pack("6I", mask, mask, 0, 0, 0, 0)
     _check(_libc.capset(header, sets), "giving up rights")
 

@@ -1,14 +1,16 @@
-"""Keeps one program of the user: ``python -m asyncrl.workers.keeper FD [HIDDEN]``.
+"""Runs one program of the user, and kills its processes at its end: ``python -m asyncrl.workers.keeper FD [RUN]``.
 
-The first frame from FD is JSON: argv and env of the program, and ``files``: texts by the variables that name them. Each
-text gets a file that only its owner can read and that is deleted when the program ends. The keeper is a subreaper in a
-session of its own, so every process that the program starts is a descendant of the keeper. The keeper kills them all
-when the program ends, when the actor hangs up, and when the actor dies. If the keeper is killed, the program dies too.
+The first frame from the socket FD is JSON: argv and env of the program, and ``files``. This maps names of environment
+variables to texts. Each text is written to a file that only its owner can read, and the variable gets the file's path.
+The files are deleted when the program ends. With RUN the keeper isolates itself first (isolation.py). The keeper is a
+subreaper in a session of its own, so every process that the program starts is a descendant of the keeper. It kills them
+all when the program ends, when the actor closes the socket, and when the actor dies. If the keeper is killed, the
+program dies too.
 
-A frame ``terminate`` sends SIGTERM to the program's process group. The keeper sends one frame, JSON: exit code, last
-line of standard output, lines printed last on either output, and processor seconds; or why the program cannot be
-started, and whose fault that is. The output of the program is the keeper's own. Standard library only, because each
-program has a keeper.
+Any further frame sends SIGTERM to the program's process group. At the end the keeper sends one frame, JSON. It has the
+exit code, the last line of standard output, the last lines of both outputs, and processor seconds. If the program
+cannot be started, it has the reason, and whose fault that is. The program's output goes to the keeper's standard
+output. Standard library only, because each program has a keeper.
 """
 
 from __future__ import annotations
@@ -32,20 +34,20 @@ from asyncrl.workers.worker import IGNORED, READ_BYTES, FrameReader, framed
 
 MOST_SETUP_BYTES = 1 << 30
 LINE_BYTES = 1 << 16
-"""Longest last line."""
+"""Longest last line (bytes)."""
 LAST_LINES, LAST_BYTES = 5, 1 << 12
-"""Lines printed last, on either output, and bytes of both outputs together that are looked through for them."""
+"""Number of last lines of both outputs, and the number of bytes that are searched for them."""
 OF_PROGRAM = frozenset(
     {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.E2BIG}
     | {errno.ENAMETOOLONG}
 )
-"""Errors of a start that are the program's own fault and not the host's."""
+"""Errors at the start that are the program's own fault and not the host's."""
 END_S = 0.8
-"""Time for killed processes to be gone."""
+"""Longest wait for the end of killed processes (s)."""
 
 
 def main() -> None:
-    """Run the program, report its end, and end what it leaves."""
+    """Read the first frame, run the program, kill all processes that are left, and report."""
     isolation.obey(sys.argv[1:])
     for number in IGNORED:
         signal.signal(number, lambda *_: None)
@@ -60,7 +62,7 @@ def main() -> None:
                 return
             bodies += frames.feed(data)
         if len(bodies) > 1:
-            # Asked to end before the beginning.
+            # Asked to end before the program was started.
             return
         setup: dict[str, Any] = json.loads(bodies[0])
         paths: list[str] = []
@@ -85,9 +87,9 @@ def main() -> None:
 
 
 class OutputLines:
-    """One output of the program, passed on in whole lines, so that the two outputs do not mix within a line.
+    """Copies one output of the program to descriptor ``to`` in whole lines, so that two outputs do not mix in a line.
 
-    ``both`` receives the last of what was passed on; the two outputs share it.
+    ``both`` keeps the last LAST_BYTES bytes that were copied from either output.
     """
 
     def __init__(self, pipe: int, both: bytearray, to: int = 1) -> None:
@@ -97,7 +99,7 @@ class OutputLines:
         self.tail = b""
 
     def copy(self) -> bool:
-        """Pass on what was printed; False if there is nothing now or the output has ended."""
+        """Copy output that is there. Returns False without output, or if it has ended."""
         try:
             data = os.read(self.pipe, READ_BYTES)
         except BlockingIOError:
@@ -111,7 +113,7 @@ class OutputLines:
         return bool(data)
 
     def flush(self) -> None:
-        """Pass on an incomplete line."""
+        """Copy an incomplete line that is held back."""
         held, self._held = self._held, b""
         self._write(held)
 
@@ -124,6 +126,7 @@ class OutputLines:
 
 
 def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any]) -> dict[str, Any]:
+    """Start the program, copy its output and obey the actor until it ends. Returns the report for the actor."""
     try:
         program = subprocess.Popen(
             setup["argv"],
@@ -142,7 +145,7 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
     both = bytearray()
     out, err = OutputLines(program.stdout.fileno(), both), OutputLines(program.stderr.fileno(), both)
     ended, control = os.pidfd_open(program.pid), connection.fileno()
-    # select() takes no descriptor from 1024 on, and the actor's number of the connection may be one.
+    # poll, because select() accepts only descriptors below 1024, and FD may be a larger one.
     waiting = select.poll()
     for descriptor in (out.pipe, err.pipe, control, ended):
         waiting.register(descriptor, select.POLLIN)
@@ -158,21 +161,21 @@ def _keep(connection: socket.socket, frames: FrameReader, setup: dict[str, Any])
                 _signal_group(program.pid, signal.SIGTERM)
             if not data:
                 _signal_group(program.pid, signal.SIGKILL)
-                # It may have moved to another group.
+                # The program may have moved to another process group.
                 program.kill()
                 waiting.unregister(control)
     for lines in (out, err):
-        # The pipe holds the rest of the output now. Other processes may still hold its other end and print.
+        # Read as much as the pipe can hold, and no more: other processes may still print into it.
         for _ in range(0, fcntl.fcntl(lines.pipe, fcntl.F_GETPIPE_SZ), READ_BYTES):
             lines.copy()
         lines.flush()
     _, status, used = os.wait4(program.pid, 0)
-    # Popen has to know that the program is reaped, or it would look for it again.
+    # Popen must know that the program is reaped, or it would wait for it again.
     program.returncode = code = os.waitstatus_to_exitcode(status)
     printed = out.tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(printed) if line.strip()), "")
-    said = [line.strip() for line in both.decode(errors="replace").strip().splitlines()[-LAST_LINES:]]
-    return {"code": code, "last_line": last, "last_lines": said, "user_s": used.ru_utime + used.ru_stime}
+    last_lines = [line.strip() for line in both.decode(errors="replace").strip().splitlines()[-LAST_LINES:]]
+    return {"code": code, "last_line": last, "last_lines": last_lines, "user_s": used.ru_utime + used.ru_stime}
 
 
 def _signal_group(leader: int, number: signal.Signals) -> None:

@@ -1,10 +1,10 @@
 """The memory of a worker and its limits.
 
 There are two limits, because neither catches everything. The worker limits its private memory (RLIMIT_DATA, which its
-children inherit), so the user's code gets a MemoryError at the allocation that is too much; reserved memory does not
-count. The actor measures the worker and all its descendants together, with shared memory, and kills. Invariant: a
-measurement never fails but may see less. A process that has ended holds nothing; on a kernel without lists of children
-only the worker is seen.
+children inherit), so the user's code gets a MemoryError at the allocation that exceeds it. Address space that is only
+reserved does not count. The actor measures the resident memory of the worker and all its descendants together, with
+shared memory, and kills them. Invariant: a measurement never fails but may be too low. A process that has ended counts
+as 0. On a kernel without lists of children only the worker is measured.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import os
 import resource
 
 REPORT_BYTES = 32 << 20
-"""Bytes beyond the limit, for the report that it was reached."""
+"""Reserve beyond the limit, for the worker's report that it was reached."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryLimit:
-    """Lets this process take ``more_bytes`` of private memory beyond what it holds, and a reserve for its report."""
+    """Limits this process to ``more_bytes`` of private memory beyond the present, with a reserve for its report."""
 
     def __init__(self, more_bytes: int) -> None:
         self.more_bytes = more_bytes
@@ -32,18 +32,18 @@ class MemoryLimit:
         resource.setrlimit(resource.RLIMIT_DATA, (min(limit, ceiling), ceiling))
 
     def spent(self) -> bool:
-        """Whether more than half of it is in use: what fails then may have failed because of that."""
+        """Whether more than half of the limit is in use, so that an error may be due to it."""
         return _private_bytes() - self._at_start > self.more_bytes // 2
 
     def open_reserve(self) -> None:
-        """Give this process the reserve for its report."""
+        """Raise the limit by the reserve."""
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
 def resident_bytes(pids: list[int]) -> int:
-    """Bytes in physical memory, over all of ``pids``; what they share counts once for each."""
+    """Sum of the resident memory of ``pids`` (bytes). A page that several share counts for each of them."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):
@@ -52,7 +52,7 @@ def resident_bytes(pids: list[int]) -> int:
 
 
 def proportional_bytes(pids: list[int]) -> int:
-    """Bytes as in resident_bytes, but each page counts once, divided among its holders. Slow for a large process."""
+    """Like resident_bytes, but a shared page is divided among its holders (PSS). Slow for a large process."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -63,9 +63,9 @@ def proportional_bytes(pids: list[int]) -> int:
 
 
 def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
-    """Bytes that a process and its descendants hold, and the number of these, where that is more than ``limit``."""
+    """If a process and its descendants hold more than ``limit`` bytes: (bytes, number of descendants), else None."""
     pids = family(pid)
-    # Shared pages count more than once in the first, which costs next to nothing.
+    # The first measure is cheap and never below the second, so the slow one is needed only above the limit.
     if resident_bytes(pids) > limit and (held := proportional_bytes(pids)) > limit:
         return held, len(pids) - 1
     return None
@@ -73,25 +73,25 @@ def held_beyond(pid: int, limit: int) -> tuple[int, int] | None:
 
 def family(pid: int) -> list[int]:
     """A process and its descendants."""
-    found = [pid]
-    # The list grows while it is gone through.
-    for one in found:
+    pids = [pid]
+    # The list grows during the loop.
+    for parent in pids:
         # Each thread has children of its own.
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{one}/task"):
+            for thread in os.listdir(f"/proc/{parent}/task"):
                 with contextlib.suppress(OSError):
-                    found += map(int, _read(f"/proc/{one}/task/{thread}/children").split())
-    return found
+                    pids += map(int, _read(f"/proc/{parent}/task/{thread}/children").split())
+    return pids
 
 
 def _read(path: str) -> bytes:
-    # A pool reads these files several times a second, and pathlib takes longer than the kernel.
+    # Not by pathlib, which takes longer than the kernel: a pool reads these files several times a second.
     with open(path, "rb", buffering=0) as file:
         return file.read()
 
 
 def _private_bytes() -> int:
-    """Bytes that RLIMIT_DATA counts of this process."""
+    """The memory of this process that RLIMIT_DATA limits (bytes)."""
     with contextlib.suppress(OSError):
         for line in _read("/proc/self/status").splitlines():
             if line.startswith(b"VmData:"):

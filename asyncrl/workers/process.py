@@ -34,19 +34,19 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THRE
 
 SOCKET_CLOSED = "closed the socket of its worker process, which was not its own"
 PIPE_BYTES = 1 << 20
-"""Requested size of a pipe; the kernel may give less to a user with many."""
+"""Requested size of a pipe; the kernel may grant less to a user with many pipes."""
 ROUNDS = 64
-"""Turns of one drain, so that a worker that prints without end does not block the others."""
+"""Most reads of one ``drain``, so that a worker that prints without end does not block the others."""
 
 
 class WorkerProcess:
-    """A process that runs ``python -m MODULE FD``, below a warden (warden.py) or in a session of its own, confined.
+    """A confined process that runs ``python -m MODULE FD [RUN]``, below a warden (warden.py) or in its own session.
 
-    ``on_frame``, which may be replaced, receives the body of each frame from the process, at most ``max_frame_bytes``;
-    its ValueError ends the process. ``on_end`` receives the reason of the end in words; ``memory_key`` is the key that
-    limits its memory. ``output`` holds what the process prints, up to ``max_output_bytes`` in a call; ``on_output``
-    reports that there is more. If the process isolates itself, its second argument is the folder of the run
-    (isolation.py).
+    With RUN, the folder of the run, it isolates itself (isolation.py). ``setup`` is the first frame to it. ``on_frame``
+    gets the body of each frame from it, of at most ``max_frame_bytes``; if it raises ValueError, the process is killed.
+    It may be replaced at any time. ``on_output`` is called when there is new ``output``, which keeps at most
+    ``max_output_bytes`` for each call of the user's code. ``on_end`` gets the reason of the end in words, in which
+    ``memory_key`` is named as the configuration's memory limit.
     """
 
     def __init__(
@@ -73,31 +73,32 @@ class WorkerProcess:
         self.exit_code: int | None = None
         """Set before ``on_end`` is called; negative for a signal."""
         self._worker: int | None = None
-        """The worker below its warden, once it is known."""
+        """Pid of the worker below its warden, once it is known."""
         self._socket, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), *confined.arguments]
         run = ["-m", module, *arguments] if own_session else warden.command(module, *arguments)
-        with theirs, contextlib.ExitStack() as undone:
-            undone.callback(self._socket.close)
+        with theirs, contextlib.ExitStack() as cleanup:
+            cleanup.callback(self._socket.close)
             self.output = Output(max_output_bytes)
-            undone.callback(self.output.close)
+            cleanup.callback(self.output.close)
             try:
                 self._process = subprocess.Popen(
-                    # -u: what is printed is out before the task is answered.
+                    # -u: unbuffered, so that printed text arrives before the answer to the task.
                     [sys.executable, "-u", *run],
                     stdin=subprocess.DEVNULL,
                     stdout=self.output.write_fd,
                     stderr=self.output.write_fd,
                     env=confined.env() | ONE_THREAD,
                     pass_fds=[theirs.fileno()],
-                    # A group of its own, so that no signal to the actor's ends it. Its session stays the actor's, by
-                    # which the node agent finds what a killed actor leaves behind, unless it sees to that itself.
+                    # A process group of its own, so that signals to the actor's group do not end it. It stays in the
+                    # actor's session, so that the node agent finds it after the actor is killed. A keeper ends all of
+                    # its processes by itself, so it may have its own session.
                     process_group=None if own_session else 0,
                     start_new_session=own_session,
                 )
             finally:
                 self.output.started()
-            undone.pop_all()
+            cleanup.pop_all()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
         self._loop.add_reader(self.output.read_fd, self._drain)
@@ -105,7 +106,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker; that of its warden as long as the warden has not started it."""
+        """Pid of the worker; that of its warden until the warden has started the worker."""
         if self._worker is None and not self._own_session and self._process.returncode is None:
             # While the worker lives, it is the only child of the warden.
             self._worker = next(iter(children_of(self._process.pid)), None)
@@ -113,11 +114,11 @@ class WorkerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether it can no longer be spoken to."""
+        """Whether the socket is closed, so that no frames can be sent."""
         return self._socket.fileno() < 0
 
     def send(self, *bodies: bytes) -> None:
-        """Send frames, as one write where the socket takes it."""
+        """Send a frame for each of ``bodies``, with one write if the socket has room; the rest when it has."""
         if self.ended:
             return
         frames = framed(*bodies)
@@ -127,9 +128,10 @@ class WorkerProcess:
         sent = self._write(frames)
         if sent < len(frames) and not self.ended:
             self._outgoing = memoryview(frames)[sent:]
-            self._loop.add_writer(self._socket, self._write_on)
+            self._loop.add_writer(self._socket, self._write_rest)
 
     def _read(self) -> None:
+        """Receive frames and pass them to ``on_frame``; hang up when the process has closed its end."""
         while not self.ended:
             try:
                 data = self._socket.recv(READ_BYTES)
@@ -151,15 +153,15 @@ class WorkerProcess:
                 return
 
     def hang_up(self) -> None:
-        """Let an idle process end by itself."""
+        """Close the socket, so that an idle process ends by itself."""
         if not self.ended:
             self._hang_up()
 
     def kill(self, reason: str) -> None:
-        """End the process and its descendants now. ``on_end`` receives ``reason``."""
+        """Kill the process and its descendants. ``on_end`` gets the first ``reason``."""
         self._fault = self._fault or reason
         self.killed = True
-        # As long as it is not reaped no other process or group can have its number.
+        # Until it is reaped, no other process or group can have its pid.
         if self._process.returncode is None:
             if self._own_session:
                 self._kill_hard()
@@ -169,20 +171,20 @@ class WorkerProcess:
             self._hang_up()
 
     def descendants(self) -> list[psutil.Process]:
-        """The processes that it has started, as long as they are its descendants."""
+        """All present descendants of the process (of the warden, if it has one)."""
         try:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def _kill_hard(self) -> None:
-        # First: descendants are found by way of the process, and only while it lives.
+        # Descendants first, because they can be found only while the process lives.
         kill_living(self.descendants())
         kill_group(self._process.pid)
 
     def _drain(self) -> None:
         if not self.output.drain(rounds=1):
-            # Every holder has closed it.
+            # The end of the output: every process has closed it.
             self._loop.remove_reader(self.output.read_fd)
         self._on_output(self)
 
@@ -195,7 +197,7 @@ class WorkerProcess:
             self._hang_up()
             return 0
 
-    def _write_on(self) -> None:
+    def _write_rest(self) -> None:
         self._outgoing = self._outgoing[self._write(self._outgoing) :]
         if not self._outgoing and not self.ended:
             self._loop.remove_writer(self._socket)
@@ -208,11 +210,15 @@ class WorkerProcess:
         self._loop.call_soon(self._reap, self._loop.time() + REAP_GRACE_S)
 
     def _reap(self, kill_at: float, pause_s: float = REAP_INTERVAL_S, *, is_first: bool = True) -> None:
+        """After the hang-up: reap the process if it has ended, and call ``on_end``; else look again after ``pause_s``.
+
+        A process that still lives at ``kill_at`` (loop time, s) is killed: first through its warden, then directly.
+        """
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            # Ends what a killed keeper has left; its number stays its own until it is reaped.
+            # Kill processes that a killed keeper has left in its group. Nothing else has its pid until it is reaped.
             kill_group(self._process.pid)
-            # The keeper of a program that ends with 0 has ended its session itself; else some may be left there.
+            # A keeper that ends with 0 has ended its session itself; any other end may leave processes in it.
             if self._own_session and (ended.si_code, ended.si_status) != (os.CLD_EXITED, 0):
                 for pid in session_members(self._process.pid):
                     kill_child(pid)
@@ -223,7 +229,7 @@ class WorkerProcess:
             self.output.close()
             return
         if (now := self._loop.time()) >= kill_at:
-            # It has closed its socket but lives on; from here on, it is only a matter of time.
+            # The process has closed its socket but lives.
             self._fault = self._fault or f"{SOCKET_CLOSED}; the process was killed"
             if is_first and not self._own_session:
                 warden.end(self._process.pid)
@@ -231,16 +237,16 @@ class WorkerProcess:
             else:
                 self._kill_hard()
                 kill_at = now + REAP_GRACE_S
-            # That may be long, as on a hung file system, and to find descendants all processes are looked at.
+            # Longer pauses: its end may take long, as on a hung file system, and each try reads all of /proc.
             is_first, pause_s = False, min(2 * pause_s, REAP_GRACE_S)
         self._loop.call_later(pause_s, partial(self._reap, kill_at, pause_s, is_first=is_first))
 
 
 def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Send SIGKILL to those that still live, and return them. One that has taken over a number is not meant."""
+    """Send SIGKILL to those processes that still live, and return them. A new process with an old pid is spared."""
     living = []
     for process in processes:
-        # AccessDenied: it has changed its user, as by sudo.
+        # AccessDenied: it runs as another user, as by sudo.
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
@@ -249,7 +255,10 @@ def kill_living(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def describe_exit(code: int, memory_key: str) -> str:
-    """The end of a worker process by itself, with the user's code as the subject."""
+    """Describes the end of a worker process that was not killed, as a verb phrase about the user's code.
+
+    ``memory_key`` is the key of its memory limit in the configuration.
+    """
     if code == NO_SOCKET_EXIT:
         return SOCKET_CLOSED
     if code == NO_MEMORY_EXIT:
@@ -266,17 +275,17 @@ def describe_exit(code: int, memory_key: str) -> str:
 
 
 class Output:
-    """The output of a worker and of its children, which never have to wait for a reader.
+    """Reads the output of a worker and its children, which never have to wait for the reader.
 
-    Both outputs are one pipe: this is its reading end; ``write_fd`` is for the process and closed by ``started``.
-    Invariant: the first ``limit`` bytes of one call are kept, in order; the rest is discarded unread and counted. Fails
-    with OSError if no pipe can be made.
+    Standard output and standard error are one pipe. ``write_fd`` is the end for the process, and ``started`` closes it
+    here. Invariant: the first ``limit`` bytes of each call are kept, in order. The rest is discarded unread and
+    counted. Fails with OSError if no pipe can be made.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._kept = bytearray()
-        # Holds a character whose end has not come so far.
+        # Incremental, because a character may arrive in two reads.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._left = limit
         self._dropped = 0
@@ -293,11 +302,11 @@ class Output:
         """Whether anything was ever printed."""
 
     def started(self) -> None:
-        """The process has its end."""
+        """Close the writing end here, after the process has inherited it."""
         os.close(self.write_fd)
 
     def drain(self, rounds: int = ROUNDS) -> bool:
-        """Take what is there; False at the end of the output."""
+        """Read the output that is there, in at most ``rounds`` reads. Returns False at the end of the output."""
         try:
             for _ in range(rounds):
                 if not self._take():
@@ -313,13 +322,16 @@ class Output:
             self._kept += data
             self._left -= len(data)
             return len(data)
-        # Thrown away by the kernel, without a copy.
+        # Beyond the limit: the kernel moves the data to /dev/null without a copy.
         size = os.splice(self.read_fd, self._nowhere, PIPE_BYTES)
         self._dropped += size
         return size
 
     def take(self, *, end_of_call: bool) -> tuple[str, int]:
-        """Text kept since the last time, and at the end of a call the number of bytes more that it has printed."""
+        """Returns the text kept since the last call of ``take``, and a number of discarded bytes.
+
+        At the end of a call of the user's code that is the number that it printed beyond the limit; else 0.
+        """
         text = self._decoder.decode(self._kept, final=end_of_call)
         self._kept.clear()
         dropped = 0

@@ -1,7 +1,7 @@
 """A user's function or class: loads MODULE:NAME, checks its signature, and describes its exceptions.
 
 Invariant: ``load`` and ``accepted`` raise NotCallable with a line for each problem that can be found before the first
-call; a line begins with the key of the configuration.
+call. A line begins with the key of the configuration.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from asyncrl.rpc.wire.codec import encodable
 MOST_KINDS = 16
 OTHERS = "others"
 LONGEST_TEXT = 600
-"""Characters of a failure."""
+"""Most characters of a failure's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys of the configuration: where MODULE:NAME and the options of it stand."""
+    """The keys of the configuration for MODULE:NAME (``code``) and for its options (``options``)."""
 
     code: str
     options: str
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of a worker: the code can be called; or the problems of the configuration, a line each."""
+    """The first frame from a worker: problems of the configuration, a line each; empty if the code can be called."""
 
     problems: list[str] = []
 
 
 class NotCallable(ValueError):
-    """``problems``: a line for each, beginning with its key in the configuration."""
+    """The user's code cannot be called. ``problems`` has a line for each, beginning with its configuration key."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -55,14 +55,17 @@ class NotCallable(ValueError):
 
 
 def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:
-    """The function or class that ``spec``, the value of ``key``, names. Raises NotCallable."""
+    """Imports the function or class that ``spec`` (MODULE:NAME) names; ``key`` is its configuration key in errors.
+
+    ``form`` describes the expected form of ``spec``. Raises NotCallable.
+    """
     module_name, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise NotCallable([f"{key}: {spec!r} is not of the form {form}"])
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        # The module is there, and imports another that is not.
+        # The named module exists, but imports one that does not.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise NotCallable([f"{key}: {_import_failure(module_name, error)}"]) from error
         near = did_you_mean(module_name, _modules_beside(error.name))
@@ -84,7 +87,7 @@ def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., An
         where = f" ({file})" if file else ""
         raise NotCallable([f"{key}: module {module_name}{where} has no {name!r}{near}"]) from error
     except BaseException as error:
-        # A module may find its names by a function of its own.
+        # The module's own ``__getattr__`` may raise anything.
         raise NotCallable([f"{key}: looking up {name} of {module_name} failed: {describe(error)}"]) from error
     if not callable(function):
         raise NotCallable([f"{key}: {name} of {module_name} is {type(function).__name__}, not a function"])
@@ -94,7 +97,11 @@ def load(spec: str, key: str, form: str = "MODULE:FUNCTION") -> Callable[..., An
 def accepted(
     name: str, function: Callable[..., Any], given: Iterable[str], options: dict[str, Any], keys: Keys
 ) -> list[str]:
-    """The keywords to call ``function`` with. Raises NotCallable for what it needs or refuses."""
+    """Returns the keywords with which to call ``function``: those of ``given`` and ``options`` that it accepts.
+
+    ``given`` are passed with each call and may be ignored. ``options`` are the user's, and must all be accepted. Raises
+    NotCallable for an unknown option, or for a required parameter that nothing provides.
+    """
     given = list(given)
     problems = [f"{keys.options}.{key}: {name} is given this with each call" for key in options if key in given]
     try:
@@ -132,9 +139,9 @@ def _import_failure(module: str, error: BaseException) -> str:
 
 
 class FaultKinds:
-    """Failures of users' code by kind: each kind keeps its first case and a count.
+    """Counts failures of users' code by kind, and keeps the first case of each kind.
 
-    Invariant: at most MOST_KINDS kinds; further ones are counted together as OTHERS.
+    Invariant: there are at most MOST_KINDS kinds; further ones are counted together as OTHERS.
     """
 
     def __init__(self) -> None:
@@ -142,19 +149,19 @@ class FaultKinds:
         self._counts: dict[str, int] = {}
 
     def add(self, kind: str, text: str) -> tuple[str, str, int]:
-        """Count a failure; returns its kind, the first case of that in one line, and the count."""
+        """Count a failure. Returns its kind, the first case of that kind in one line, and its count."""
         if kind not in self._first and len(self._first) >= MOST_KINDS - 1:
             kind, text = OTHERS, f"has failed in further ways, first: {text}"
         line = " ".join(text.split())
         if len(line) > LONGEST_TEXT:
-            # The end holds the place.
+            # Keep the end too, because it has the place.
             line = f"{line[: LONGEST_TEXT // 2]} ... {line[-LONGEST_TEXT // 2 :]}"
         self._counts[kind] = self._counts.get(kind, 0) + 1
         return kind, self._first.setdefault(kind, line), self._counts[kind]
 
 
 def describe(error: BaseException) -> str:
-    """An exception in a line: type, text, and its place."""
+    """Describes an exception in one line: type, text, and place (FILE:LINE)."""
     try:
         text = str(error)
     except Exception:
@@ -164,14 +171,14 @@ def describe(error: BaseException) -> str:
 
 
 def kind_of(error: BaseException) -> str:
-    """An exception without its text: type and place."""
+    """Identifies a kind of exception: its type and place, without its text."""
     return encodable(f"{type(error).__name__} {_place(error)}".strip())
 
 
 def find_place(spec: str) -> str:
-    """FILE:LINE of the definition of MODULE:NAME, found without an import; FILE or nothing where no more is known.
+    """FILE:LINE of the definition of MODULE:NAME, found without an import; only FILE or nothing if unknown.
 
-    The module is looked for as an import would: in the working directory, then on the path.
+    Searches for the module as an import would: in the working directory, then on the path.
     """
     module, _, name = spec.partition(":")
     path = find_source(module) if name else None
@@ -186,14 +193,14 @@ def find_place(spec: str) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """FILE:LINE of the innermost frame in the user's own code, else in a library; empty without one."""
-    theirs = [
+    """FILE:LINE of the innermost frame in the user's own code, else in a library; empty if there are only our own."""
+    frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(_OURS) and "importlib" not in frame.filename
     ]
-    own = [frame for frame in theirs if not frame.filename.startswith(_LIBRARIES)] or theirs
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+    users_frames = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    return f"{users_frames[-1].filename}:{users_frames[-1].lineno}" if users_frames else ""
 
 
 _OURS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -201,15 +208,15 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", 
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Words for the end of a problem; empty where nothing is near."""
+    """The end of an error text that suggests names of ``known`` close to ``name``; empty if no name is close."""
     near = difflib.get_close_matches(name, list(known), n=2)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _modules_beside(module: str) -> list[str]:
-    """Names that ``module`` could have been: those of its package, or of the working directory."""
+    """Names of the modules in the package of ``module``, or in the working directory, to suggest instead."""
     package, _, _ = module.rpartition(".")
     if package:
-        found = getattr(sys.modules.get(package), "__path__", [])
-        return [f"{package}.{info.name}" for info in pkgutil.iter_modules(found)]
+        folders = getattr(sys.modules.get(package), "__path__", [])
+        return [f"{package}.{info.name}" for info in pkgutil.iter_modules(folders)]
     return [info.name for info in pkgutil.iter_modules([os.getcwd()])]

@@ -1,14 +1,15 @@
 """Keeps a process that runs users' code: ``python -m asyncrl.workers.warden PARENT MODULE ARGUMENT...``.
 
-The warden forks the worker, which runs ``python -m MODULE ARGUMENT...``. The warden is a subreaper: a process that the
-users' code starts, in any session or group, is a descendant of the warden. Invariant: the warden kills descendants
-until none is left, and ends as the worker did. It does so when the worker ends, when the warden gets END, or when
-PARENT, which started the warden, dies: Linux sends END then. So nothing outlives PARENT, even if all processes above
-are killed at once. Signals for the whole job do not end the warden. When PARENT dies, the node agent becomes the
-warden's parent. It sends END, too, and kills a warden only after END_S (launcher/node/child.py).
+The warden forks the worker, which runs ``python -m MODULE ARGUMENT...``. The warden is a subreaper (rpc/linux.py). So a
+process that the users' code starts, in any session or group, is a descendant of the warden. Invariant: when the worker
+ends, the warden kills descendants until none is left, and ends with the worker's exit code or signal. It also does so
+when it gets the signal END. Linux sends END when PARENT, the pid of the process that started the warden, dies. So
+nothing outlives PARENT, even if all processes above are killed at once. Signals for the whole job do not end the
+warden. When PARENT dies, the node agent becomes the warden's parent. It sends END too, and kills a warden only after
+END_S (launcher/node/child.py).
 
 If the warden is killed by SIGKILL, the worker ends with it. Processes that the worker has put into other sessions then
-live until the node agent, which is a subreaper, too, ends. Standard library only, and forked before the worker imports
+live until the node agent ends, which is a subreaper too. Standard library only, and forked before the worker imports
 anything, since there is one warden for each worker.
 """
 
@@ -28,27 +29,27 @@ MODULE = "asyncrl.workers.warden"
 END = signal.SIGRTMIN + 3
 """Signal to a warden: end the worker and all processes below it, now."""
 END_S = 3.0
-"""Time for killed processes to be gone."""
+"""Longest wait for the end of killed processes (s)."""
 DEAF_TO = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 WAITED_FOR = (END, signal.SIGCHLD)
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Arguments of a Python that this process is to start, and that runs ``module`` below a warden."""
+    """Arguments for a Python interpreter that this process starts and that runs ``module`` below a warden."""
     return ["-m", MODULE, str(os.getpid()), module, *arguments]
 
 
 def end(pid: int) -> None:
-    """Ask a warden that is a child of this process, and not reaped, to end all processes below it, and itself.
+    """Ask a warden to end all processes below it, and itself. It must be a child of this process that is not reaped.
 
-    A child that has changed its user, as by sudo, does not get the signal.
+    A child that runs as another user, as by sudo, does not get the signal.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, END)
 
 
 def main() -> None:
-    """Run the module in a worker."""
+    """Fork into warden and worker, and run the module in the worker."""
     parent, module, arguments = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     fork_worker(parent)
     sys.argv = [module, *arguments]
@@ -56,12 +57,12 @@ def main() -> None:
 
 
 def fork_worker(parent: int) -> None:
-    """Become the warden of a worker, which ends with ``parent``; returns in the worker alone."""
-    # Before the fork: none of these signals is lost, as they wait while they are blocked.
+    """Fork a worker, and become its warden, which ends with ``parent``. Returns only in the worker."""
+    # Before the fork, so that no signal is lost: blocked signals wait for ``sigwait``.
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     become_subreaper()
     die_with_parent(END)
-    # The parent may have died before its death was to be a signal.
+    # The parent may have died before ``die_with_parent``.
     if os.getppid() != parent:
         os._exit(0)
     warden, worker = os.getpid(), os.fork()
@@ -70,23 +71,23 @@ def fork_worker(parent: int) -> None:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != warden:
         os._exit(1)
-    # So that code which kills its own process group leaves the warden to end the rest.
+    # In a group of its own, so that code which kills its process group does not kill the warden.
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
 
 
 def _keep(worker: int) -> NoReturn:
-    """End with the worker and with its descendants. Does not return."""
+    """Wait for the worker's end or for END, kill all descendants, and end as the worker did."""
     for number in DEAF_TO:
         signal.signal(number, signal.SIG_IGN)
-    _let_go_of_files()
+    _close_files()
     status: int | None = None
     while status is None and signal.sigwait(WAITED_FOR) == signal.SIGCHLD:
         status = _reap(worker)
     end_children(END_S)
     code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
     if code < 0:
-        # By the same signal, without a core of its own.
+        # End by the same signal, without a core dump of the warden.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if -code not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-code, signal.SIG_DFL)
@@ -96,20 +97,20 @@ def _keep(worker: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap what has ended; the status of the worker, or None if it lives."""
-    found: int | None = None
+    """Reap all children that have ended. Returns the wait status of the worker, or None if it lives."""
+    worker_status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
             if pid == worker:
-                found = status
-    return found
+                worker_status = status
+    return worker_status
 
 
-def _let_go_of_files() -> None:
-    """Leave the worker's socket and outputs to the worker, so that their end shows that it has closed them."""
+def _close_files() -> None:
+    """Close the socket and the outputs here, so that the actor sees when the worker closes them."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with contextlib.suppress(OSError):

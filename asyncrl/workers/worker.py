@@ -39,7 +39,7 @@ class FrameReader:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes | bytearray]:
-        """The bodies that ``data`` completes."""
+        """Yields the bodies of the frames that ``data`` completes."""
         self._pending += data
         while len(self._pending) >= _LENGTH.size:
             (size,) = _LENGTH.unpack_from(self._pending)
@@ -54,32 +54,32 @@ class FrameReader:
 
 
 def framed(*bodies: bytes) -> bytes:
-    """Each of ``bodies`` as a frame, one after the other."""
+    """Makes a frame of each of ``bodies``, and joins them."""
     return b"".join(part for body in bodies for part in (_LENGTH.pack(len(body)), body))
 
 
 def frames(connection: socket.socket, limit: int) -> Iterator[bytes | bytearray]:
-    """The bodies that come, until the actor hangs up; each at most ``limit`` bytes."""
+    """Yields the bodies that arrive, each of at most ``limit`` bytes, until the actor closes the socket."""
     reader = FrameReader(limit)
     while data := connection.recv(READ_BYTES):
         yield from reader.feed(data)
 
 
 def end(code: int) -> NoReturn:
-    """End without anything that could need memory or descriptors, or wait for threads of the user's code."""
+    """End the process at once: without cleanup, which may need memory or wait for threads of the user's code."""
     os._exit(code)
 
 
 def begin(title: str) -> socket.socket:
     """Prepare this process for users' code and return the socket to the actor; ``title`` is for ps.
 
-    The process ends with its parent and not by the parent's signals; it is the first to go when memory runs out.
-    Processes of the users' code stay its descendants, so the actor ends them all together. Users' modules are also
-    found in the working directory.
+    The process ends with its parent, ignores signals for the whole job, and is the first that the kernel kills when
+    memory runs out. Processes of the users' code stay its descendants, so the actor can end them all together. Users'
+    modules are also found in the working directory.
     """
     isolation.obey(sys.argv[1:])
     connection = socket.socket(fileno=int(sys.argv[1]))
-    # Only the actor may see this end closed, and only because this process has ended.
+    # Programs must not inherit the socket, or the actor would not see that this process has ended.
     connection.set_inheritable(False)
     if sys.platform == "linux":
         die_with_parent(signal.SIGKILL)
@@ -96,7 +96,7 @@ def begin(title: str) -> socket.socket:
 
 
 def _leave_children_alone(close: Callable[[], None]) -> None:
-    """Let a child close the socket and receive signals."""
+    """Make forked children close the socket and receive signals again."""
 
     def in_child() -> None:
         close()
@@ -104,7 +104,7 @@ def _leave_children_alone(close: Callable[[], None]) -> None:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
 
-    # Held back meanwhile: a signal for the child must not meet the handler that ignores it.
+    # Blocked during the fork, so that a signal for the child does not meet the handler that ignores it.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED),

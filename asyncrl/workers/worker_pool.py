@@ -1,12 +1,13 @@
-"""The pool of worker processes that run users' code: the job of a subclass is to score rewards or to play episodes.
+"""The pool of worker processes that run users' code. A subclass defines its job: to score rewards or to play episodes.
 
-A pool has a number of places, and each place has one worker process at a time. A lone place has a worker for one task
-and goes with it. The pool starts workers, limits their memory, passes on their output and replaces those that end.
+A pool has a number of *places*, and each place has one worker process at a time. A *lone* place is for one task, and is
+removed when its worker ends. The pool starts workers, limits their memory, passes on their output and replaces those
+that end.
 
 Invariant: until the pool ends, each place has a worker or a timer that starts one. A worker is killed with all its
-descendants if it is not ready ``start_timeout_s`` after its start, if it holds too much memory, or if the job finds a
-fault. The pool fails as a whole only if every place failed to start a worker ``MAX_START_FAILURES`` times in a row, or
-if its owner gives it up (``watch``).
+descendants if it is not ready in time, if it holds too much memory, or if the job finds a fault. The pool fails as a
+whole if every place failed to start a worker ``MAX_START_FAILURES`` times, or if its owner gives it up. Then ``watch``
+raises the error.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from asyncrl.workers.user_code import Ready
 LOOK_S = 0.25
 """Longest pause (s) between two checks of the workers."""
 GATHER_S = 0.05
-"""Seconds for which output is gathered."""
+"""Time for which output is collected before it is passed on (s)."""
 MAX_START_FAILURES = 5
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.2, 10.0
 CLOSE_TIMEOUT_S = 10.0
 
 
 class PoolObserver:
-    """Hears what happens in a pool; the owner overrides what it wants to hear."""
+    """Receives the output of a pool's workers. An owner overrides it to use the output."""
 
     def printed(self, uid: str, text: str, dropped: int) -> None:
-        """Output of the task ``uid`` (empty if unknown), and the number of bytes that were left out."""
+        """Called with output of the task ``uid`` (empty if unknown), and the number of bytes that were discarded."""
 
 
 UNOBSERVED = PoolObserver()
@@ -52,27 +53,29 @@ UNOBSERVED = PoolObserver()
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Place:
-    """A place for one worker at a time. The pool alone changes these fields."""
+    """A place for one worker at a time. Only the pool changes these fields."""
 
     ledger: StateLedger
     lone: bool = False
-    """Whether the place is for one task and goes with its worker."""
+    """Whether the place is for one task, and removed with its worker."""
     process: WorkerProcess | None = None
     ready: bool = False
     """Whether the process has loaded the code."""
     launched: float = 0.0
-    """Time when the process was started."""
+    """Time at which the process was started (loop time, s)."""
     memory_limit: int = 0
-    """Bytes for the process and its descendants."""
+    """Most memory of the process and its descendants together (bytes)."""
     failed_starts: int = 0
+    """Number of failed starts in a row."""
     restart: asyncio.TimerHandle | None = None
+    """Timer that starts the next worker after a failed start."""
     output_timer: asyncio.TimerHandle | None = None
-    """Timer that passes on the gathered output."""
+    """Timer that passes on the collected output."""
 
 
 @dataclass(slots=True)
 class WorkerCounts:
-    """Counts since the start."""
+    """Counts since the start of the pool."""
 
     out_of_memory: int = 0
     """Worker processes ended because of max_memory_bytes."""
@@ -96,11 +99,11 @@ class WorkerPool(Generic[P]):
     """
 
     owner: str
-    """The pool, in errors."""
+    """Name of the pool in errors."""
     section: str
-    """Section of the configuration that holds ``limits``."""
+    """Section of the configuration with the ``limits``."""
     module: str
-    """Module that a worker runs."""
+    """Module that a worker process runs."""
     own_session = False
     """Whether a worker has a session of its own and no warden."""
     counters: WorkerCounts
@@ -134,8 +137,8 @@ class WorkerPool(Generic[P]):
     async def start(self) -> None:
         """Start the workers and wait until each has loaded the code.
 
-        Raises ConfigError for code that cannot be used, DeadlineExceeded after ``start_timeout_s``, and the pool's own
-        error (``_failure``) if a process ends while it loads the code.
+        Raises ConfigError for code that cannot be used, and DeadlineExceeded after ``start_timeout_s``. If a process
+        ends while it loads the code, raises the pool's own error (``_failure``).
         """
         try:
             async with asyncio.timeout(self._start_timeout_s):
@@ -151,7 +154,7 @@ class WorkerPool(Generic[P]):
         self._look()
 
     async def watch(self) -> None:
-        """Return when the pool is closed. Raise its error when it fails as a whole."""
+        """Wait until the pool is closed. Raises its error if it fails as a whole."""
         await asyncio.shield(self._end)
 
     def give_up(self, error: AsyncRLError) -> None:
@@ -163,7 +166,7 @@ class WorkerPool(Generic[P]):
         """End every worker with its descendants. Raises DeadlineExceeded for a process that survives SIGKILL."""
         if not self._end.done():
             self._end.set_result(None)
-        # Retrieved: nothing need have watched.
+        # Retrieve the error, so that asyncio does not complain if no task has called ``watch``.
         self._end.exception()
         self._started.cancel()
         if self._look_timer is not None:
@@ -191,31 +194,34 @@ class WorkerPool(Generic[P]):
         """Resource records, one for each place; callable from any thread."""
         return [place.ledger.record(f"worker/{at}") for at, place in enumerate(self._places)]
 
-    # --- for the job: overridden by subclasses ---
+    # --- for the subclass, which defines the job ---
 
     def _new_places(self, count: int) -> list[P]:
         """The places that last as long as the pool, without workers."""
         raise NotImplementedError
 
     def _ready(self, place: P) -> None:
-        """The worker has loaded the code."""
+        """Called when the worker of a place has loaded the code."""
 
     def _take(self, place: P, frame: bytes | bytearray) -> None:
-        """The worker has sent a frame. Raises ValueError for an invalid one, which ends the worker."""
+        """Handle a frame from the worker. Raises ValueError for an invalid one, which ends the worker."""
         raise NotImplementedError
 
     def _lost(self, place: P, reason: str, *, was_ready: bool) -> None:
-        """The worker has ended; another is started behind this call. ``reason`` has the user's code as its subject."""
+        """Handle the end of a worker; the pool starts another after this call.
+
+        ``reason`` is a verb phrase about the user's code (process.describe_exit).
+        """
 
     def _gone(self) -> None:
-        """A lone place has gone with its worker."""
+        """Called when a lone place was removed after the end of its worker."""
 
     def _uid(self, place: P) -> str:
-        """Uid of the task whose output this is."""
+        """Uid of the task to which the worker's present output belongs; empty if unknown."""
         raise NotImplementedError
 
     def _find_fault(self, place: P, since: float, now: float) -> str:
-        """Reason to kill a ready worker, or empty. ``since`` is the time of the last look."""
+        """Reason to kill a ready worker; empty for none. ``since`` is the time of the check before."""
         return ""
 
     def _failure(self, reason: str) -> AsyncRLError:
@@ -227,7 +233,7 @@ class WorkerPool(Generic[P]):
         place.process.kill(reason)
 
     def _setup_of(self, place: P) -> bytes:
-        """The first frame to the worker of a place."""
+        """The first frame that the worker of a place gets."""
         return self._setup
 
     # --- processes ---
@@ -241,6 +247,7 @@ class WorkerPool(Generic[P]):
         self._launch(place)
 
     def _launch(self, place: P) -> None:
+        """Start a worker in a place, unless the pool has ended; an OSError counts as a failed start."""
         place.restart, place.launched = None, self._loop.time()
         if self._end.done():
             return
@@ -261,7 +268,10 @@ class WorkerPool(Generic[P]):
             self._start_failed(place, f"cannot start a process: {error}")
 
     def _begun(self, place: P, frame: bytes | bytearray) -> None:
-        """The first frame of a worker; further ones are for the job."""
+        """Handle the first frame of a worker, a ``Ready``: kill it if there are problems, else mark its place ready.
+
+        Further frames go to the job (``_take``).
+        """
         assert place.process is not None
         ready = _ready.decode(frame)
         if ready.problems:
@@ -277,6 +287,7 @@ class WorkerPool(Generic[P]):
         self._ready(place)
 
     def _start_failed(self, place: P, reason: str) -> None:
+        """Handle a worker that ended before it was ready: remove a lone place, fail the pool, or try again later."""
         if place.lone:
             self._lone.remove(place)
             self._lost(place, reason, was_ready=False)
@@ -292,6 +303,7 @@ class WorkerPool(Generic[P]):
         place.restart = self._loop.call_later(pause_s, self._launch, place)
 
     def _ended(self, place: P, process: WorkerProcess, reason: str) -> None:
+        """Handle the end of a worker: pass on its last output, notify the job, and start the next one."""
         self._hand_out(place, process, end_of_call=True)
         was_ready, place.ready = place.ready, False
         if not self._end.done():
@@ -319,23 +331,23 @@ class WorkerPool(Generic[P]):
             self._all_ended.set()
 
     def _look(self) -> None:
-        """Kill workers that do not become ready, hold too much memory or have a fault of the job."""
+        """Kill workers that are not ready in time, hold too much memory or have a fault (``_find_fault``)."""
         since, self._looked = self._looked, self._loop.time()
         for place in self._to_look_at():
             if place.process is None or place.process.ended:
                 continue
             if not place.ready:
                 if self._looked - place.launched > self._start_timeout_s:
-                    told = f"was not ready within {self._start_timeout_s:g} s of its start; its worker was killed"
-                    self._kill(place, told)
+                    text = f"was not ready within {self._start_timeout_s:g} s of its start; its worker was killed"
+                    self._kill(place, text)
             elif reason := self._find_fault(place, since, self._looked):
                 self._kill(place, reason)
-            elif (found := held_beyond(place.process.pid, place.memory_limit)) is not None:
+            elif (excess := held_beyond(place.process.pid, place.memory_limit)) is not None:
                 self.counters.out_of_memory += 1
-                held, below = found
-                told = f"took more than {self._limits.max_memory_bytes} bytes of memory"
-                told += f" ({self.section}.max_memory_bytes; its process and {below} below it held {held})"
-                self._kill(place, f"{told}; they were killed")
+                held, below = excess
+                text = f"took more than {self._limits.max_memory_bytes} bytes of memory"
+                text += f" ({self.section}.max_memory_bytes; its process and {below} below it held {held})"
+                self._kill(place, f"{text}; they were killed")
         self._look_timer = self._loop.call_later(self._look_s, self._look)
 
     def _to_look_at(self) -> Iterable[P]:
@@ -344,12 +356,12 @@ class WorkerPool(Generic[P]):
     # --- output ---
 
     def _printed(self, place: P, process: WorkerProcess) -> None:
-        """Pass output on soon, together with the output that follows at once."""
+        """Pass output on after GATHER_S, together with the output that follows."""
         if place.output_timer is None:
             place.output_timer = self._loop.call_later(GATHER_S, self._hand_out, place, process)
 
     def _hand_out(self, place: P, process: WorkerProcess, *, end_of_call: bool = False) -> None:
-        """Pass on the output that was kept. At the end of a call the next one may print as much again."""
+        """Pass the kept output to the observer. ``end_of_call`` resets the output limit for the next call."""
         if place.output_timer is not None:
             place.output_timer.cancel()
             place.output_timer = None

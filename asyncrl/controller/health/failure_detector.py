@@ -1,9 +1,9 @@
 """Detects failures from heartbeats: silent and unreachable actors, hosts that are lost or back, stalls of the run.
 
-``Registry``, ``UnreachableActors``, ``KnownHosts`` and ``StallDetector`` decide. This shell asks them once in each
-heartbeat interval and acts: it reports, condemns actors so that their agents restart them, and ends a run that has
-stalled for too long. Invariant: an actor is reported before it is condemned for silence, and no actor is condemned
-whose whole host may be lost.
+``Registry``, ``UnreachableActors``, ``KnownHosts`` and ``StallDetector`` decide. ``FailureDetector`` asks them once in
+each heartbeat interval and acts. It reports, *condemns* actors (so that their agents kill and restart them), and ends a
+run that has stalled for too long. Invariant: an actor is reported before it is condemned for silence, and no actor is
+condemned for silence if its whole host may be lost.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ from asyncrl.rpc.lifecycle.registry import Entry, Registry
 REPORT_SHARE = 0.5
 """Share of supervision.agent_silence_s after which the silence of a node agent is reported."""
 STACKS_BEATS = 3
-"""Heartbeat intervals that agents have to take stacks before a stall ends the run."""
+"""Heartbeat intervals that agents have for taking stacks before a stall ends the run."""
 PROGRESS = ("ledger/trained", "rollout/sampled_tokens", "sft/warm_steps")
-"""Counters of a heartbeat that, with the version, show that the run moves."""
+"""Counters of a heartbeat that, with the policy version, show that the run moves."""
 FRESH_S = 3.0
-"""Age of a heartbeat below which its waits are taken as they are."""
+"""Age of a heartbeat up to which it is not added to the times of its waits (s)."""
 
 
 def view_of(registry: Registry, names: Collection[str], now: float) -> Mapping[str, ActorStatus]:
-    """Each of ``names`` that has sent a heartbeat in this incarnation, with its times up to now."""
-    found = {}
+    """The status of each of ``names`` whose newest incarnation has sent a heartbeat, with its times extended to now."""
+    views = {}
     for name in names:
         entry = registry.entries.get(name)
         if entry is not None and entry.heartbeat is not None:
-            found[name] = _view(registry, entry, now)
-    return found
+            views[name] = _status(registry, entry, now)
+    return views
 
 
 def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s: float) -> Iterator[ReadyActor]:
-    """Those of ``names`` that are ready and have missed fewer than BEATS of the heartbeats that are due."""
+    """Those of ``names`` that are ready and have missed fewer than BEATS heartbeats.
+
+    Heartbeats that were left out as announced are not missed. ``beat_s`` is the heartbeat interval.
+    """
     for name in names:
         entry = registry.entries.get(name)
         if entry is None or not entry.ready or (beat := entry.heartbeat) is None:
@@ -61,7 +64,8 @@ def ready_actors(registry: Registry, names: Collection[str], now: float, beat_s:
             yield ReadyActor(name=name, incarnation=entry.record.incarnation, unreached=unreached)
 
 
-def _view(registry: Registry, entry: Entry, now: float) -> ActorStatus:
+def _status(registry: Registry, entry: Entry, now: float) -> ActorStatus:
+    """The status of an actor from its last heartbeat, with the times extended to ``now``."""
     beat = entry.heartbeat
     assert beat is not None
     age = now - entry.heard
@@ -85,7 +89,7 @@ def _aged(awaits: list[Wait], age: float) -> list[Wait]:
 
 
 class FailureDetector:
-    """The shell, a part of the controller."""
+    """Detects failures and acts on them; a part of the controller."""
 
     def __init__(self, controller: RunActor, hosts: KnownHosts, members: HostChanges, observation: Observation) -> None:
         self._controller, self._registry, self._run = controller, controller.registry, controller.machine
@@ -98,35 +102,35 @@ class FailureDetector:
         )
         self._first_number = numbers_begin_above(controller.context.incarnation)
         self._silent: list[Stuck] = []
-        """Actors that are condemned for their silence."""
+        """Actors that are condemned for their silence, with their reports."""
         self._silent_agents: set[str] = set()
-        """Agents whose silence was reported."""
+        """Agents whose silence was reported and has not ended."""
         self._stall: StallReport | None = None
-        """First report of the present stall."""
+        """First report of the present stall; None while the run moves."""
         self._stall_count = 0
 
     async def run(self) -> None:
-        """Look at every heartbeat interval, until cancelled."""
+        """In each heartbeat interval, check hosts, silent and unreachable actors, and stalls; until cancelled."""
         while True:
             await asyncio.sleep(self._supervision.heartbeat_s)
             now = self._controller.clock.now()
             aside = {actor.name for actor in self._run.aside}
-            seen = view_of(self._registry, self._run.expected - aside, now)
+            statuses = view_of(self._registry, self._run.expected - aside, now)
             self._check_hosts(now)
-            # ``KnownHosts`` judges the silence of a node agent, which means something only if its actors are heard.
-            judged = self._run.expected - self._hosts.in_doubt(self._registry, now)
+            # Without actors of hosts in doubt, and without node agents: ``KnownHosts`` judges their silence.
+            candidates = self._run.expected - self._hosts.in_doubt(self._registry, now)
             silent = [
-                actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in judged
+                actor for actor in self._registry.silent(now, self._supervision.silence_s) if actor.name in candidates
             ]
-            self._report_silent(silent, seen)
+            self._report_silent(silent, statuses)
             self._condemn(silent)
             if self._run.phase == "running":
-                self._check_paths(judged, now)
-            if self._stalls.look(seen, self._run.phase, now):
+                self._check_paths(candidates, now)
+            if self._stalls.look(statuses, self._run.phase, now):
                 self._on_stall(self._stalls.report, now)
 
     def _check_hosts(self, now: float) -> None:
-        """Take the actors of a lost host for dead, and wait for the actors of a host that is back."""
+        """Count the actors of newly lost hosts as dead, and expect the actors of hosts that are back; report both."""
         log = self._controller.log
         silent = self._hosts.silent_agents(self._registry, now)
         self._report_silent_agents(silent)
@@ -146,55 +150,64 @@ class FailureDetector:
             self._controller.registry_changed()
 
     def _report_silent_agents(self, silent: Mapping[str, float]) -> None:
-        """Report each agent that is silent while an actor of its host beats, once, and the end of its silence.
+        """Report once each agent that is silent while actors of its host send heartbeats, and the end of its silence.
 
-        An agent that is not in ``silent`` is on a host in doubt or lost: whether it was reported stays as it is.
+        ``silent`` has the seconds of silence of each agent whose host is neither in doubt nor lost. For any other
+        agent nothing is reported, and an earlier report stays open.
         """
-        found = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
-        for agent in found.keys() - self._silent_agents:
+        overdue = {agent: s for agent, s in silent.items() if s >= REPORT_SHARE * self._supervision.agent_silence_s}
+        for agent in overdue.keys() - self._silent_agents:
             host = self._hosts.known[agent]
-            what = f"{agent} on {host.name} was silent for {found[agent]:.0f} s while its actors beat"
+            what = f"{agent} on {host.name} was silent for {overdue[agent]:.0f} s while its actors beat"
             self._observation.happened("error", agent, f"{what}: none of them is restarted or ended there")
-            self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=found[agent])
-        for agent in self._silent_agents & silent.keys() - found.keys():
+            self._controller.log.error("agent is silent", agent=agent, host=str(host), seconds=overdue[agent])
+        for agent in self._silent_agents & silent.keys() - overdue.keys():
             self._observation.happened("info", agent, "is heard again")
         unknown = self._silent_agents & self._hosts.known.keys() - silent.keys()
-        self._silent_agents = found.keys() | unknown
+        self._silent_agents = overdue.keys() | unknown
 
-    def _report_silent(self, silent: Sequence[Condemned], seen: Mapping[str, ActorStatus]) -> None:
-        """Report the silent actors, whose agents take their stacks."""
+    def _report_silent(self, silent: Sequence[Condemned], statuses: Mapping[str, ActorStatus]) -> None:
+        """Add the silent actors to the published ones, so that their agents report them and take their stacks.
+
+        Drops actors that are no longer condemned. ``statuses`` has the last status of each actor.
+        """
         condemned = {(actor.name, actor.incarnation) for actor in (*self._registry.condemned, *silent)}
         self._silent = [actor for actor in self._silent if (actor.name, actor.incarnation) in condemned]
         for actor in silent:
-            report = describe_silence(seen[actor.name]) if actor.name in seen else f"{actor.name}: {actor.reason}"
+            report = (
+                describe_silence(statuses[actor.name]) if actor.name in statuses else f"{actor.name}: {actor.reason}"
+            )
             self._silent.append(Stuck(actor.name, actor.incarnation, report, self._first_number))
         self._publish_stuck()
 
     def _check_paths(self, names: Collection[str], now: float) -> None:
-        """Condemn the unreachable ones of ``names``. Sets one aside, or fails the run, if restarts did not help."""
-        most = self._supervision.max_restarts
-        found = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
-        self._condemn(found)
-        for actor in found:
+        """Condemn those of ``names`` that are unreachable (unreachable.py).
+
+        If restarts did not help, set the actor aside, or fail the run.
+        """
+        max_restarts = self._supervision.max_restarts
+        condemned = self._unreachable.look(ready_actors(self._registry, names, now, self._supervision.heartbeat_s), now)
+        self._condemn(condemned)
+        for actor in condemned:
             number = self._unreachable.condemnations(actor.name)
-            match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=most):
+            match action_after(number, can_spare=self._run.can_spare(actor.name), max_restarts=max_restarts):
                 case "set aside":
                     self._run.set_aside(actor.name, actor.incarnation, actor.reason, "", now)
                 case "fail the run":
                     reason = f"{actor.reason}, after {number - 1} restarts for this (supervision.max_restarts)"
                     self._run.fail(actor.name, reason, "", 1, now)
-        if found:
+        if condemned:
             self._controller.tell()
 
     def _condemn(self, actors: Sequence[Condemned]) -> None:
-        """Have these incarnations killed and restarted, each with its gang."""
+        """Condemn these incarnations, each with its gang: their agents kill and restart them."""
         if actors:
             self._registry.condemn(actors)
             self._controller.log.error("actors are condemned", actors={actor.name: actor.reason for actor in actors})
             self._controller.registry_changed()
 
     def _on_stall(self, report: StallReport | None, now: float) -> None:
-        """Report a stall, or its end, to the user."""
+        """Report a stall to the user, or without a ``report`` its end; schedule the end of the run if it is due."""
         self._controller.stalled = report.text if report is not None else ""
         self._publish_stuck()
         before, self._stall = self._stall, report and (self._stall or report)
@@ -213,17 +226,17 @@ class FailureDetector:
             self._controller.notify("stall", report.text, count=self._stall_count, meanwhile=self._stalls.consequence)
 
     async def _end_run(self, report: StallReport) -> None:
-        """Fail, unless the run moves again before the agents have taken the stacks."""
+        """Give the agents time to take stacks, then fail the run unless it has moved meanwhile."""
         await asyncio.sleep(STACKS_BEATS * self._supervision.heartbeat_s)
         if self._stalls.report is report:
             self._run.fail(self._controller.name, report.text, "", 1, self._controller.clock.now())
             self._controller.tell()
 
     def _publish_stuck(self) -> None:
-        """Have the agents report the silent actors, and take the stacks of those and of a stall's."""
+        """Publish the actors whose stacks the agents take: the silent ones, which they also report, and a stall's."""
         stuck = list(self._silent)
         if (report := self._stalls.report) is not None:
-            # Numbered above the reports of an earlier controller.
+            # Above the numbers of an earlier controller, so that the agents see a new request.
             number = self._first_number + report.number
             stuck += [Stuck(actor.name, actor.incarnation, "", number) for actor in report.stacks]
         if self._run.set_stuck(stuck):

@@ -1,18 +1,18 @@
 """Detects that a run has stalled although its actors are alive, and describes which actor waits for which.
 
-A run moves when a group is trained, a warm step is taken, a version is published or loaded, or a token is sampled. If
-none of this happens for ``watchdog.stall_s``, there is a report. An actor in a state with a budget of its own
-(``watchdog.budgets_s``) delays the report while it is within the budget. The clock starts again when such a state ends
-in time. A restart is no movement: it does not start the clock again. Only the first restart of an actor since the run
-last moved has budgets, since an actor that is restarted again and again would hide the stall.
+A run *moves* when a group is trained, a warm step is taken, a version is published or loaded, or a token is sampled. If
+none of this happens for ``watchdog.stall_s``, there is a report. Some states have a *budget*, a time that they may
+normally take (``watchdog.budgets_s``). An actor that is within the budget of its state delays the report. When such a
+state ends in time, the clock starts again. A restart does not count as movement. An actor that was restarted twice
+since the run last moved has no budgets: with them, repeated restarts would hide the stall.
 
 A report names the waits of all actors and chooses no culprit: a stall restarts no actor. With ``watchdog.policy =
 "stop"`` the first report ends the run, with ``"report"`` none does. By default the run ends when the stall has
 outlasted ``deadlines_s``, the deadlines of all kinds of work together. No work that takes longer can still succeed.
 
-Invariant: a stall has one report, repeated after twice the time before for as long as it lasts. There is no report
-while the run starts, drains, or has nothing to do. Time in which this process itself did not look does not count.
-Pure: the caller passes the time (monotonic, s).
+Invariant: a stall is reported once, and again after pauses that double for as long as it lasts. There is no report
+while the run starts, drains, or has nothing to do. Time in which this process itself did not run does not count. Pure:
+the caller passes the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from asyncrl.messages.snapshot import Wait
 LEARNER = "learner/0"
 CONTROLLER = "controller"
 LONGEST_GAP = 0.25
-"""Share of the time to a stall: after a longer gap between two looks, messages may still be unread."""
+"""Longest normal time between two calls of ``look``, as a share of stall_s: after more, messages may be unread."""
 SILENT_SHARE = 0.5
-"""Share of the time to a stall after which an actor counts as silent in a report."""
+"""Share of stall_s after which an actor counts as silent in a report."""
 IDLE_STATES = frozenset({"ready", "waiting", "following", "idle", "done"})
 """States in which an actor does no work of its own."""
 FINISHED_STATES = frozenset({"done", "ready"})
 """States in which the learner has nothing to train."""
 SECONDS = "N s"
-"""Place of the seconds in a clause."""
+"""Placeholder for the seconds in a clause."""
 MOST_CLAUSES = 8
-"""Clauses of a report."""
+"""Largest number of clauses in a report."""
 MOST_STACKS = 4
-"""Actors whose stacks are taken for a report."""
+"""Largest number of actors whose stacks are taken for a report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +60,11 @@ class ActorStatus:
     silent_s: float = 0.0
     """Seconds since its last heartbeat."""
     ended: bool = False
-    """Its process has ended or is to be killed, and no successor is known."""
+    """Whether its process has ended or is condemned, and no successor is known."""
     version: int = -1
-    """Newest version that it knows. A restarted actor loads a version again, which is no movement."""
+    """Newest policy version that it knows. A restarted actor loads an old version again, which is no movement."""
     progress: tuple[float, ...] = ()
-    """Counters that only grow within an incarnation. All incarnations have the same number of them."""
+    """Counters that only grow within an incarnation, always the same ones in the same order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +76,18 @@ class StallReport:
     """Time at which the run last moved."""
     text: str
     stacks: Sequence[ActorStatus]
-    """Actors that are silent or wait for no other actor: their stacks show what they do instead."""
+    """Actors that are silent or wait for no other actor. Their stacks show what they do."""
     ends_run: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Clause:
-    """A clause of a report, on actors of one role in the same situation."""
+    """A clause of a report, on actors of one role in the same situation. Clauses are sorted by rank and seconds."""
 
     rank: int
+    """Place in the report: -1 for the learner, else the rank of the situation, from 0."""
     seconds: float
+    """Longest time of any of its actors in the situation."""
     text: str
     actors: list[ActorStatus]
 
@@ -103,47 +105,48 @@ def deadlines_of(config: Config) -> float:
 
 @dataclass(slots=True)
 class StallDetector:
-    """Detects the stalls of one run. ``report`` is the report of the present stall; None while the run moves."""
+    """Detects the stalls of one run. ``report`` is the newest report of the present stall; None while the run moves."""
 
     config: WatchdogConfig
     interval_s: float
-    """Time between two looks, about."""
+    """Usual time between two calls of ``look``."""
     deadlines_s: float = math.inf
     """Sum of the deadlines of single pieces of work, from ``deadlines_of``."""
     report: StallReport | None = None
     _reports: int = 0
-    _moved: float | None = None
-    """Time at which the run last moved, or had a reason not to."""
+    _moved_at: float | None = None
+    """Start of the clock: the time at which the run last moved, or had a reason not to; None before it runs."""
     _looked: float = 0.0
     _next_report: float = 0.0
     _pause: float = 0.0
-    """Time between the last report and the next."""
+    """Pause before the next report of this stall (s)."""
     _best: dict[str, tuple[int, int, tuple[float, ...]]] = field(default_factory=dict)
-    """Incarnation of each actor, its largest version, and the largest values of the incarnation's counters."""
+    """By actor: its incarnation, its largest version, and the largest values of this incarnation's counters."""
     _restarts: Counter[str] = field(default_factory=Counter)
     """Restarts of each actor since the run last moved."""
     _within_budget: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Incarnation and state of each actor that was within a budget at the last look."""
+    """Incarnation and state of each actor that was within a budget at the last call of ``look``."""
 
     def look(self, actors: Mapping[str, ActorStatus], phase: RunPhase, now: float) -> bool:
-        """Look at all actors, every few seconds. Returns whether ``report`` has changed."""
+        """Update ``report`` from the status of all actors; called every few seconds. Returns whether it has changed."""
         before = self.report
         gap = now - self._looked > max(LONGEST_GAP * self.config.stall_s, 3 * self.interval_s)
         self._looked = now
         moved, in_time = self._update(actors), self._update_budgets(actors)
-        if phase != "running" or (self._moved is None and LEARNER not in actors):
-            self._moved, self.report = None, None
-        elif self._moved is None or gap or moved or _is_idle(actors):
-            self._moved, self.report = now, None
+        if phase != "running" or (self._moved_at is None and LEARNER not in actors):
+            self._moved_at, self.report = None, None
+        elif self._moved_at is None or gap or moved or _is_idle(actors):
+            self._moved_at, self.report = now, None
             self._restarts.clear()
         elif in_time:
-            self._moved, self.report = now, None
+            self._moved_at, self.report = now, None
         elif LEARNER in actors:
-            # Without its heartbeats the learner starts, or counts as silent.
-            self._judge(actors, now - self._moved, now)
+            # Without heartbeats of the learner there is no report: it starts, or is handled as a silent actor.
+            self._report_if_due(actors, now - self._moved_at, now)
         return self.report is not before
 
-    def _judge(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
+    def _report_if_due(self, actors: Mapping[str, ActorStatus], lasted: float, now: float) -> None:
+        """Make a report if one is due, or if the run must end. ``lasted`` is the time without movement (s)."""
         if self.report is None:
             self._pause, self._next_report = self.config.stall_s, now - lasted + self.config.stall_s
         elif self.report.ends_run:
@@ -160,7 +163,7 @@ class StallDetector:
 
     @property
     def consequence(self) -> str:
-        """Sentence on what follows from the present stall."""
+        """A sentence for the user: when the present stall will end the run, if ever."""
         if self.config.policy == "report":
             return "The run stays as it is (watchdog.policy = report)"
         return f"If this lasts {self._ends_after_s:.0f} s, the run ends (watchdog.policy)"
@@ -172,10 +175,10 @@ class StallDetector:
         return self.config.stall_s + (0.0 if self.config.policy == "stop" else self.deadlines_s)
 
     def _update(self, actors: Mapping[str, ActorStatus]) -> bool:
-        """Take in the versions and counters. Returns whether the run has moved."""
+        """Store the versions and counters of all actors. Returns whether any shows that the run has moved."""
         moved = False
         for name, actor in actors.items():
-            version, best = actor.version, actor.progress
+            version, progress = actor.version, actor.progress
             if (known := self._best.get(name)) is None:
                 moved = True
             else:
@@ -184,21 +187,26 @@ class StallDetector:
                 if known[0] != actor.incarnation:
                     self._restarts[name] += 1
                 else:
-                    moved |= any(new > old for new, old in zip(best, known[2], strict=True))
-                    best = tuple(max(pair) for pair in zip(best, known[2], strict=True))
-            self._best[name] = (actor.incarnation, version, best)
+                    moved |= any(new > old for new, old in zip(progress, known[2], strict=True))
+                    progress = tuple(max(pair) for pair in zip(progress, known[2], strict=True))
+            self._best[name] = (actor.incarnation, version, progress)
         return moved
 
     def _update_budgets(self, actors: Mapping[str, ActorStatus]) -> bool:
-        """Take in the states. Returns whether one with a budget has ended in time."""
+        """Store which actors are within a budget. Returns whether a state with a budget has ended in time."""
         within_budget = {}
         for name, actor in actors.items():
             if self._budget_left_s(actor) > 0.0 and not actor.ended:
                 within_budget[name] = (actor.incarnation, actor.state)
         in_time = False
         for name, (incarnation, state) in self._within_budget.items():
-            left = actors.get(name)
-            in_time |= left is not None and not left.ended and left.incarnation == incarnation and left.state != state
+            present = actors.get(name)
+            in_time |= (
+                present is not None
+                and not present.ended
+                and present.incarnation == incarnation
+                and present.state != state
+            )
         self._within_budget = within_budget
         return in_time
 
@@ -217,10 +225,10 @@ class StallDetector:
 
 
 def describe_waits(actors: Mapping[str, ActorStatus], silent_after_s: float) -> tuple[str, list[ActorStatus]]:
-    """Describe what each actor waits for or does, the learner first; and the actors for ``StallReport.stacks``.
+    """Returns the clauses of a report as one text, and the actors for ``StallReport.stacks``.
 
-    Actors of one role in the same situation share a clause. Silent and dead actors come before those that wait, these
-    before the busy ones, and idle ones last. Both lists are bounded.
+    A clause says what an actor waits for or does. Actors of one role in the same situation share a clause. The learner
+    comes first, then silent and dead actors, then waiting, busy and idle ones. At most MOST_CLAUSES clauses are shown.
     """
     groups: dict[tuple[str, int, str], list[tuple[float, ActorStatus]]] = {}
     for name in sorted(actors):
@@ -247,20 +255,20 @@ def describe_waits(actors: Mapping[str, ActorStatus], silent_after_s: float) -> 
 def describe_silence(actor: ActorStatus) -> str:
     """Describe an actor that is killed for its silence."""
     activity = f"it was {actor.state}"
-    if real := [wait for wait in actor.waits if not wait.idle]:
-        oldest = max(real, key=lambda wait: wait.seconds)
+    if blocking := [wait for wait in actor.waits if not wait.idle]:
+        oldest = max(blocking, key=lambda wait: wait.seconds)
         activity += f" and waited on {oldest.whom} for {oldest.what}"
     return f"{actor.name} has not been heard of for {actor.silent_s:.0f} s ({activity})"
 
 
 def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, float]:
-    """Rank of an actor's situation, a clause with SECONDS in it, and the seconds."""
+    """Returns the rank of an actor's situation, its clause with SECONDS as a placeholder, and the seconds."""
     if actor.ended:
         return 0, "has ended or is to be killed, and is not back", actor.silent_s
     if actor.silent_s >= silent_after_s:
         return 0, f"has not been heard of for {SECONDS} (it was {actor.state})", actor.silent_s
-    if real := [wait for wait in actor.waits if not wait.idle]:
-        oldest = max(real, key=lambda wait: wait.seconds)
+    if blocking := [wait for wait in actor.waits if not wait.idle]:
+        oldest = max(blocking, key=lambda wait: wait.seconds)
         return 1, _wait_clause(oldest), oldest.seconds
     if actor.state not in IDLE_STATES:
         return 2, f"is {actor.state} for {SECONDS}", actor.state_s
@@ -273,7 +281,7 @@ def _situation(actor: ActorStatus, silent_after_s: float) -> tuple[int, str, flo
 def _wait_clause(wait: Wait) -> str:
     if "/" in wait.whom:
         return f"waits {SECONDS} on {wait.whom} for {wait.what}"
-    # A role stands for any of its actors; another word is a part of the actor itself.
+    # A role stands for any of its actors; any other word is a part of the actor itself.
     return (
         f"waits {SECONDS} for {wait.what}"
         if wait.whom in ROLES
@@ -286,7 +294,7 @@ def _waits_for_others(actor: ActorStatus, actors: Mapping[str, ActorStatus]) -> 
 
 
 def _is_idle(actors: Mapping[str, ActorStatus]) -> bool:
-    """Whether the learner has nothing to train, and no actor works or has a wait that is not idleness."""
+    """Whether the learner has nothing to train, and every actor is in an idle state with idle waits only."""
     return (
         LEARNER in actors
         and actors[LEARNER].state in FINISHED_STATES

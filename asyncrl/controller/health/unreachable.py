@@ -1,16 +1,17 @@
 """Finds actors that send heartbeats but cannot be reached by the actors that they work with, or cannot reach them.
 
-Each heartbeat names the actors that its sender cannot reach, and for how long. A path is broken if both of its ends are
-alive and ready and this was reported without a break for ``unreachable_s``. The end that is cut off from the larger
-share of the other's role is restarted. If the shares are equal, it is the end with more broken paths, then the one
-whose restart costs less.
+Each heartbeat names the actors that its sender cannot reach, and for how long. A *path* is a pair of actors: its *ends*
+are the one that reports and the one that it cannot reach. A path is broken if both ends are alive and ready and it was
+reported without a break for ``unreachable_s``. The end that is cut off from the larger share of the other end's role is
+restarted. If the shares are equal, it is the end with more broken paths, then the one whose restart costs less.
 
-Restarts that do not help are counted for each actor, since their own time may be longer than the window in which its
-agent counts. ``action_after`` decides from the count when the actor is set aside and when the run fails.
+To be *condemned* is to be killed and restarted by the node agent. Condemnations are counted here for each actor, since
+they may be too far apart for the agent's own count of restarts. ``action_after`` decides from the count when the actor
+is set aside and when the run fails.
 
 Invariants: an actor is never restarted for a path whose other end is not ready, was restarted, or was silent meanwhile.
 An actor that stays unreachable is restarted ``max_restarts`` times at most, then set aside or the reason of a failure.
-Times of different hosts are not compared, and time in which this process did not look does not count. Pure: the caller
+Times of different hosts are not compared, and time in which this process did not run does not count. Pure: the caller
 passes the time (monotonic, s).
 """
 
@@ -27,12 +28,14 @@ from asyncrl.messages.actors import Condemned
 from asyncrl.messages.monitor import MOST_UNREACHED
 
 RESTART_COST = {"rollouter": 0, "reward": 1, "dataloader": 2, "parameter_server": 3, "learner": 4}
-"""Roles whose paths are watched, in the order of what a restart costs the run. Paths between rollouters are not
+"""Roles whose paths are watched. The number ranks what a restart costs the run. Paths between rollouters are not
 watched: a rollouter that cannot fetch weights from another asks the parameter server."""
 LONGEST_GAP = 0.25
-"""Share of ``unreachable_s``: after a longer gap between two looks, all paths start again from zero."""
+"""Longest normal time between two calls of ``look``, as a share of ``unreachable_s``. After a longer gap, all paths
+start again from zero."""
 COUNTED_SHARE = 0.5
-"""Share of ``unreachable_s`` after which a path counts in the share of broken ones: others find out a little later."""
+"""Share of ``unreachable_s`` after which a path counts as broken when ends are compared: not all actors notice a cut at
+the same time."""
 NAMES_SHOWN = 4
 REPLICA_CONDEMNATIONS = 2
 """Condemnations after which a replica that the run can spare is set aside."""
@@ -65,7 +68,7 @@ def action_after(
 
 @dataclass(slots=True)
 class _Condemnations:
-    """Condemnations of one actor."""
+    """The condemnations of one actor that are not forgotten."""
 
     number: int
     unreachable: float
@@ -78,21 +81,25 @@ class UnreachableActors:
 
     unreachable_s: float
     interval_s: float
-    """Time between two looks, about."""
+    """Usual time between two calls of ``look``."""
     window_s: float
-    """Time after which an actor's condemnations are forgotten, if it was reachable throughout."""
+    """Time for which an actor must be ready and reachable until its condemnations are forgotten (s)."""
     _since: dict[tuple[str, int, str, int], float] = field(default_factory=dict)
-    """Time at which each path was first reported, by names and incarnations."""
+    """Time at which each path was first reported, by name and incarnation of both ends."""
     _condemnations: dict[str, _Condemnations] = field(default_factory=dict)
     _looked: float = 0.0
 
     def condemnations(self, name: str) -> int:
         """Number of condemnations of an actor that are not forgotten."""
-        found = self._condemnations.get(name)
-        return found.number if found is not None else 0
+        record = self._condemnations.get(name)
+        return record.number if record is not None else 0
 
     def look(self, ready: Iterable[ReadyActor], now: float) -> list[Condemned]:
-        """Look at all ready actors, every few seconds. Returns the actors to restart."""
+        """Read the reports of all ready actors; called every few seconds. Returns the actors to restart.
+
+        Goes through the broken paths, those broken for longest first, and condemns one end of each. A path with an end
+        that was condemned just now is skipped.
+        """
         actors = {actor.name: actor for actor in ready if role_of(actor.name) in RESTART_COST}
         if now - self._looked > max(LONGEST_GAP * self.unreachable_s, 3 * self.interval_s):
             self._since.clear()
@@ -102,18 +109,18 @@ class UnreachableActors:
         paths = self._update(actors, now)
         self._forget(actors, paths, now)
         cut_off = _CutOff(actors, [path for path, s in paths.items() if s >= COUNTED_SHARE * self.unreachable_s])
-        found: dict[str, Condemned] = {}
+        condemned: dict[str, Condemned] = {}
         for path, seconds in sorted(paths.items(), key=lambda item: (-item[1], item[0])):
-            if seconds >= self.unreachable_s and not found.keys() & set(path):
+            if seconds >= self.unreachable_s and not condemned.keys() & set(path):
                 name, why = cut_off.end_of(path)
                 reason = f"{why} for {seconds:.0f} s (supervision.unreachable_s)"
-                found[name] = Condemned(name, actors[name].incarnation, reason)
+                condemned[name] = Condemned(name, actors[name].incarnation, reason)
                 self._condemnations[name] = _Condemnations(self.condemnations(name) + 1, now)
-        return list(found.values())
+        return list(condemned.values())
 
     def _update(self, actors: Mapping[str, ReadyActor], now: float) -> dict[Path, float]:
-        """Seconds for which each path has been broken."""
-        since, found = {}, {}
+        """Returns the seconds for which each path was reported without a break between the same two processes."""
+        since, seconds_broken = {}, {}
         for actor in actors.values():
             for name, seconds in actor.unreached.items():
                 other = actors.get(name)
@@ -121,46 +128,46 @@ class UnreachableActors:
                     continue
                 key = (actor.name, actor.incarnation, name, other.incarnation)
                 since[key] = self._since.get(key, now)
-                found[actor.name, name] = min(seconds, now - since[key])
+                seconds_broken[actor.name, name] = min(seconds, now - since[key])
         self._since = since
-        return found
+        return seconds_broken
 
     def _forget(self, actors: Mapping[str, ReadyActor], paths: Iterable[Path], now: float) -> None:
-        """Forget the condemnations of actors that have been ready and without a broken path for ``window_s``."""
+        """Forget the condemnations of actors that have been ready and on no broken path for ``window_s``."""
         broken = {name for path in paths for name in path}
-        for name, each in list(self._condemnations.items()):
+        for name, record in list(self._condemnations.items()):
             if name not in actors or name in broken:
-                each.unreachable = now
-            elif now - each.unreachable >= self.window_s:
+                record.unreachable = now
+            elif now - record.unreachable >= self.window_s:
                 del self._condemnations[name]
 
 
 class _CutOff:
-    """The actors that each actor is cut off from by the ``broken`` paths."""
+    """Decides which end of a path to restart, from all ``broken`` paths among ``actors``."""
 
     def __init__(self, actors: Iterable[str], broken: Iterable[Path]) -> None:
-        # The ranks of a gang are one.
+        # Without gangs: all actors of a gang count as one.
         self._size = Counter(role_of(name) for name in actors if not gang_of(name))
         self._unreached: dict[tuple[str, str], list[str]] = {}
-        """Actors of a role that an actor cannot reach, by actor and role."""
-        self._missed_by: dict[tuple[str, str], list[str]] = {}
-        """Actors of a role that cannot reach an actor, by actor and role."""
+        """By (actor, role): the actors of that role that the actor cannot reach."""
+        self._unreached_by: dict[tuple[str, str], list[str]] = {}
+        """By (actor, role): the actors of that role that cannot reach the actor."""
         for name, other in sorted(broken):
             self._unreached.setdefault((name, role_of(other)), []).append(other)
-            self._missed_by.setdefault((other, role_of(name)), []).append(name)
+            self._unreached_by.setdefault((other, role_of(name)), []).append(name)
 
     def end_of(self, path: Path) -> tuple[str, str]:
-        """The end of a path that is to be restarted, and why."""
+        """Returns the end of a path to restart, and the reason in words."""
         name, other = path
-        end = max(path, key=lambda each: self._extent(each, role_of(other if each == name else name)))
+        end = max(path, key=lambda each: self._severity(each, role_of(other if each == name else name)))
         if end == name:
             return name, f"it could not reach {name_some(self._unreached[name, role_of(other)], NAMES_SHOWN)}"
-        return other, f"it was not reached by {name_some(self._missed_by[other, role_of(name)], NAMES_SHOWN)}"
+        return other, f"it was not reached by {name_some(self._unreached_by[other, role_of(name)], NAMES_SHOWN)}"
 
-    def _extent(self, name: str, role: str) -> tuple[float, int, int]:
-        """Share of a role that an actor is cut off from, the number, and how cheap its restart is."""
+    def _severity(self, name: str, role: str) -> tuple[float, int, int]:
+        """Sort key: the share and the number of a role's actors that an actor is cut off from, and minus its cost."""
         unreached = self._unreached.get((name, role), ())
-        cut_off = {*unreached, *self._missed_by.get((name, role), ())}
-        # A heartbeat that names as many as it may could name more.
+        cut_off = {*unreached, *self._unreached_by.get((name, role), ())}
+        # A heartbeat names at most MOST_UNREACHED, so a full one may stand for all.
         share = 1.0 if len(unreached) >= MOST_UNREACHED else min(1.0, len(cut_off) / max(1, self._size[role]))
         return share, len(cut_off), -RESTART_COST[role_of(name)]

@@ -1,10 +1,10 @@
-"""The controller's shell around ``Membership``: hosts that join and leave during the run.
+"""Hosts that join and leave during the run: the controller's handlers around ``Membership``, which decides.
 
-Each change is written to the run's private folder before it is sent or answered, so that a successor of the controller
-admits the same actors. A new host may start once every actor that it may call has taken in its keys, because an actor
-that is refused does not connect again.
+Each change is *kept*, that is written to the run's private folder, before it is sent or answered. So a successor of the
+controller admits the same actors. An actor that was refused once does not connect again. So a new host may start only
+once every actor that it may call has admitted its keys.
 
-Fails with InvalidRequest for what cannot be done, and with NotKept for what is not on disk in time.
+Fails with InvalidRequest for a request that cannot be met, and with NotKept if a change is not on disk in time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WRITE_AGAIN_S = 1.0
 
 
 class HostChanges:
-    """The shell, made by the controller ``actor``; ``changed`` is called after each change of the run."""
+    """Handles hosts that join and leave, for the controller ``actor``; calls ``changed`` after each change."""
 
     def __init__(
         self, actor: Actor, registry: Registry, run: RunStateMachine, hosts: KnownHosts, *, changed: Callable[[], None]
@@ -53,16 +53,16 @@ class HostChanges:
         """Incarnation of each actor, and the number of the members that it knows. An actor may say so before it
         registers again with a successor of the controller."""
         self._waiting_since: dict[str, float] = {}
-        """Time since when this controller waits for a rollouter of a joined host, by agent."""
+        """By agent of a joining host: time since which this controller waits for a rollouter there to be ready."""
         self._given_up: dict[str, ActorEnded] = {}
-        """Ends of actors that are not started again, on hosts that do not serve yet."""
+        """By actor of a joining host: its end, if its agent does not start it again."""
         self._changed = asyncio.Event()
         self._watchers = ParkingLot()
 
     # --- its life ---
 
     def recall(self) -> None:
-        """Restore what an earlier controller has kept, before any actor is admitted. Raises OSError."""
+        """Restore the members that an earlier controller has kept, before any actor is admitted. Raises OSError."""
         try:
             self._membership.recall(msgspec.json.decode(self._path.read_bytes(), type=Members))
         except FileNotFoundError:
@@ -76,7 +76,7 @@ class HostChanges:
         self._run.tell_members(self.members.number, self._membership.leaving)
 
     async def run(self) -> None:
-        """Keep and send each change, and let hosts go that do not get ready in time. Until cancelled."""
+        """Keep and send each change, and let joined hosts go that are not ready in time; until cancelled."""
         while True:
             now, limit_s, waiting = self._now(), self._start_timeout_s, self._membership.at("joining")
             left_s = [self._waiting_since.setdefault(host.agent, now) + limit_s - now for host in waiting]
@@ -91,6 +91,7 @@ class HostChanges:
                 await self._keep_and_send()
 
     async def _keep_and_send(self) -> None:
+        """Write the members to disk, repeatedly until that works; then answer parked calls and update the run."""
         # Read before the write: a change during the write sets ``_changed``, and is kept and sent next.
         members, leaving = self._membership.members, self._membership.leaving
         left_while_lost = self._run.lost_hosts.keys() - set(map(str, self._hosts.lost.values()))
@@ -104,7 +105,7 @@ class HostChanges:
                 await asyncio.sleep(WRITE_AGAIN_S)
         self._kept = members.number
         self._watchers.wake()
-        # Calls that wait for the write are answered first: a host that has left is not spoken to any more.
+        # Let parked calls be answered first: after ``take_in`` no message reaches a host that has left.
         await asyncio.sleep(0)
         self._actor.take_in(members)
         self.members = members
@@ -128,7 +129,7 @@ class HostChanges:
         return name in self._membership.gone
 
     def ready(self, names: set[str]) -> None:
-        """``names`` are all ready actors."""
+        """Let joined hosts serve whose rollouters are among ``names``, all ready actors, and add them to the run."""
         new = self._membership.ready(names)
         if not new:
             return
@@ -142,9 +143,10 @@ class HostChanges:
         self._changed.set()
 
     def given_up(self, end: ActorEnded) -> bool:
-        """An actor is not started again. False if it has served, so that its end is one like any other in the run.
+        """Handle the end of an actor of a joined host that its agent does not start again and that has never served.
 
-        Otherwise it is set aside, or its host has to leave if no rollouter there can serve.
+        The actor is set aside if its host serves. If no rollouter of a joining host can serve any more, the host has to
+        leave. Returns False, and does nothing, for any other actor, whose end the caller handles.
         """
         host = self._membership.on_trial(end.name)
         if host is None:
@@ -159,11 +161,11 @@ class HostChanges:
 
     def _set_aside(self, end: ActorEnded) -> None:
         reason = end.reason or describe_exit(end.exit_code)
-        # As after any other failure: an exit that no restart mends fails the run only if the actor has served.
+        # Exit code 1 instead of its own: a code that no restart mends fails the run only if the actor has served.
         self._run.ended(end.name, 1, True, reason, end.log, self._now(), incarnation=end.incarnation)
 
     def host_lost(self, host: KnownHost) -> bool:
-        """True if this host had to leave, so that the run does not wait for it."""
+        """Handle the loss of a host that is leaving. Returns False, and does nothing, for any other host."""
         member = self._membership.find(host.agent)
         if member is None or member.takes_part:
             return False
@@ -171,12 +173,15 @@ class HostChanges:
         return True
 
     async def host_left(self, agent: str, park_s: float) -> None:
-        """The agent reports that everything on its host has ended. Returns once that is kept. Raises NotKept."""
+        """Handle an agent's report that everything on its leaving host has ended. Returns once that is kept.
+
+        Raises NotKept if it is not on disk within ``park_s``.
+        """
         host = self._membership.find(agent)
         if host is None or host.takes_part:
             return
         incarnations = self._incarnations(host)
-        # This is the agent's last message, so it may not have reported the end of each actor.
+        # This is the agent's last message, and it may not have reported the end of each actor.
         for name in incarnations.keys() - {agent}:
             self._registry.ended(name, incarnations[name], self._now())
         if self._membership.left(agent, incarnations):
@@ -189,7 +194,10 @@ class HostChanges:
 
     @handler
     async def join(self, request: Join, caller: Caller) -> Joined:
-        """Let hosts take part. Raises InvalidRequest."""
+        """Admit new hosts. Parks until all actors have admitted their keys, or else says which have not.
+
+        Raises InvalidRequest.
+        """
 
         def joined() -> Joined | None:
             answer = self._join(request)
@@ -198,12 +206,13 @@ class HostChanges:
         return await self._watchers.until(joined, caller.park_s) or self._join(request)
 
     def _join(self, request: Join) -> Joined:
+        """Admit the hosts of a request, once. ``waiting_for`` of the answer is not empty while they may not start."""
         self._check_run("join")
         if self._run.phase == "starting":
             return Joined(hosts=[], waiting_for=self._run.waiting_for)
         before, peers = self._membership.members, self._actor.roster.peers
         taken = [*self._run.expected, *self._hosts.known, *self._registry.entries, *peers]
-        hosts = self._membership.join(request, self._known(), taken)
+        hosts = self._membership.join(request, self._nameable_hosts(), taken)
         if self._membership.members is not before:
             self._log.info("hosts join", hosts={host.host: host.actors for host in hosts})
             self._changed.set()
@@ -212,21 +221,21 @@ class HostChanges:
 
     @handler
     async def leave(self, request: Leave, caller: Caller) -> MemberHost:
-        """Let a host go; answered once that is kept. Raises InvalidRequest, NotKept."""
+        """Let a host leave the run; answers once that is kept. Raises InvalidRequest, NotKept."""
         if self._membership.departure(request.host) is None:
             self._check_run("leave")
         before, serving = self._membership.members, self._run.expected & self._registry.ready()
-        host = self._membership.leave(request, self._known(), serving, self._run.awaited)
+        host = self._membership.leave(request, self._nameable_hosts(), serving, self._run.awaited)
         if self._membership.members is not before:
             self._log.info("host leaves", host=host.host, actors=host.actors, within_s=request.within_s)
-            self._part_with(host)
+            self._remove_from_run(host)
         await self._until_kept(caller.park_s)
         # A host whose agent never registered, or is lost, has left by now.
         return self._membership.find(host.agent) or host
 
     @handler
     async def watch_members(self, request: WatchMembers, caller: Caller) -> Members:
-        """Park until the members are others."""
+        """Park until the kept members have another number than the caller's."""
 
         def news() -> Members | None:
             return self.members if self.members.number != request.seen else None
@@ -234,20 +243,20 @@ class HostChanges:
         return await self._watchers.until(news, caller.park_s) or self.members
 
     def wake(self) -> None:
-        """The run or the registry has changed."""
+        """Wake parked calls after a change of the run or the registry."""
         self._watchers.wake()
 
-    # --- within ---
+    # --- private ---
 
     def _dismiss(self, host: MemberHost, reason: str) -> None:
         self._log.error("joined host does not serve, so it has to leave", host=host.host, reason=reason)
-        self._part_with(self._membership.let_go(host, 0.0, reason))
+        self._remove_from_run(self._membership.let_go(host, 0.0, reason))
 
-    def _part_with(self, host: MemberHost) -> None:
-        """The run continues without this host."""
+    def _remove_from_run(self, host: MemberHost) -> None:
+        """Remove a leaving host from the run. If its agent cannot report its end any more, it has left at once."""
         self._run.left(host.actors, self._now())
         if host.agent not in self._hosts.known:
-            # Its agent has never registered, so it will not report that it has left.
+            # Its agent has never registered, so it cannot report the end.
             self._membership.left(host.agent, {})
         elif host.agent in self._hosts.lost:
             self._forget_lost(host)
@@ -280,16 +289,17 @@ class HostChanges:
         ]
         return [name for name, incarnation in spoken if self._taken_in.get(name, (0, -1)) < (incarnation, number)]
 
-    def _known(self) -> list[KnownHost]:
-        found = dict(self._hosts.known)
+    def _nameable_hosts(self) -> list[KnownHost]:
+        """All hosts by which a user may name one: registered ones, and joined ones whose agent is not registered."""
+        hosts = dict(self._hosts.known)
         for host in self._membership.members.hosts:
             also = frozenset({host.address} - {""})
-            if (known := found.get(host.agent)) is not None:
-                found[host.agent] = replace(known, also=known.also | also)
+            if (known := hosts.get(host.agent)) is not None:
+                hosts[host.agent] = replace(known, also=known.also | also)
             elif host.stage not in ("lost", "left"):
-                # A joined host may start, and be named again, before its agent registers.
-                found[host.agent] = KnownHost(host.agent, host.host, frozenset(host.actors), also)
-        return sorted(found.values(), key=lambda known: int(known.agent.partition("/")[2]))
+                # A user may name a joined host before its agent registers.
+                hosts[host.agent] = KnownHost(host.agent, host.host, frozenset(host.actors), also)
+        return sorted(hosts.values(), key=lambda known: int(known.agent.partition("/")[2]))
 
     def _incarnations(self, host: MemberHost) -> dict[str, int]:
         entries = self._registry.entries

@@ -1,13 +1,13 @@
 """The hosts of the run, and which of them are lost.
 
 A host is a node agent and its actors, as the agent reports them. It is *lost* when none of them was heard for
-``lost_s``, and back when its agent is heard. It is lost as well when its agent alone was silent for ``frozen_s``:
-without an agent, nothing there is restarted or ended. A host is *in doubt* while it is not lost and each of them has
-missed BEATS heartbeats. Beats that an actor has announced to leave out are not missed. An actor on a host in doubt is
-not judged by its own silence, since the whole host may be silent.
+``lost_s``, and *back* when its agent is heard again. It is also lost when its agent alone was silent for ``frozen_s``,
+because without an agent nothing there is restarted or ended. A host is *in doubt* while it is not lost and the agent
+and all its actors have missed BEATS heartbeats. Heartbeats that were left out as announced are not missed. The silence
+of an actor on a host in doubt shows nothing about the actor, since the whole host may be silent.
 
-Invariants: the head, the host of this controller, is never lost or in doubt. Time in which the controller did not
-listen does not count as silence. An actor whose agent was never heard is on no known host. Pure: the caller brings the
+Invariants: the *head*, the host of this controller, is never lost or in doubt. Time in which the controller did not
+listen does not count as silence. An actor whose agent was never heard is on no known host. Pure: the caller passes the
 time (s).
 """
 
@@ -22,11 +22,11 @@ from asyncrl.messages.actors import ActorRecord
 from asyncrl.rpc.lifecycle.registry import Registry
 
 BEATS = 3
-"""Heartbeats that all actors of a host miss at the same time before the host is in doubt."""
+"""Number of heartbeats that all actors of a host miss before the host is in doubt."""
 ACTORS = "actors"
-"""The fact of a node agent that names the actors of its host."""
+"""Key in a node agent's facts: the names of the actors of its host."""
 HOST = "host"
-"""The fact of a node agent that is the name of its host in the hostfile; absent in a run on one host."""
+"""Key in a node agent's facts: the name of its host in the hostfile; absent in a run on one host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +35,22 @@ class KnownHost:
 
     agent: str
     name: str
-    """Name in the hostfile, or its own for itself."""
+    """Its name in the hostfile, or else its own hostname."""
     actors: frozenset[str]
     also: frozenset[str] = field(default=frozenset(), compare=False)
-    """Further names of the host, once its agent has registered: its address, and its own hostname."""
+    """Further names of the host: its own hostname and its address; known once its agent has registered."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.agent})"
 
     def is_called(self, name: str) -> bool:
-        """Whether this is a name of the host, of its agent, or its address."""
+        """Whether ``name`` is a name of the host or of its agent, or the host's address."""
         return name.lower() in (self.agent, self.name.lower(), *map(str.lower, self.also))
 
 
 @dataclass(slots=True)
 class KnownHosts:
-    """The hosts of one run, by their agents. ``head`` is an actor of the host that cannot be lost."""
+    """The hosts of one run, by their agents. ``head`` is the name of an actor on the head."""
 
     lost_s: float
     heartbeat_s: float
@@ -63,32 +63,32 @@ class KnownHosts:
     _host_of: dict[str, str] = field(default_factory=dict)
 
     def register(self, record: ActorRecord, now: float) -> bool:
-        """Take in an agent's record; whether it is new."""
+        """Store the host that an agent's record describes. Returns whether that is new; False for other actors."""
         actors = record.facts.get(ACTORS)
         if not isinstance(actors, list):
             return False
         name, bound = str(record.facts.get(HOST) or record.host), record.address.partition("://")[2].rpartition(":")[0]
-        # Loopback is the same on each host.
+        # A loopback address does not identify a host.
         also = frozenset({record.host, *([] if bound.startswith("127.") else [bound])} - {""})
         return self._add(KnownHost(record.name, name, frozenset(map(str, actors)), also), now)
 
     def recall(self, described: Mapping[str, Any], now: float) -> None:
-        """Restore the hosts that an earlier controller has described."""
+        """Restore hosts from the ``describe`` of an earlier controller."""
         for agent, (name, actors) in described.items():
             self._add(KnownHost(agent, name, frozenset(actors)), now)
 
     def forget(self, agent: str) -> None:
-        """A host has left the run for good."""
+        """Remove a host that has left the run for good."""
         self.known.pop(agent, None)
         self.lost.pop(agent, None)
         self._host_of = {name: other for name, other in self._host_of.items() if other != agent}
 
     def describe(self) -> dict[str, tuple[str, list[str]]]:
-        """Name of each host and its actors, by agent."""
+        """By agent: the name and the actors of its host."""
         return {host.agent: (host.name, sorted(host.actors)) for host in self.known.values()}
 
     def look(self, registry: Registry, now: float) -> tuple[list[KnownHost], list[KnownHost]]:
-        """Hosts that are newly lost, and those that are back; to be asked about once in a heartbeat."""
+        """Returns the hosts that are newly lost, and those that are back; called once in each heartbeat interval."""
         registry.listen(now, self.lost_s)
         back = [host for host in self.lost.values() if self._has_spoken(host, registry)]
         for host in back:
@@ -101,7 +101,7 @@ class KnownHosts:
         return lost, back
 
     def silent_agents(self, registry: Registry, now: float) -> dict[str, float]:
-        """Silence (s) of the agent of each host that is neither lost nor in doubt, the head among them."""
+        """By agent of each host that is neither lost nor in doubt, including the head: the agent's silence (s)."""
         return {
             agent: registry.silence_of(entry, now)
             for agent, host in self.known.items()
@@ -111,7 +111,7 @@ class KnownHosts:
         }
 
     def in_doubt(self, registry: Registry, now: float) -> set[str]:
-        """The actors whose host may be lost."""
+        """The actors on hosts in doubt."""
         doubtful = {agent for agent, host in self.known.items() if self._is_in_doubt(host, registry, now)}
         return {actor for actor, agent in self._host_of.items() if agent in doubtful}
 
@@ -134,15 +134,16 @@ class KnownHosts:
         return all(registry.silence_since(heard, now) >= beats * self.heartbeat_s for heard, beats in limits)
 
     def _is_lost(self, host: KnownHost, registry: Registry, now: float) -> bool:
+        """Whether the whole host was silent for ``lost_s``, or its agent for ``frozen_s``."""
         if self._silence_of(host, registry, now) >= self.lost_s:
             return True
         agent = registry.entries.get(host.agent)
-        # A successor of the controller may hear of the actors first.
+        # A restarted controller may hear the actors before the agent, so count from when it knew the host.
         heard = max(self._known_since[host.agent], agent.heard if agent is not None else 0.0)
         return self.head not in host.actors and registry.silence_since(heard, now) >= self.frozen_s
 
     def _silence_of(self, host: KnownHost, registry: Registry, now: float) -> float:
-        """Silence (s) of the actor or agent on the host that was heard of last."""
+        """Seconds since any living actor of the host, or its agent, was heard; 0 for the head."""
         if self.head in host.actors:
             return 0.0
         entries = [registry.entries.get(name) for name in self._living(host, registry)]

@@ -4,10 +4,11 @@
                 └──not ready in time──► leaving ◄──Leave──┘
     leaving ──its agent reports the end──► left        leaving ──its host is lost──► lost ──as above──► left
 
-Only hosts whose actors are all rollouters and episode hosts join or leave. Invariants: a name is given once in a run; a
-joined host serves, and its actors belong to the run, once one of its rollouters has been ready, so a host that cannot
-serve harms nothing; a host leaves only while another rollouter serves; what has left is dead for good. The state is the
-message that every actor gets, and that a successor of the controller reads. Each change increases its number.
+Only hosts whose actors are all rollouters and episode hosts join or leave. A joined host *serves*, and its actors
+belong to the run, once one of its rollouters has been ready. So a host that cannot serve harms nothing. Invariants: a
+name is given once in a run. A host leaves only while another rollouter serves. An actor that has left is dead for good.
+The state is a ``Members`` message, which every actor gets and a successor of the controller reads. Each change
+increases its number.
 
 Fails with InvalidRequest, which says what cannot be done and why.
 """
@@ -31,7 +32,7 @@ ABOVE_ALL = 1 << 62
 
 
 class Membership:
-    """The members of one run. ``curve`` says whether there are keys."""
+    """The members of one run. ``curve`` says whether actors have CURVE keys."""
 
     def __init__(self, *, curve: bool) -> None:
         self._curve = curve
@@ -44,7 +45,7 @@ class Membership:
         self.members, self.gone = members, frozenset(dead.name for dead in members.gone)
 
     def find(self, agent: str) -> MemberHost | None:
-        """The host of this agent, if it has joined or leaves or has left."""
+        """The host of this agent, if it joined after the start or has begun to leave; else None."""
         return next((host for host in self.members.hosts if host.agent == agent), None)
 
     def at(self, *stages: HostStage) -> list[MemberHost]:
@@ -54,7 +55,11 @@ class Membership:
     # --- joining ---
 
     def join(self, request: Join, known: Collection[KnownHost], taken: Iterable[str]) -> list[MemberHost]:
-        """Name the new hosts; a repeat gets the same. ``taken`` are all names of the run. Raises InvalidRequest."""
+        """Add new hosts, and give names to their agents and actors.
+
+        A request that is repeated, by its ``ask``, gets the same hosts. ``taken`` are all names that are used in the
+        run. Raises InvalidRequest.
+        """
         before = [host for host in self.members.hosts if host.ask == request.ask]
         if let_go := [f"{host.host}: {host.reason}" for host in before if not host.takes_part]:
             raise InvalidRequest(f"let go before it could begin: {'; '.join(let_go)}")
@@ -63,9 +68,9 @@ class Membership:
         if problems := self._problems(request.hosts, known):
             raise InvalidRequest("; ".join(problems))
         names = [*taken, *(name for host in self.members.hosts for name in host.names)]
-        # An episode host has the number of its rollouter, and episode hosts without a rollouter exist too.
+        # An episode host gets the number of its rollouter. The next number must be free for both roles.
         agent, rollouter = _next_index(names, AGENT), _next_index(names, ROLLOUTER, EPISODES)
-        found, keys, number = [], dict(self.members.keys), self.members.number + 1
+        joining, keys, number = [], dict(self.members.keys), self.members.number + 1
         for new in request.hosts:
             roles = (ROLLOUTER, EPISODES) if new.episodes else (ROLLOUTER,)
             host = MemberHost(
@@ -79,28 +84,28 @@ class Membership:
             )
             if self._curve:
                 keys |= zip(host.names, new.keys, strict=True)
-            found.append(host)
+            joining.append(host)
             agent, rollouter = agent + 1, rollouter + new.replicas
-        self._change(hosts=found, keys=keys)
-        return found
+        self._change(hosts=joining, keys=keys)
+        return joining
 
     def ready(self, names: Collection[str]) -> list[str]:
-        """``names`` are ready now; returns the joined ones that serve for the first time.
+        """Let joined actors serve. ``names`` are all ready actors; returns those that serve for the first time.
 
         An episode host does not serve before a rollouter of its host.
         """
         new, hosts, serving = [], [], self.members.serving
         for host in self.at("joining", "serving"):
-            found = [name for name in host.actors if name in names and name not in serving]
-            if host.stage == "serving" or any(role_of(name) == ROLLOUTER for name in found):
-                new += found
+            newly_ready = [name for name in host.actors if name in names and name not in serving]
+            if host.stage == "serving" or any(role_of(name) == ROLLOUTER for name in newly_ready):
+                new += newly_ready
                 hosts.append(replace(host, stage="serving"))
         if new:
             self._change(hosts=hosts, serving=[*serving, *new])
         return new
 
     def on_trial(self, name: str) -> MemberHost | None:
-        """The host of a joined actor that has not served so far; None for every other actor."""
+        """The joined host of an actor that has not served yet; None for every other actor."""
         hosts = (host for host in self.at("joining", "serving") if name in host.actors)
         return None if name in self.members.serving else next(hosts, None)
 
@@ -113,23 +118,24 @@ class Membership:
     def leave(
         self, request: Leave, known: Iterable[KnownHost], serving: Collection[str], awaited: Collection[str]
     ) -> MemberHost:
-        """Let a host go; a repeat changes nothing. Raises InvalidRequest.
+        """Find the host that the request names, and let it leave. A repeated request changes nothing.
 
-        ``serving`` are all actors that serve, ``awaited`` those that are expected to.
+        ``known`` are all hosts, ``serving`` all ready actors, and ``awaited`` the actors that may become ready. Raises
+        InvalidRequest if the name is unknown or ambiguous, or if the run needs the host.
         """
         staying = [host for host in known if (it := self.find(host.agent)) is None or it.takes_part]
         if request.ask:
             staying = [host for host in staying if (it := self.find(host.agent)) and it.ask == request.ask]
-        found = [host for host in staying if host.is_called(request.host)]
-        if not found and (before := self.departure(request.host)) is not None:
+        matches = [host for host in staying if host.is_called(request.host)]
+        if not matches and (before := self.departure(request.host)) is not None:
             return before
-        if not found:
-            there = ", ".join(map(str, staying))
-            raise InvalidRequest(f"no host {request.host} takes part in this run; there are {there}")
-        if len(found) > 1:
-            agents = " and ".join(host.agent for host in found)
+        if not matches:
+            names = ", ".join(map(str, staying))
+            raise InvalidRequest(f"no host {request.host} takes part in this run; there are {names}")
+        if len(matches) > 1:
+            agents = " and ".join(host.agent for host in matches)
             raise InvalidRequest(f"{request.host} is the name of {agents}; say which of them")
-        (host,) = found
+        (host,) = matches
         if needed := sorted(actor for actor in host.actors if role_of(actor) not in (ROLLOUTER, EPISODES)):
             raise InvalidRequest(f"{host.name} cannot leave: the run cannot continue without {', '.join(needed)}")
         member = self.find(host.agent)
@@ -143,16 +149,16 @@ class Membership:
         return self.let_go(member, request.within_s, request.reason)
 
     def let_go(self, host: MemberHost, within_s: float, reason: str) -> MemberHost:
-        """A host leaves from now on."""
+        """Mark a host as leaving. Its actors may finish their work within ``within_s`` seconds."""
         host = replace(host, stage="leaving", within_s=within_s, reason=reason)
         self._change(hosts=[host])
         return host
 
     def left(self, agent: str, incarnations: Mapping[str, int], *, lost: bool = False) -> bool:
-        """All of a leaving host has ended or, with ``lost``, its actors count as dead; False if that changes nothing.
+        """Mark a leaving host as left, or with ``lost`` as lost, and its actors as gone. False if nothing changes.
 
-        ``incarnations`` are the newest that are known. An actor that is not among them is dead under any. The agent of
-        a lost host may come back, and then learns that it has to leave.
+        ``incarnations`` are the newest known ones by actor; any incarnation of another actor counts as dead. The agent
+        of a lost host is not gone: it may come back, and then learns that it has to leave.
         """
         host = self.find(agent)
         if host is None or host.stage not in (("leaving",) if lost else ("leaving", "lost")):
@@ -169,33 +175,33 @@ class Membership:
         return True
 
     def departure(self, name: str) -> MemberHost | None:
-        """The newest host of this name, or with an agent of this name, that leaves or has left."""
+        """The newest host that leaves or has left and is called ``name``, as is its agent; None without one."""
         leaving = self.at("leaving", "lost", "left")
-        found = [host for host in leaving if name.lower() in (host.host.lower(), host.agent)]
-        return found[-1] if found else None
+        matches = [host for host in leaving if name.lower() in (host.host.lower(), host.agent)]
+        return matches[-1] if matches else None
 
     @property
     def leaving(self) -> list[Leaving]:
-        """Agents and actors that have to leave."""
+        """The agents and actors that have to leave, and the time that each has."""
         return [Leaving(name, host.within_s) for host in self.at("leaving", "lost") for name in host.names]
 
-    # --- within ---
+    # --- private ---
 
     def _change(self, hosts: Iterable[MemberHost], **changes: Any) -> None:
-        """The members with these hosts, new ones or changed ones."""
+        """Replace ``members``: with new or changed hosts, changed fields, and the next number."""
         table = {host.agent: host for host in (*self.members.hosts, *hosts)}
         self.recall(replace(self.members, number=self.members.number + 1, hosts=list(table.values()), **changes))
 
     def _problems(self, hosts: Collection[NewHost], known: Collection[KnownHost]) -> list[str]:
-        """Why these hosts cannot join."""
+        """Returns the reasons that these hosts cannot join; empty if they can."""
         problems, names = [], [new.host.lower() for new in hosts]
         for number, (new, name) in enumerate(zip(hosts, names, strict=True)):
             if name in names[:number]:
                 problems.append(f"{new.host} is named twice")
-            there = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
-            if there is not None:
-                at = f", at {new.address}" if there.name.lower() != name else ""
-                problems.append(f"{new.host} takes part in this run already, as {there}{at}")
+            same = next((host for host in known if host.is_called(name) or host.is_called(new.address)), None)
+            if same is not None:
+                at = f", at {new.address}" if same.name.lower() != name else ""
+                problems.append(f"{new.host} takes part in this run already, as {same}{at}")
             actors = new.replicas * (2 if new.episodes else 1)
             if self._curve and (len(new.keys) != 1 + actors or not all(new.keys)):
                 problems.append(f"{new.host}: keys are missing, and this run admits no host without them")
@@ -207,7 +213,10 @@ class Membership:
 
 
 def can_serve(host: MemberHost, without: Collection[str]) -> bool:
-    """Whether a rollouter of this host is left ``without`` these actors. It needs the episode host of its number."""
+    """Whether a rollouter of the host can still serve ``without`` these actors.
+
+    A rollouter needs the episode host with its number, so neither may be missing.
+    """
     missing = {_number(name) for name in without}
     return any(_number(name) not in missing for name in host.actors)
 

@@ -1,8 +1,8 @@
 """Keeps the past of the run for viewers: events, the newest lines of metrics, and the recording of snapshots.
 
-Invariant: nothing here delays the run. A thread writes one snapshot at a time; a snapshot that it cannot write in time
-is lost and counted. Another thread checks the disk and may hang on a file system that does not answer; the controller
-never waits for it.
+Invariant: nothing here delays the run. A thread writes one snapshot at a time. A snapshot that comes meanwhile is lost
+for the recording and counted. Another thread checks the disk and may hang on a file system that does not answer; the
+controller never waits for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def _newest_attempt(run_dir: Path) -> int:
 
 
 class Observation:
-    """The recent state of one run, a part of the controller. ``sinks`` get each recorded snapshot."""
+    """Events, metrics lines and the recording of one run; a part of the controller.
+
+    ``sinks`` gets each snapshot that is due for the recording.
+    """
 
     def __init__(self, controller: RunActor, members: HostChanges, sinks: SinksFeed) -> None:
         config, context = controller.config, controller.context
@@ -49,26 +52,28 @@ class Observation:
         self._sinks = sinks
         self.attempt = _newest_attempt(context.run_dir)
         self.began = controller.clock.wall()
-        """Wall time at which the first controller of this attempt of the run started."""
+        """Unix time at which the first controller of this attempt of the run started (s)."""
         self._own_began = (controller.clock.now(), self.began)
-        """Monotonic and wall time at which this controller started."""
+        """Monotonic and Unix time at which this controller started (s)."""
         self.lines = RecentMetrics()
         self.events = RecentEvents()
         self._phase = self._run.phase
         self.restarts = 0
         """Restarts of the controller in this attempt of the run."""
-        self._own: Heartbeat | None = None
+        self._own_heartbeat: Heartbeat | None = None
+        """Newest heartbeat of the controller itself, which is gathered here and not sent."""
         self._own_event = 0
-        """Number of the newest of the controller's own events."""
+        """Number of the controller's newest event that was added to ``events``."""
         self.disk_free: int | None = None
+        """Free bytes on the disk of the run folder; None if unknown."""
         self._logs_lost = 0
-        """Lost lines of logs, over all incarnations of all actors."""
-        self._lost_of: dict[str, tuple[int, int]] = {}
-        """Incarnation of each actor at the last check, and the lines that it had lost."""
+        """Number of log lines that were lost, over all incarnations of all actors."""
+        self._lost_lines_of: dict[str, tuple[int, int]] = {}
+        """By actor: its incarnation at the last check, and the number of lines that it had lost."""
         self._recorder = Recorder(context.run_dir, self.attempt, config.monitor.record_bytes)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        """A separate thread: the event loop waits for its own threads when it ends."""
+        """A separate executor, because the event loop waits for the threads of its own one when it ends."""
         self._writing: asyncio.Future[None] | None = None
         self._is_over = False
         """Whether the last snapshot was taken."""
@@ -79,8 +84,8 @@ class Observation:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.snapshots.run())
-                tasks.create_task(self._look_around())
-                tasks.create_task(self._look_at_disk())
+                tasks.create_task(self._check_regularly())
+                tasks.create_task(self._check_disk())
         finally:
             self._disk_thread.shutdown(wait=False, cancel_futures=True)
 
@@ -89,7 +94,7 @@ class Observation:
         self.events.add(self._controller.clock.wall(), level, actor, text)
 
     def add_events(self, entry: Entry) -> None:
-        """Add the events of an actor's last heartbeat, as the registry has bounded them."""
+        """Add those events of an actor's last heartbeat that are new, also to a restarted controller."""
         for event in entry.heartbeat.events if entry.heartbeat is not None else ():
             if event.number > entry.event:
                 entry.event = event.number
@@ -98,7 +103,7 @@ class Observation:
                     self.events.add(wall, event.level, event.actor, event.text)
 
     async def succeed(self, earlier: AddressFile) -> None:
-        """Continue after an earlier controller, with the events and lines that it has recorded."""
+        """Continue after an earlier controller: restore events and metrics lines from its last recorded snapshot."""
         self.began = min(self.began, earlier.began)
         self.restarts = earlier.restarts + 1
         recorded = await asyncio.to_thread(self._recorded_last)
@@ -113,11 +118,11 @@ class Observation:
     def _recorded_last(self) -> Snapshot | None:
         """The newest snapshot that an earlier controller of this attempt has recorded. Blocks."""
         try:
-            found = last_recorded(self._controller.context.run_dir, self.attempt)
+            last = last_recorded(self._controller.context.run_dir, self.attempt)
         except OSError as error:
             self._controller.log.warning("what was recorded cannot be read", error=str(error))
             return None
-        return found if found is not None and found.run.run_id == self._controller.context.credentials.run_id else None
+        return last if last is not None and last.run.run_id == self._controller.context.credentials.run_id else None
 
     def changed(self) -> None:
         """Add an event if the phase of the run has changed."""
@@ -132,8 +137,8 @@ class Observation:
 
     async def conclude(self) -> None:
         """Take the last snapshot, send it to all viewers, and record it."""
-        self._look_at_self()
-        # The last one would be lost while another is still being written.
+        self._gather_own()
+        # Wait for the write before, or the last snapshot would be lost.
         await self._written()
         await self.snapshots.take(record=True, last=True)
         self._is_over = True
@@ -145,24 +150,27 @@ class Observation:
             await asyncio.wait({self._writing}, timeout=LAST_WRITE_S)
 
     def view_self(self, now: float) -> ActorView:
-        """The view of the controller itself."""
-        if self._own is None:
-            self._look_at_self()
-        assert self._own is not None
-        # A restarted controller has the keys of its first start, and with them its attempt number.
+        """The controller's own entry in a snapshot."""
+        if self._own_heartbeat is None:
+            self._gather_own()
+        assert self._own_heartbeat is not None
+        # A restarted controller keeps the keys and the attempt number of its first start, so count restarts here.
         entry = Entry(msgspec.structs.replace(self._controller.record(), attempt=self.restarts), since=now, heard=now)
-        entry.merge(self._own, now)
+        entry.merge(self._own_heartbeat, now)
         return view_actor(entry, "ready", now)
 
     def age_s(self, now: float) -> float:
-        """Age of the run, by the monotonic clock except for the time of earlier controllers."""
+        """Age of the run (s). Only the time of earlier controllers is measured by the Unix clock."""
         own_now, own_wall = self._own_began
         return own_wall - self.began + now - own_now
 
     def record(self, wall: float, snapshot: bytes) -> None:
-        """Hand a snapshot to the sinks and to the thread that records it."""
+        """Pass an encoded snapshot, taken at ``wall`` (Unix, s), to the sinks and to the thread that records it.
+
+        If the thread is still writing the one before, the snapshot is not recorded.
+        """
         if self._is_over:
-            # The last one is recorded already.
+            # The last snapshot of the run is recorded already.
             return
         self._sinks.snapshot(snapshot)
         if not self._controller.config.monitor.record_bytes:
@@ -175,6 +183,7 @@ class Observation:
         self._writing.add_done_callback(self._recorded)
 
     def _recorded(self, writing: asyncio.Future[None]) -> None:
+        """Count a snapshot that could not be written, and report that to the user."""
         if not writing.cancelled() and (error := writing.exception()) is not None:
             self._controller.counters.add("snapshots/lost")
             lost = self._controller.counters["snapshots/lost"]
@@ -185,43 +194,44 @@ class Observation:
                 text = f"snapshots are missing in the recording: {where}; a replay shows gaps"
                 self._controller.notify("recording", text, count=int(lost), meanwhile="The run continues")
 
-    def _look_at_self(self) -> None:
-        """Take in the controller's own heartbeat and events."""
-        self._own = gather_heartbeat(self._controller, 0)
-        for event in self._own.events:
+    def _gather_own(self) -> None:
+        """Gather the controller's own heartbeat, and add its new events."""
+        self._own_heartbeat = gather_heartbeat(self._controller, 0)
+        for event in self._own_heartbeat.events:
             if event.number > self._own_event:
                 self._own_event = event.number
                 self.events.add(event.wall, event.level, self._controller.name, event.text)
 
-    async def _look_around(self) -> None:
+    async def _check_regularly(self) -> None:
         while True:
             self._controller.counters["snapshots/recorded_bytes"] = self._recorder.size
-            self._look_at_self()
-            self._look_at_logs()
+            self._gather_own()
+            self._count_lost_lines()
             await asyncio.sleep(self._controller.config.supervision.heartbeat_s)
 
-    def _look_at_logs(self) -> None:
-        own = self._own.counters if self._own is not None else {}
+    def _count_lost_lines(self) -> None:
+        """Add up the log lines that actors have lost since the last check; notify the user of new ones."""
+        own = self._own_heartbeat.counters if self._own_heartbeat is not None else {}
         counts = {self._controller.name: (self._controller.context.incarnation, own)}
         counts |= {name: (entry.record.incarnation, entry.metrics) for name, entry in self._registry.entries.items()}
         more = 0
         for name, (incarnation, metrics) in counts.items():
-            lost, before = int(metrics.get("logs/lost", 0)), self._lost_of.get(name)
-            # Each incarnation counts from 0.
+            lost, before = int(metrics.get("logs/lost", 0)), self._lost_lines_of.get(name)
+            # The counter of each incarnation begins at 0.
             more += max(0, lost - (before[1] if before is not None and before[0] == incarnation else 0))
-            self._lost_of[name] = (incarnation, lost)
+            self._lost_lines_of[name] = (incarnation, lost)
         if more:
             self._logs_lost += more
             disk = self._controller.context.run_dir / "logs"
             text = f"lines of the logs in {disk} are lost: they could not be written, for example on a full disk"
             self._controller.notify("logs", text, count=self._logs_lost, meanwhile="The run continues")
 
-    async def _look_at_disk(self) -> None:
+    async def _check_disk(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.run_in_executor(self._disk_thread, os.statvfs, self._controller.context.run_dir)
-                self.disk_free = found.f_bavail * found.f_frsize
+                usage = await loop.run_in_executor(self._disk_thread, os.statvfs, self._controller.context.run_dir)
+                self.disk_free = usage.f_bavail * usage.f_frsize
             except OSError:
                 self.disk_free = None
             await asyncio.sleep(DISK_S)

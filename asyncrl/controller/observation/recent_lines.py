@@ -28,7 +28,7 @@ MOST_EVALS = 64
 
 
 def is_proper(line: Mapping[str, Any]) -> bool:
-    """Whether a line is one: as a run writes it, with a step if its kind is train, no longer than LONGEST_LINE."""
+    """Whether a line is well-formed: as a run writes it, with a step if it is a train line, up to LONGEST_LINE."""
     if not is_sound(line) or line.get("kind") in (NOTICE, READY) or min(line.get("step", 0), line.get("start", 0)) < 0:
         return False
     if line.get("kind") == "train" and "step" not in line:
@@ -40,7 +40,7 @@ def is_proper(line: Mapping[str, Any]) -> bool:
 
 
 class RecentLines:
-    """The newest lines, by number."""
+    """The newest LINES_KEPT lines, by number. Notices and reports of ready actors are lines too."""
 
     def __init__(self) -> None:
         self._lines: deque[dict[str, Any]] = deque(maxlen=LINES_KEPT)
@@ -48,20 +48,20 @@ class RecentLines:
         """Number of the newest line."""
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in a line; the oldest goes when there are too many."""
+        """Add a line; drops the oldest one beyond LINES_KEPT."""
         self._lines.append(line)
         self.last += 1
 
     def add_notice(self, actor: str, incarnation: int, notice: Notice) -> None:
-        """A notice to the user goes the way of the lines."""
+        """Add a notice to the user as a line."""
         self.add({"kind": NOTICE, "actor": actor, "incarnation": incarnation, **msgspec.structs.asdict(notice)})
 
     def add_ready(self, actor: str) -> None:
-        """An actor that was started again is ready."""
+        """Add a line that an actor which was started again is ready."""
         self.add({"kind": READY, "actor": actor})
 
     def after(self, seen: int) -> tuple[list[dict[str, Any]], int]:
-        """The next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""
+        """Returns the next lines after number ``seen``, at most LINES_IN_REPLY, and the number of the last of them."""
         first = max(seen, self.last - len(self._lines))
         skipped = len(self._lines) - (self.last - first)
         lines = list(islice(self._lines, skipped, skipped + LINES_IN_REPLY))
@@ -70,7 +70,7 @@ class RecentLines:
 
 @dataclass(slots=True)
 class RecentMetrics:
-    """The newest lines of metrics.jsonl."""
+    """The newest lines of metrics.jsonl, by kind."""
 
     learner: int = -1
     """Incarnation of the learner that sent the newest train line; -1 if unknown."""
@@ -94,7 +94,7 @@ class RecentMetrics:
                     self.evals[name] = line
 
     def _void(self, line: dict[str, Any]) -> None:
-        """Remove lines of steps that a restarted learner trains again."""
+        """Remove lines of steps that the learner trains again after a restart, as ``line`` shows."""
         for lines in (self.train, self.updates):
             kept = [other for other in lines if not is_voided(other, line)]
             lines.clear()
@@ -139,20 +139,21 @@ class RecentEvents:
 
 
 class OpenWaits:
-    """Open waits by the actor and the key of the notice ("room on /runs"), at most MOST_WAITS.
+    """The open waits of the run, in words such as "room on /runs", from the notices of actors; at most MOST_WAITS.
 
-    A wait ends with the incarnation of its actor, or with a later notice of that actor and key. The state of the run
-    holds the waits, so a lost message cannot leave one on a screen. A further notice is shown without its wait.
+    A wait ends with the incarnation of its actor, or with a later notice of that actor and key. Each answer to a
+    watcher of the run holds all waits, so a lost message cannot leave one on a screen. Beyond MOST_WAITS a notice is
+    shown without its wait.
     """
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], tuple[int, str]] = {}
-        """Incarnation of the actor and the words."""
+        """By actor and key of the notice: the actor's incarnation, and the words."""
 
     def take(self, actor: str, incarnation: int, key: str, waits_for: str) -> None:
-        """Take in a notice; it ends an earlier wait of the same actor and key, unless that is of a later incarnation.
+        """End the earlier wait of this actor and key, and open a new one unless ``waits_for`` is empty.
 
-        The wait ends as well if ``waits_for`` is empty.
+        A notice of an older incarnation than that of the earlier wait changes nothing.
         """
         before, _ = self._open.get((actor, key), (0, ""))
         if incarnation < before:
@@ -162,6 +163,9 @@ class OpenWaits:
             self._open[actor, key] = incarnation, waits_for
 
     def words(self, lives: Callable[[str, int], bool]) -> list[str]:
-        """Words of the open waits, each once, the oldest first. ``lives`` gets an actor's name and incarnation."""
+        """The words of the open waits, each once, the oldest first.
+
+        First ends the waits of incarnations for which ``lives`` (name, incarnation) is False.
+        """
         self._open = {key: wait for key, wait in self._open.items() if lives(key[0], wait[0])}
         return list(dict.fromkeys(words for _, words in self._open.values()))

@@ -1,8 +1,8 @@
-"""The controller's end of the sinks: a bounded queue of lines and the newest snapshot, which their actor asks for.
+"""Feeds the sinks actor from the controller: a bounded queue of metrics lines, and the newest snapshot.
 
-``line`` and ``snapshot`` never wait. A line stays until a request shows that the sinks have it, so restarted sinks get
-it again. A line without room is dropped and counted. Numbers begin above ``above``, so no earlier controller used
-them.
+The sinks actor asks for both. ``line`` and ``snapshot`` never wait. A line stays until a request shows that the sinks
+have it, so restarted sinks get it again. A line without room is dropped and counted. Numbers begin above ``above``, so
+no earlier controller used them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ AT_ONCE = 100
 
 
 class SinksFeed:
-    """Lines and a snapshot for the sinks; empty if none is ``wanted``. ``counters`` gets the counts."""
+    """The lines and the snapshot for the sinks. Unless ``wanted``, lines are ignored. Counts go to ``counters``."""
 
     def __init__(self, counters: MutableMapping[str, float], above: int, *, wanted: bool) -> None:
         self._wanted = wanted
@@ -41,7 +41,7 @@ class SinksFeed:
             counters[DROPPED] = counters[RESTARTS] = 0
 
     def line(self, line: dict[str, Any]) -> None:
-        """Queue a line of metrics.jsonl, which does not change any more."""
+        """Queue a line of metrics.jsonl. The caller must not change it afterwards."""
         if not self._wanted:
             return
         if self._is_over or len(self._lines) >= room_for(line, ROOM):
@@ -57,7 +57,7 @@ class SinksFeed:
         self._askers.wake()
 
     def end(self) -> None:
-        """Nothing more will come: the sinks are to end."""
+        """Accept no more lines; the sinks end once they have all lines."""
         self._is_over = True
         self._askers.wake()
 
@@ -69,11 +69,11 @@ class SinksFeed:
 
     @handler
     async def watch(self, request: WatchMetrics, caller: Caller) -> Metrics:
-        """Answer the sinks once there is something new, or when their time is over."""
+        """Drop the lines that the sinks confirm, then park until there are lines, a new snapshot, or the end."""
         if caller.incarnation > self._asker:
             self._counters[RESTARTS] += self._asker > 0
             self._asker = caller.incarnation
-        # The range is empty for a number of an earlier controller, which is smaller.
+        # A number from an earlier controller is smaller than all of ours, so the range is empty.
         for _ in range(min(len(self._lines), request.line - (self._last - len(self._lines)))):
             self._lines.popleft()
 

@@ -1,16 +1,17 @@
 """Builds snapshots of the run when viewers or the recording need one, and sends them to viewers.
 
 Without viewers, snapshots are built only for the recording. Each is encoded once. Invariant: a viewer's first snapshot
-is at most SNAPSHOT_S old, and a viewer never gets the one that it has.
+is at most SNAPSHOT_S old, and a viewer never gets the same one twice.
 
-A viewer may ask without reading, and ZeroMQ's queue of its connection would grow. So a viewer confirms the last
-snapshot by its number, which is random. Without that it waits twice as long each time. It gets the last snapshot of the
-run in any case. Invariant: in a time T a connection gets, besides those it has confirmed and the last one, at most
-2 + log2(T / SNAPSHOT_S) snapshots.
+A viewer may send requests and not read the answers, so that ZeroMQ's queue of its connection would grow. So a viewer
+confirms each snapshot by its number, which it cannot guess. If it does not confirm, it waits twice as long for each
+further one. It gets the last snapshot of the run in any case. Invariant: in a time T a connection gets at most
+2 + log2(T / SNAPSHOT_S) unconfirmed snapshots and the last one.
 
-A snapshot comes from the registry and the run's state machine. The time of an actor's present state and waits grows
-after its last heartbeat, while the actor is heard. The seconds of its resources by state end with the heartbeat, so no
-later snapshot takes any back. A snapshot holds only values that an actor has sent, or that follow from its end.
+A snapshot is built from the registry and the run's state machine. The times of an actor's present state and waits are
+extended from its last heartbeat to now, while the actor is heard. The seconds of its resources by state are not
+extended, so no later snapshot has smaller ones. A snapshot holds only values that an actor has sent, or that follow
+from its end.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
 SNAPSHOT_S = 0.5
 """Shortest time between two snapshots (s)."""
 WATCHED_S = 15.0
-"""Time after its last request in which a viewer counts as watching (s)."""
+"""Time after the last request of any viewer in which the run counts as watched (s)."""
 LARGEST_STEP = 1 << 20
-"""Largest step from one number to the next. A restarted controller begins two years of steps higher."""
+"""Largest random step from one snapshot's number to the next. A restarted controller begins two years of steps
+higher."""
 ACTORS_AT_ONCE = 64
-"""Actors that are viewed before the event loop runs other tasks."""
+"""Number of actors whose views are built before the event loop runs other tasks."""
 SILENT_BEATS = 4
 """Missed heartbeats after which an actor counts as silent."""
 UNKNOWN = frozenset({"silent", "condemned", "dead", "lost"})
@@ -58,7 +60,7 @@ NO_HEARTBEAT = Heartbeat(beat=0, state="")
 
 @dataclass(slots=True)
 class Given:
-    """Snapshots sent on one connection and not confirmed. Pure: the caller brings the time (s)."""
+    """The snapshots that were sent on one connection and not confirmed. Pure: the caller passes the time (s)."""
 
     unread: list[int] = field(default_factory=list)
     """Numbers of the snapshots, ascending."""
@@ -66,7 +68,7 @@ class Given:
     """Time at which the newest of them was sent."""
 
     def heard(self, seen: int) -> None:
-        """The viewer confirms the snapshot of this number and those before it."""
+        """Note that the viewer has confirmed the snapshot of this number, and thus all before it."""
         if seen in self.unread:
             del self.unread[: self.unread.index(seen) + 1]
 
@@ -75,7 +77,7 @@ class Given:
         return not self.unread or now - self.last >= SNAPSHOT_S * 2.0 ** (len(self.unread) - 1)
 
     def give(self, number: int, now: float) -> None:
-        """The viewer gets the snapshot of this number."""
+        """Note that the viewer gets the snapshot of this number."""
         self.unread.append(number)
         self.last = now
 
@@ -92,23 +94,23 @@ class Snapshots:
         self._encoder = msgspec.msgpack.Encoder()
         self._viewers = ParkingLot()
         self._given: WeakKeyDictionary[Connection, Given] = WeakKeyDictionary()
-        # Above all numbers of earlier controllers.
         self._number = numbers_begin_above(controller.context.incarnation)
+        """Number of the newest snapshot, above all numbers of earlier controllers."""
         self._newest = b""
-        self._at = -math.inf
-        self._asked = -math.inf
-        self._recorded = -math.inf
+        self._taken_at = -math.inf
+        self._last_request = -math.inf
+        self._last_recorded = -math.inf
         self._is_last = False
-        """Whether the run is over with the newest."""
+        """Whether the newest snapshot is the last of the run."""
         self._wanted = asyncio.Event()
         self._taking = asyncio.Lock()
 
     async def run(self) -> None:
-        """Take snapshots until cancelled."""
+        """Take a snapshot whenever one is due for viewers or the recording; until cancelled."""
         while True:
             due = self._record_due
             if self._is_watched:
-                due = min(due, self._at + SNAPSHOT_S)
+                due = min(due, self._taken_at + SNAPSHOT_S)
             self._wanted.clear()
             try:
                 async with asyncio.timeout(None if due == math.inf else max(0.0, due - self._now())):
@@ -119,17 +121,21 @@ class Snapshots:
 
     @handler
     async def watch(self, request: WatchSnapshot, caller: Caller) -> SnapshotTaken:
-        """Answer a viewer once there is a new snapshot, or when its time is over."""
+        """Answer a viewer once there is a new snapshot that it may get; without one when its time is over."""
         was_watched = self._is_watched
-        self._asked = self._now()
+        self._last_request = self._now()
         if not was_watched:
             self._wanted.set()
         given = self._given.setdefault(caller.connection, Given())
         given.heard(request.seen)
         park_s = caller.park_s
-        if given.may_have_more(self._now()) and request.seen != self._number and self._now() - self._at > SNAPSHOT_S:
+        if (
+            given.may_have_more(self._now())
+            and request.seen != self._number
+            and self._now() - self._taken_at > SNAPSHOT_S
+        ):
             async with self._taking:
-                if self._now() - self._at > SNAPSHOT_S:
+                if self._now() - self._taken_at > SNAPSHOT_S:
                     await self._take_one(record=False)
 
         def news() -> SnapshotTaken | None:
@@ -141,58 +147,58 @@ class Snapshots:
             given.give(self._number, now)
             return SnapshotTaken(number=self._number, snapshot=self._newest)
 
-        # A viewer cannot confirm a snapshot that it does not have.
+        # The number in an answer without a snapshot is the viewer's own, so it cannot confirm a newer one.
         return await self._viewers.until(news, park_s) or SnapshotTaken(number=request.seen)
 
     async def take(self, *, record: bool = False, last: bool = False) -> None:
-        """Take one now; ``record`` it, and take none after the ``last``."""
+        """Take a snapshot now. ``record`` it if set; ``last`` marks the last one of the run, which all viewers get."""
         async with self._taking:
             self._is_last = last
             await self._take_one(record=record)
 
     async def _take_one(self, *, record: bool) -> None:
+        """Build and encode a snapshot, give it the next number, and wake the viewers. A failure is counted only."""
         began, counters = self._now(), self._controller.counters
         try:
             snapshot = await self.build()
             self._newest = self._encoder.encode(snapshot)
         except Exception as error:
-            # A snapshot that fails never ends the run.
-            self._at = self._now()
-            # As if it had been taken: the next try waits.
-            self._recorded = self._at if record else self._recorded
+            # A failed snapshot never ends the run. It counts as taken, so that the next try waits.
+            self._taken_at = self._now()
+            self._last_recorded = self._taken_at if record else self._last_recorded
             counters.add("snapshots/failed")
             if counters["snapshots/failed"] == 1:
                 self._controller.log.error("no snapshot of the run can be made", exc_info=error)
             return
         self._number += 1 + secrets.randbelow(LARGEST_STEP)
-        self._at = self._now()
+        self._taken_at = self._now()
         counters.add("snapshots/taken")
-        counters.update({"snapshots/bytes": len(self._newest), "snapshots/take_s": self._at - began})
+        counters.update({"snapshots/bytes": len(self._newest), "snapshots/take_s": self._taken_at - began})
         self._viewers.wake()
         if record:
-            self._recorded = self._at
+            self._last_recorded = self._taken_at
             self._observation.record(snapshot.wall, self._newest)
 
     async def build(self) -> Snapshot:
-        """A snapshot as of now."""
-        actor, run, seen, config = self._controller, self._run, self._observation, self._controller.config
+        """Builds a snapshot of the present state, and lets other tasks run between actors."""
+        actor, run, past, config = self._controller, self._run, self._observation, self._controller.config
         now, wall, heartbeat_s = self._now(), actor.clock.wall(), config.supervision.heartbeat_s
-        views = [seen.view_self(now)]
+        views = [past.view_self(now)]
         for view in view_actors(self._registry, run.expected, actor.name, now, heartbeat_s, self._members.is_gone):
             views.append(view)
             if len(views) % ACTORS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         aside = {each.name: each.reason for each in run.aside}
         views = [replace(view, condition="aside") if view.name in aside else view for view in views]
-        outcome, lines = run.outcome, seen.lines
+        outcome, lines = run.outcome, past.lines
         return Snapshot(
             wall=wall,
             run=RunView(
                 name=actor.context.run_dir.name,
                 run_id=actor.context.credentials.run_id,
                 phase=run.phase,
-                attempt=seen.attempt,
-                age_s=seen.age_s(now),
+                attempt=past.attempt,
+                age_s=past.age_s(now),
                 step=_step(lines, views),
                 steps=config.learner.steps,
                 version=max(view.version for view in views),
@@ -203,23 +209,23 @@ class Snapshots:
                 stalled=actor.stalled,
                 staleness_max=config.staleness.max,
                 groups_per_step=config.learner.groups_per_step,
-                disk_free_bytes=seen.disk_free,
+                disk_free_bytes=past.disk_free,
                 aside=aside,
             ),
             actors=sorted(views, key=lambda view: _place(view.name)),
             train=list(lines.train),
             updates=list(lines.updates),
             evals=list(lines.evals.values()),
-            events=list(seen.events.kept),
+            events=list(past.events.kept),
         )
 
     @property
     def _record_due(self) -> float:
-        return math.inf if self._record_s is None else self._recorded + self._record_s
+        return math.inf if self._record_s is None else self._last_recorded + self._record_s
 
     @property
     def _is_watched(self) -> bool:
-        return self._now() - self._asked < WATCHED_S
+        return self._now() - self._last_request < WATCHED_S
 
 
 # --- views of actors ---
@@ -233,9 +239,9 @@ def view_actors(
     heartbeat_s: float,
     is_gone: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[ActorView]:
-    """Views of all actors but the controller ``own``, one at a time, so the caller can run other tasks between them.
+    """Yields a view of each actor except ``own``, the controller, and except those that are gone.
 
-    Times are those ``now`` (monotonic, s).
+    Times in the views are extended to ``now`` (monotonic, s).
     """
     for name in sorted({*expected, *registry.entries} - {own}, key=_place):
         if is_gone(name):
@@ -247,10 +253,10 @@ def view_actors(
 
 
 def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
-    """The view of an actor in this condition."""
+    """The view of an actor for a snapshot. ``condition`` says whether it is ready, silent, dead and so on."""
     record, beat = entry.record, entry.heartbeat or NO_HEARTBEAT
-    # The time of a state does not grow if the actor has ended or is unreachable, or no state is known.
-    more = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
+    # Seconds to add to the times of the last heartbeat; none if the actor may no longer be in that state.
+    elapsed = 0.0 if condition in UNKNOWN or beat is NO_HEARTBEAT else max(0.0, now - entry.beaten)
     return ActorView(
         name=record.name,
         host=record.host,
@@ -264,23 +270,24 @@ def view_actor(entry: Entry, condition: str, now: float) -> ActorView:
         histograms=dict(entry.histograms),
         state=beat.state,
         awaiting=beat.awaiting,
-        state_s=beat.state_s + more,
+        state_s=beat.state_s + elapsed,
         loop_lag_s=beat.loop_lag_s,
         loop_busy=beat.loop_busy,
         cpu=beat.cpu,
         rss_bytes=beat.rss_bytes,
-        waits=[replace(wait, seconds=wait.seconds + more) for wait in beat.awaits],
-        resources=[_resource(heard, entry.since_s(heard), more) for heard in entry.resources.values()],
+        waits=[replace(wait, seconds=wait.seconds + elapsed) for wait in beat.awaits],
+        resources=[_resource(heard, entry.since_s(heard), elapsed) for heard in entry.resources.values()],
         gpus=beat.gpus,
     )
 
 
-def _resource(heard: HeardResource, since_s: float, more: float) -> Resource:
-    """A resource. ``since_s`` passed between its record and the last heartbeat, ``more`` after that."""
-    return replace(heard.record, state_s=heard.record.state_s + since_s + more, since_s=since_s)
+def _resource(heard: HeardResource, since_s: float, elapsed: float) -> Resource:
+    """A resource with its state's time extended: by ``since_s`` up to the last heartbeat, by ``elapsed`` up to now."""
+    return replace(heard.record, state_s=heard.record.state_s + since_s + elapsed, since_s=since_s)
 
 
 def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float) -> str:
+    """The condition of an actor for its view: lost, dead, condemned, silent, ready or starting."""
     if entry.lost:
         return "lost"
     if entry.ended:
@@ -291,7 +298,7 @@ def _condition(entry: Entry, registry: Registry, heartbeat_s: float, now: float)
         longest_s = (SILENT_BEATS + beat.left_out) * heartbeat_s
         if registry.silence_of(entry, now) > longest_s:
             return "silent"
-    # No actor calls an agent: it is ready once it is registered.
+    # An agent registers no address, because no actor calls it: it is ready once it has an entry.
     return "ready" if entry.ready or role_of(entry.record.name) not in ROLES else "starting"
 
 
@@ -301,10 +308,12 @@ def _place(name: str) -> tuple[str, int]:
 
 
 def _step(lines: RecentMetrics, actors: Iterable[ActorView]) -> int:
-    """The last trained step: by the newest line or by the learner's gauge. If the line is of another incarnation, only
-    the gauge counts: a restarted learner resumes from its checkpoint."""
+    """The last trained step: the larger one of the newest train line's and the learner's gauge.
+
+    If another incarnation of the learner sent the line, only the gauge counts: it resumes from its checkpoint.
+    """
     learner = next((actor for actor in actors if actor.name == "learner/0"), None)
     if learner is None or "learner/step" not in learner.metrics:
         return lines.step
-    said = int(learner.metrics["learner/step"])
-    return max(lines.step, said) if lines.learner == learner.incarnation else said
+    gauge = int(learner.metrics["learner/step"])
+    return max(lines.step, gauge) if lines.learner == learner.incarnation else gauge

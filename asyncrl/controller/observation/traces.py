@@ -1,8 +1,9 @@
 """Writes traces of the run to ``RUN/trace/trace-NNN.json`` from the timelines of the actors.
 
 On request, ``RunState.trace`` asks each ready actor for its spans. The file is complete once all have sent them, or
-after WAIT_S without the missing ones. At its end each actor sends its spans without a request; they become one more
-file when the run is over. Spans travel in messages of bounded size, so hosts need not share the run folder.
+after WAIT_S without the missing ones. At its own end each actor sends its spans without a request. They become one
+more file, the *last trace*, when the run is over. Spans travel in messages of bounded size, so hosts need not share the
+run folder.
 
 Each viewer may request traces. One is written at a time, the next after a pause, and the newest KEPT of them stay.
 
@@ -33,7 +34,7 @@ from asyncrl.rpc.lifecycle.incarnations import numbers_begin_above
 FOLDER = "trace"
 WAIT_S = 8.0
 MOST_SPANS = 4 * SPANS_KEPT
-"""Most spans of one actor in one trace: those that it keeps, and the open ones of its tracks."""
+"""Most spans of one actor in one trace: enough for those that it keeps, and the open ones of its tracks."""
 PAUSE_S = 10.0
 """Time from the end of one requested trace to the start of the next (s)."""
 KEPT = 16
@@ -41,18 +42,18 @@ _PART = ".part"
 
 
 class TraceFile:
-    """A trace that is being written. Its methods block; call them one at a time."""
+    """A trace that is being written, as Chrome trace JSON. Its methods block; call them one at a time."""
 
     def __init__(self, folder: Path, run: str) -> None:
-        """Raises OSError."""
+        """Begin an unfinished file with the next free number in ``folder``. Raises OSError."""
         folder.mkdir(exist_ok=True)
-        # The number begins behind the 6 characters of ``trace-``.
+        # The number follows the 6 characters of ``trace-``.
         taken = [int(path.name[6:].partition(".")[0]) for path in folder.glob("trace-*.json*") if _is_numbered(path)]
         self.path = folder / f"trace-{max(taken, default=0) + 1:03d}.json"
         self._part = folder / f"{self.path.name}{_PART}"
         self._named: set[tuple[int, int]] = set()
         head = {"displayTimeUnit": "ms", "otherData": {"run": run}}
-        self._before = b"\n"
+        self._separator = b"\n"
         try:
             self._part.write_bytes(msgspec.json.encode(head)[:-1] + b',"traceEvents":[')
         except OSError:
@@ -60,7 +61,10 @@ class TraceFile:
             raise
 
     def add(self, pid: int, name: str, spans: Sequence[TraceSpan]) -> None:
-        """Append spans of an actor. Raises OSError; the file is then of no use."""
+        """Append spans of an actor, and the names of its process and tracks before their first span.
+
+        Raises OSError; the file is then unusable.
+        """
         events = []
         if (pid, -1) not in self._named:
             self._named.add((pid, -1))
@@ -72,11 +76,11 @@ class TraceFile:
         events += span_events(pid, spans)
         if events:
             with self._part.open("ab") as file:
-                file.write(self._before + b",\n".join(map(msgspec.json.encode, events)))
-            self._before = b",\n"
+                file.write(self._separator + b",\n".join(map(msgspec.json.encode, events)))
+            self._separator = b",\n"
 
     def finish(self) -> Path:
-        """Rename the complete file. Raises OSError."""
+        """End the JSON and rename the file to its final name. Raises OSError."""
         with self._part.open("ab") as file:
             file.write(b"\n]}\n")
         os.replace(self._part, self.path)
@@ -103,7 +107,7 @@ def _is_numbered(path: Path) -> bool:
 
 
 class _Collection:
-    """One trace: its file, and the actors that have not sent their spans."""
+    """One trace: its file, the actors that have sent all their spans, and those that have not (``waiting``)."""
 
     def __init__(self, number: int, run_dir: Path, run: str, pids: dict[str, int]) -> None:
         self.number = number
@@ -118,12 +122,15 @@ class _Collection:
         self._lock = asyncio.Lock()
 
     async def add(self, name: str, spans: Sequence[TraceSpan], *, last: bool) -> None:
-        """Take in spans. Raises InvalidRequest for more than an actor can have."""
+        """Write spans of an actor to the file; ``last`` if they are its last ones.
+
+        A failed write is kept in ``error``. Raises InvalidRequest after more than MOST_SPANS spans.
+        """
         self._counts[name] += len(spans)
         if self._counts[name] > MOST_SPANS:
             raise InvalidRequest(f"{name} sends more than {MOST_SPANS} spans")
         async with self._lock:
-            # Late spans would start a file that is never finished.
+            # Spans that come after the end would begin a file that is never finished.
             if not self.error and not self._is_over:
                 try:
                     await asyncio.to_thread(self._write, name, spans)
@@ -136,7 +143,7 @@ class _Collection:
                 self.complete.set()
 
     async def finish(self) -> TraceWritten:
-        """Finish the file; returns its path, or the reason that it failed."""
+        """Finish the file. Returns its path, or the reason that it failed; an unusable file is removed."""
         path = ""
         async with self._lock:
             self._is_over = True
@@ -173,56 +180,61 @@ class Traces:
         self._controller = controller
         self._run_dir, self._log = controller.context.run_dir, controller.log
         self._pids = {name: pid for pid, name in enumerate(controller.config.actors, 1)}
-        """Number of each actor in all files: first those of the start, then others as they come."""
+        """Process number of each actor in all files: first those of the start, then others as they come."""
         self._number = numbers_begin_above(controller.context.incarnation)
         self._wanted: _Collection | None = None
+        """The requested trace whose spans are being collected."""
         self._writing: asyncio.Task[TraceWritten] | None = None
-        self._ended: tuple[float, TraceWritten] | None = None
+        self._last_outcome: tuple[float, TraceWritten] | None = None
         """Time at which the last requested trace ended (s), and its outcome."""
         self._kept: deque[Path] = deque()
-        """Traces on demand, the oldest first."""
-        self._last: _Collection | None = None
-        """Spans that actors that have ended handed in."""
+        """Files of requested traces, the oldest first."""
+        self._last_trace: _Collection | None = None
+        """The last trace, with the spans of actors that have ended; None before the first."""
 
     @handler
     async def write(self, request: RequestTrace, caller: Caller) -> TraceWritten:
-        """Write a trace now; a caller gets the one that is being written, or a refusal soon after one."""
+        """Write a trace. If one is being written, wait for that one; within PAUSE_S after one, answer a refusal."""
         if not self._controller.trace.on:
             return TraceWritten(path="", error="the run keeps no timeline (trace.window_s = 0)")
         if self._writing is None or self._writing.done():
             if refusal := self._refusal(self._controller.clock.now()):
                 return TraceWritten(path="", error=refusal)
             self._writing = self._controller.tasks.create_task(self._collect(min(WAIT_S, caller.park_s)))
-        # Shielded: a caller that goes away does not take the trace from the others.
+        # Shielded, so that a caller that goes away does not cancel the trace of the others.
         return await asyncio.shield(self._writing)
 
     @handler
     async def take(self, request: TracePart, caller: Caller) -> Done:
-        """Add a part; a part of a finished trace is dropped. Raises InvalidRequest."""
+        """Add an actor's spans to the requested trace, or with number 0 to the last trace. Raises InvalidRequest.
+
+        Spans for a trace that is finished are dropped.
+        """
         if role_of(caller.name) not in ROLES:
             raise InvalidRequest(f"{caller.name} has no timeline")
         if not request.number:
-            if self._last is None:
-                self._last = self._new(0)
-            await self._last.add(caller.name, request.spans, last=request.last)
+            if self._last_trace is None:
+                self._last_trace = self._new(0)
+            await self._last_trace.add(caller.name, request.spans, last=request.last)
         elif self._wanted is not None and self._wanted.number == request.number:
             await self._wanted.add(caller.name, request.spans, last=request.last)
         return Done()
 
     async def finish(self) -> None:
-        """The run is over: write what those that have ended handed in."""
-        if self._last is not None:
-            await self._conclude(self._last)
+        """Finish the last trace, at the end of the run."""
+        if self._last_trace is not None:
+            await self._conclude(self._last_trace)
 
     def _refusal(self, now: float) -> str:
-        """Reason that no trace may start now; empty if one may."""
-        if self._ended is None or (ago_s := now - self._ended[0]) >= PAUSE_S:
+        """Reason to refuse a trace now; empty if one may start."""
+        if self._last_outcome is None or (ago_s := now - self._last_outcome[0]) >= PAUSE_S:
             return ""
-        written = self._ended[1]
+        written = self._last_outcome[1]
         outcome = f"was written: {written.path}" if written.path else f"failed: {written.error}"
         return f"a trace {ago_s:.0f} s ago {outcome}; ask again in {max(1.0, PAUSE_S - ago_s):.0f} s"
 
     async def _collect(self, wait_s: float) -> TraceWritten:
+        """Ask all ready actors for their spans, wait for them, finish the file, and remove the oldest beyond KEPT."""
         self._number += 1
         wanted = self._wanted = self._new(self._number)
         ready = self._controller.registry.ready()
@@ -243,15 +255,16 @@ class Traces:
             self._kept.append(Path(written.path))
             while len(self._kept) > KEPT:
                 await asyncio.to_thread(_remove, self._kept.popleft())
-        self._ended = self._controller.clock.now(), written
+        self._last_outcome = self._controller.clock.now(), written
         return written
 
     def _ask(self, number: int) -> None:
-        """Ask the actors for the trace of this number, or with 0 for none."""
+        """Ask all actors for their spans under this number; 0 withdraws the request."""
         if self._controller.machine.want_trace(number):
             self._controller.tell()
 
     async def _conclude(self, collection: _Collection) -> TraceWritten:
+        """Add the controller's own spans, finish the file, and report a failure to the user."""
         for spans in self._controller.trace.parts():
             await collection.add(self._controller.name, spans, last=False)
         collection.handed_in.append(self._controller.name)

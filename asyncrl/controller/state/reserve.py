@@ -1,9 +1,10 @@
 """Replicas that are set aside: which ones could not be kept alive, why, and when each is started again.
 
-The first rest is ``window_s``, after which an agent has forgotten the deaths that it counts. Each further rest is twice
-as long, up to LONGEST_REST times the first. It is the first again for a replica that was back for longer than it had
-rested. An episode host takes its rollouter along, and both come back together. Invariant: the end of an incarnation
-sets a replica aside once, however often it is reported. Pure: the caller passes the time (monotonic, s).
+A replica that is set aside is stopped for a time, its *rest*, and then started again. The first rest is ``window_s``,
+after which an agent has forgotten the deaths that it counts. Each further rest is twice as long, up to LONGEST_REST
+times the first. After a replica was back for longer than its last rest, its next one is the first again. With an
+episode host its rollouter is set aside too, and both come back together. Invariant: the end of an incarnation sets a
+replica aside once, however often it is reported. Pure: the caller passes the time (monotonic, s).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from asyncrl.core.roles import role_of
 from asyncrl.messages.actors import Aside
 
 LONGEST_REST = 8
+"""Longest rest, as a multiple of the first."""
 ROLLOUTER, EPISODES, REWARD, SINKS = "rollouter", "episodes", "reward", "sinks"
 PLURALS = {ROLLOUTER: "rollouters", REWARD: "reward pools"}
-"""Roles that a run needs actors of."""
+"""Replicated roles with a least number of actors, and their names in texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,44 +29,48 @@ class Rest:
 
     reason: str
     until: float
+    """Time at which it ends (s)."""
     rest_s: float
 
 
 @dataclass(slots=True)
-class _Before:
-    """A replica that was set aside: its incarnation, its rest, and since when it is back."""
+class _LastRest:
+    """The last time that a replica was set aside."""
 
     incarnation: int
+    """Newest incarnation whose end has been counted."""
     rest_s: float
     back: float
+    """Time at which the replica came back, or will (s)."""
 
 
 @dataclass(slots=True)
 class Reserve:
-    """The replicas that rest, and those that did."""
+    """The replicas that are set aside now (``resting``), and the last rest of each replica."""
 
     window_s: float
     resting: dict[str, Rest] = field(default_factory=dict)
-    _before: dict[str, _Before] = field(default_factory=dict)
+    _last_rests: dict[str, _LastRest] = field(default_factory=dict)
 
     def set_aside(self, name: str, incarnation: int, reason: str, now: float, expected: Collection[str]) -> bool:
-        """Set a replica aside, and with an episode host its rollouter, if ``expected``; see ``put``."""
+        """Set a replica aside, and with an episode host also its rollouter if it is ``expected``; see ``put``."""
         if not self.put(name, incarnation, reason, now):
             return False
-        beside = _pair(name)[0]
-        if role_of(name) == EPISODES and beside in expected:
-            self.put(beside, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
+        rollouter = _pair(name)[0]
+        if role_of(name) == EPISODES and rollouter in expected:
+            self.put(rollouter, 0, f"{name}, which plays its episodes, is set aside: {reason}", now)
         return True
 
     def bring_back(self, name: str, now: float) -> None:
-        """Bring a replica back, and the other of its pair, which it needs."""
+        """End the rest of a replica, and that of the rollouter or episode host with the same number, which it needs."""
         for each in self.resting.keys() & set(_pair(name)):
             self.take(each, now)
 
     def lacking(self, expected: Collection[str], least: int, without: Collection[str]) -> str | None:
-        """A role of ``without`` that has too few actors left: fewer than ``least`` rollouters, or no reward pool.
+        """Returns a role that would have too few actors without the replicas ``without``; None if none has.
 
-        Other roles may have too few because hosts have left, which is not the fault of these replicas.
+        Too few are fewer than ``least`` rollouters, or no reward pool. Only the roles of ``without`` are checked:
+        another role may have too few because hosts have left, which is not the fault of these replicas.
         """
         without = frozenset(without)
         counts = {role: 0 for role in map(role_of, without) if role in PLURALS}
@@ -74,7 +80,10 @@ class Reserve:
         return next((role for role, left in counts.items() if left < (least if role == ROLLOUTER else 1)), None)
 
     def shortage(self, expected: Collection[str], least: int, before: Mapping[str, Rest]) -> str | None:
-        """Words to add to the reason of the last one if too few are left since ``before``, else None."""
+        """Returns text on too few actors that are left; None if enough are left.
+
+        ``before`` is ``resting`` before the last replicas were set aside. The text follows their reason.
+        """
         role = self.lacking(expected, least, without=self.resting.keys() - before.keys())
         if role is None:
             return None
@@ -87,73 +96,79 @@ class Reserve:
         return words + _described("set aside before", before)
 
     def described(self, role: str) -> str:
-        """Words on the replicas of a role that are set aside; empty for none."""
+        """Text on the replicas of a role that are set aside; empty without any."""
         return _described("set aside", {name: rest for name, rest in self.resting.items() if role_of(name) == role})
 
     def put(self, name: str, incarnation: int, reason: str, now: float) -> bool:
-        """Set one replica aside for the end of this incarnation, or of any with 0. False if it is or was already."""
-        before = self._before.get(name)
+        """Set one replica aside because ``incarnation`` of it has ended; 0 if no end is the cause.
+
+        Returns False if it is set aside now, or was for this incarnation.
+        """
+        last = self._last_rests.get(name)
         if name in self.resting:
-            self._before[name].incarnation = max(incarnation, self._before[name].incarnation)
+            self._last_rests[name].incarnation = max(incarnation, self._last_rests[name].incarnation)
             return False
-        if before is not None and 0 < incarnation <= before.incarnation:
+        if last is not None and 0 < incarnation <= last.incarnation:
             return False
         rest_s = self.window_s
-        if before is not None:
-            incarnation = max(incarnation, before.incarnation)
-            if now - before.back < before.rest_s:
-                rest_s = min(2 * before.rest_s, LONGEST_REST * self.window_s)
+        if last is not None:
+            incarnation = max(incarnation, last.incarnation)
+            if now - last.back < last.rest_s:
+                rest_s = min(2 * last.rest_s, LONGEST_REST * self.window_s)
         self.resting[name] = Rest(reason=reason, until=now + rest_s, rest_s=rest_s)
-        # Unless it is brought back sooner (``take``).
-        self._before[name] = _Before(incarnation, rest_s, now + rest_s)
+        # ``take`` corrects the time if the replica comes back sooner or later.
+        self._last_rests[name] = _LastRest(incarnation, rest_s, now + rest_s)
         return True
 
     def take(self, name: str, now: float) -> None:
-        """Bring one replica back."""
+        """End the rest of one replica."""
         del self.resting[name]
-        self._before[name].back = now
+        self._last_rests[name].back = now
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget replicas that have left the run."""
         for name in names:
             self.resting.pop(name, None)
-            self._before.pop(name, None)
+            self._last_rests.pop(name, None)
 
     def due(self, now: float) -> list[str]:
-        """Replicas that have rested."""
+        """The replicas whose rest is over."""
         return sorted(name for name, rest in self.resting.items() if now >= rest.until)
 
     def next_deadline(self) -> float | None:
-        """Time at which the next replica has rested."""
+        """Time at which the next rest is over; None if no replica is set aside."""
         return min((rest.until for rest in self.resting.values()), default=None)
 
 
 class AsideNotices:
-    """The notices on replicas that are set aside, and again when they are started."""
+    """Makes the notices for the user when replicas are set aside, and when they come back or leave."""
 
     def __init__(self) -> None:
         self._aside: dict[str, Aside] = {}
-        """Replicas that are set aside, as last shown."""
+        """Replicas that were set aside at the last call of ``news``."""
         self._times: Counter[str] = Counter()
 
     def news(
         self, aside: Iterable[Aside], expected: Collection[str], *, drains: bool
     ) -> list[tuple[str, str, int, str]]:
-        """Key, text, count and, during the rest, what happens meanwhile, of each notice that is new."""
+        """Returns (key, text, count, meanwhile) of each new notice, for ``Actor.notify``.
+
+        ``aside`` are the replicas that are set aside now, and ``expected`` all actors of the run.
+        """
         before, self._aside = self._aside, {actor.name: actor for actor in aside}
-        found = []
+        notices = []
         for name in self._aside.keys() - before.keys():
             actor = self._aside[name]
             self._times[name] += 1
             again = f"after {actor.rest_s:g} s, or by asyncrl-launch --bring-back {name} RUN"
             meanwhile = f"The run continues without it; it is tried again {again}"
-            found.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
+            notices.append((f"aside {name}", f"{name} is set aside: {actor.reason}", self._times[name], meanwhile))
         # While the run drains, no replica counts as set aside.
         for name in before.keys() - self._aside.keys() if not drains else ():
-            then = "is tried again" if name in expected else "has left the run"
-            text = f"{name} was set aside ({before[name].reason}) and {then}"
-            found.append((f"aside {name}", text, self._times[name], ""))
-        return sorted(found)
+            outcome = "is tried again" if name in expected else "has left the run"
+            text = f"{name} was set aside ({before[name].reason}) and {outcome}"
+            notices.append((f"aside {name}", text, self._times[name], ""))
+        return sorted(notices)
 
 
 def _described(how: str, resting: Mapping[str, Rest]) -> str:
@@ -162,7 +177,7 @@ def _described(how: str, resting: Mapping[str, Rest]) -> str:
 
 
 def _pair(name: str) -> tuple[str, str]:
-    """The rollouter and the episode host of the same number; any other twice."""
+    """For a rollouter or an episode host: the rollouter and the episode host with its number. Any other name twice."""
     if role_of(name) not in (ROLLOUTER, EPISODES):
         return name, name
     number = name.partition("/")[2]

@@ -16,9 +16,9 @@ class RunActor(Actor):
     """Report of the present stall; empty while the run moves."""
 
     def tell(self) -> None:
-        """Follow a change of the run's state, and wake the calls that wait for it."""
+        """Wake the calls and tasks that wait for the run's state, after a change of it."""
         raise NotImplementedError
 
     def registry_changed(self) -> None:
-        """Update the run's state, at once or, with many actors, together with the changes that come next."""
+        """Update the run's state from the registry: at once, or with many actors together with the next changes."""
         raise NotImplementedError

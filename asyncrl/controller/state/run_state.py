@@ -6,20 +6,20 @@
 ``starting`` may also go to ``draining`` at once. Invariants:
 
 * The outcome is decided when draining begins and never changes afterwards: the first failure is reported.
-* The drain rank only grows. A rank of roles ends when every actor of the lower ranks has ended, or when their share of
-  ``drain_s`` is over. So draining takes ``drain_s`` at most. The controller has the last rank, at which the state is
-  final.
-* A preempted run has the exit code for that only if there is a complete checkpoint.
+* Each role has a *drain rank* (core/roles.py). While the run drains, ``drain`` is the rank whose roles end now. It only
+  grows: to the next rank when every actor of the present one has ended, or when its share of ``drain_s`` is over. So
+  draining takes ``drain_s`` at most. The controller has the last rank, at which the state is final.
+* A preempted run has the exit code for preemption only if there is a complete checkpoint.
 * Actors of a lost host are not awaited. The run continues without replicas if ``min_replicas`` rollouters are left. It
   waits ``host_grace_s`` for any other actor, and then fails.
-* A replica is set aside if its agent has given it up, it stays unreachable or it is not ready in time. It is started
-  again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left, and never for
-  the sinks.
+* A replica is set aside (reserve.py) if its agent has given it up, it stays unreachable or it is not ready in time. It
+  is started again after a rest. The run fails if fewer than ``min_replicas`` rollouters or no reward pool are left, and
+  never for the sinks.
 
 Replicas may join and leave at any time.
 
-Every method returns whether the state changed; each change has a new ``number``. The caller brings the time
-(monotonic, s) and calls ``tick`` no later than ``next_deadline`` says.
+Every method that changes the state returns whether it did; each change has a new ``number``. The caller passes the time
+(monotonic, s) and calls ``tick`` no later than ``next_deadline``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ from asyncrl.messages.snapshot import OVER
 from asyncrl.rpc.lifecycle.supervision import UNHEALABLE_EXITS, describe_exit
 
 DRAIN_SHARES: dict[int, float] = {1: 0.5, 2: 0.2, 3: 0.25, 4: 0.5}
-"""Largest share of ``drain_s`` for each rank, of the time that the lower ranks have left."""
+"""For each drain rank the largest share of ``drain_s``, within the time that is left."""
 OWN_SHARE = 0.05
-"""The share of ``drain_s`` that is the controller's own."""
+"""Share of ``drain_s`` that is reserved for the controller."""
 
 LAST_RANK = ROLES["controller"].drain_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """The end of the run. ``actor`` names the one that failed; ``exit_code`` is 0 if the last step was trained."""
+    """The result of the run. ``actor`` is the one that failed, ``log`` the path of its log; empty if none failed.
+
+    ``exit_code`` is 0 if the last step was trained.
+    """
 
     actor: str = ""
     reason: str = ""
@@ -56,55 +59,57 @@ class RunOutcome:
 
 @dataclass(slots=True)
 class RunStateMachine:
-    """The run whose actors are ``expected`` (controller excluded) and which starts at ``now``."""
+    """The state of a run with the actors ``expected`` (without the controller), which starts at ``now``."""
 
     expected: frozenset[str]
     now: float
     start_timeout_s: float
     drain_s: float
     grace_s: float
-    """Time that a preempted run has for its checkpoint."""
+    """Longest time from a preemption to the begin of draining, for the learner's checkpoint (s)."""
     host_grace_s: float
-    """Time that a lost host has to come back."""
+    """Longest time that the run waits for a lost host that it needs (s)."""
     min_replicas: int = 1
-    """Number of rollouters that the run needs."""
+    """Least number of rollouters for the run to continue."""
     rest_s: float = 600.0
-    """The first rest of a replica that is set aside."""
+    """First rest of a replica that is set aside (s)."""
     phase: RunPhase = "starting"
     drain: int = 0
     number: int = 0
     matters: int = 0
-    """Number of the newest change that matters to actors. That another actor is ready during the start does not: only
-    the launcher shows it."""
+    """Number of the newest change that matters to actors. During the start, changes of the actors that are not ready
+    do not: only the launcher shows them."""
     checkpoint: int = -1
     """Version of the newest complete checkpoint; -1 for none."""
     preempted_by: str = ""
     """The requester of the preemption, in words."""
     outcome: RunOutcome | None = None
     stuck: list[Stuck] = field(default_factory=list)
-    """Actors whose stacks are to be taken."""
+    """Actors whose stacks their agents take."""
     trace: int = 0
-    """Number of the trace that is wanted just now; 0 for none."""
+    """Number of the trace for which actors send their spans now; 0 for none."""
     lost_hosts: dict[str, list[str]] = field(default_factory=dict)
-    """Lost hosts, with the actors of each."""
+    """Actors of each lost host."""
     members: int = 0
-    """Number of the newest Members."""
+    """Number of the newest Members message."""
     leaving: list[Leaving] = field(default_factory=list)
-    """Agents and actors that are to leave the run."""
+    """Agents and actors that have to leave the run."""
     generations: dict[str, int] = field(default_factory=dict)
-    """Oldest generation of each gang that is not over, by its role."""
+    """For each gang, by its role: the oldest generation that is not over."""
     _dead: list[Dead] = field(default_factory=list)
     _lost: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Actors of lost hosts: since when, and which host."""
+    """By actor of a lost host: the time of the loss, and the host."""
     _ready: set[str] = field(default_factory=set)
     _ended: set[str] = field(default_factory=set)
+    """Actors whose process has ended, or whose host is lost; draining does not wait for them."""
     _awaited_since: dict[str, float] = field(default_factory=dict)
-    """Time since which each actor that is not ready has been waited for."""
+    """Time since which the run waits for each actor that is not ready."""
     _condemned: list[Condemned] = field(default_factory=list)
     _message: RunState | None = None
     _preempted_until: float = 0.0
     _rank_until: float = 0.0
     _drain_until: float = 0.0
+    """Time at which the last rank begins at the latest."""
     _reserve: Reserve = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,12 +120,12 @@ class RunStateMachine:
 
     @property
     def waiting_for(self) -> list[str]:
-        """The actors that are not ready, while the run starts."""
+        """The actors that the run still needs to start; empty once it has started."""
         return sorted(self.expected - self._ready - self._spared - self._resting) if self.phase == "starting" else []
 
     @property
     def awaited(self) -> frozenset[str]:
-        """The actors that are not ready and could be, at any time."""
+        """The actors that are not ready and that the run waits for, in any phase."""
         return frozenset(self._awaited_since)
 
     @property
@@ -131,22 +136,22 @@ class RunStateMachine:
 
     @property
     def draining(self) -> list[str]:
-        """The roles that are to end now."""
+        """The roles that have to end: those up to the present drain rank."""
         return sorted(role for role, policy in ROLES.items() if policy.drain_rank <= self.drain)
 
     @property
     def condemned(self) -> list[Condemned]:
-        """Actors to kill. None while the run drains, which has deadlines of its own."""
+        """Actors for their agents to kill; empty while the run drains, which has deadlines of its own."""
         return [] if self.drain else list(self._condemned)
 
     @property
     def dead(self) -> list[Dead]:
-        """Actors that are dead without a successor; none while the run drains."""
+        """Actors that are dead without a successor; empty while the run drains."""
         return [] if self.drain else list(self._dead)
 
     @property
     def message(self) -> RunState:
-        """The state as actors see it, made once for all of them."""
+        """The state as a message for actors and the launcher; built once for each number."""
         if self._message is None or self._message.number != self.number:
             outcome = self.outcome or RunOutcome(reason=self.preempted_by)
             self._message = RunState(
@@ -176,7 +181,7 @@ class RunStateMachine:
         return self.phase in OVER
 
     def ready(self, names: Iterable[str], now: float) -> bool:
-        """Set the actors that are ready now."""
+        """Set the actors that are ready now. The run starts once every needed actor is ready."""
         phase, waiting_for = self.phase, self.waiting_for
         self._ready = set(names) & self.expected
         self._await_others(now)
@@ -186,7 +191,7 @@ class RunStateMachine:
         return (phase, waiting_for) != (self.phase, self.waiting_for) and self._changed(matters=False)
 
     def stage_changed(self) -> None:
-        """An actor that starts does something else now."""
+        """Note that an actor's stage has changed during its start, which only the launcher shows."""
         self._changed(matters=False)
 
     def started(self, name: str) -> None:
@@ -196,14 +201,17 @@ class RunStateMachine:
     def ended(
         self, name: str, exit_code: int, fatal: bool, reason: str, log: str, now: float, *, incarnation: int = 0
     ) -> bool:
-        """Note the end of a process; ``fatal`` if its agent does not restart it."""
+        """Note the end of a process. If it is ``fatal``, its agent does not restart it: set it aside, or fail the run.
+
+        ``log`` is the path of its log. A run that drains moves on if it waited for this actor.
+        """
         if name not in self.expected:
             return False
         before = self.waiting_for
         self._ready.discard(name)
         self._ended.add(name)
         if not self._is_excused(name) and name not in self._reserve.resting:
-            # Its time to be ready again counts from this end.
+            # From now on it has start_timeout_s to be ready again.
             self._awaited_since[name] = now
         if self.drain:
             return self.tick(now)
@@ -215,7 +223,7 @@ class RunStateMachine:
         return self.waiting_for != before and self._changed(matters=False)
 
     def condemn(self, actors: Iterable[Condemned]) -> bool:
-        """Set the actors that are to be killed and have not ended."""
+        """Set the condemned actors that have not ended."""
         before = self.condemned
         self._condemned = sorted((actor for actor in actors if actor.name in self.expected), key=lambda a: a.name)
         return self.condemned != before and self._changed()
@@ -227,7 +235,7 @@ class RunStateMachine:
         return self.dead != before and self._changed()
 
     def set_generations(self, generations: Mapping[str, int]) -> bool:
-        """Set the oldest generation of each gang that is not over."""
+        """Set, for each gang, the oldest generation that is not over."""
         if generations == self.generations:
             return False
         self.generations = dict(generations)
@@ -246,14 +254,14 @@ class RunStateMachine:
         return True
 
     def host_back(self, host: str, now: float) -> bool:
-        """Note that ``host`` is heard of again: its actors are awaited as if they were started now."""
+        """Note that ``host`` is back. Its actors have start_timeout_s from now to be ready."""
         self._lost = {name: lost for name, lost in self._lost.items() if lost[1] != host}
         self.lost_hosts.pop(host, None)
         self._await_others(now)
         return self._changed()
 
     def bring_back(self, name: str, now: float) -> bool:
-        """Start a replica that is set aside, and the one that was set aside with it."""
+        """End the rest of a replica, so that its agent starts it, and that of the one that was set aside with it."""
         if name not in self._reserve.resting or self.drain or self.phase == "preempting":
             return False
         self._reserve.bring_back(name, now)
@@ -283,14 +291,14 @@ class RunStateMachine:
         return self.lost_hosts.pop(host, None) is not None and self._changed()
 
     def tell_members(self, number: int, leaving: list[Leaving]) -> bool:
-        """Set the number of the Members and the actors that leave."""
+        """Set the number of the newest Members message, and the agents and actors that have to leave."""
         if (number, leaving) == (self.members, self.leaving):
             return False
         self.members, self.leaving = number, leaving
         return self._changed()
 
     def set_stuck(self, actors: list[Stuck]) -> bool:
-        """Set the actors whose stacks are to be taken. Once the run drains they stay: a stall may be its reason."""
+        """Set the actors whose stacks are taken. Once the run drains they stay, because a stall may be its reason."""
         if self.drain or actors == self.stuck:
             return False
         self.stuck = actors
@@ -311,11 +319,11 @@ class RunStateMachine:
         return self._changed()
 
     def fail(self, actor: str, reason: str, log: str, exit_code: int, now: float) -> bool:
-        """End the run as failed because of ``actor``."""
+        """Begin to drain the run as failed, because of ``actor``, unless it drains already."""
         return self._begin_drain(RunOutcome(actor=actor, reason=reason, log=log, exit_code=exit_code or 1), now)
 
     def stop(self, reason: str, now: float) -> bool:
-        """End the run as asked."""
+        """Begin to drain the run on request, unless it drains already."""
         return self._begin_drain(RunOutcome(reason=reason, exit_code=STOPPED_EXIT_CODE), now)
 
     def preempt(self, by: str, now: float) -> bool:
@@ -336,7 +344,11 @@ class RunStateMachine:
         return self._begin_drain(self._preempted() if preempted else RunOutcome(), now)
 
     def tick(self, now: float) -> bool:
-        """Let time pass: a late start fails the run, and a drain rank ends when its time is over."""
+        """Handle the deadlines that have passed at ``now``.
+
+        A preempted run begins to drain after ``grace_s``. Late actors are set aside or fail the run. A lost host that
+        the run needs fails it. Replicas whose rest is over come back. A run that drains goes to the next rank.
+        """
         if self.final:
             return False
         if self.phase == "preempting":
@@ -345,15 +357,15 @@ class RunStateMachine:
             late = [n for n, since in self._awaited_since.items() if now - since >= self.start_timeout_s]
             if late:
                 return self._act_on_late(sorted(late, key=lambda name: (self._awaited_since[name], name)), now)
-            missed = self._missed()
-            if missed is not None and now >= missed[0]:
-                _, name, host = missed
+            lost = self._lost_host_deadline()
+            if lost is not None and now >= lost[0]:
+                _, name, host = lost
                 aside = self._reserve.described(role_of(name))
-                # The run may have needed it only since the others were set aside.
+                # If replicas were set aside, the host may have been lost for longer than host_grace_s.
                 lost_s = now - self._lost[name][0] if aside else self.host_grace_s
                 reason = f"its host {host} has been lost for {round(lost_s, 1):g} s (supervision.host_grace_s){aside}"
                 return self.fail(name, reason, "", 1, now)
-            # A list, since any() alone would stop at the first.
+            # A list, because any() would stop at the first replica.
             back = [self.bring_back(name, now) for name in self._reserve.due(now)]
             return any(back)
         before = self.drain
@@ -368,7 +380,7 @@ class RunStateMachine:
         return self._changed()
 
     def next_deadline(self) -> float | None:
-        """Time at which ``tick`` is to be called if nothing happens before."""
+        """Time of the next deadline that ``tick`` must handle; None without one."""
         if self.final:
             return None
         if self.drain:
@@ -376,10 +388,10 @@ class RunStateMachine:
         if self.phase == "preempting":
             return self._preempted_until
         times = [since + self.start_timeout_s for since in self._awaited_since.values()]
-        if (rested := self._reserve.next_deadline()) is not None:
-            times.append(rested)
-        if (missed := self._missed()) is not None:
-            times.append(missed[0])
+        if (rest_over := self._reserve.next_deadline()) is not None:
+            times.append(rest_over)
+        if (lost := self._lost_host_deadline()) is not None:
+            times.append(lost[0])
         return min(times, default=None)
 
     @property
@@ -387,7 +399,7 @@ class RunStateMachine:
         """The actors of lost hosts that the run does not need."""
         if not self._lost:
             return set()
-        # On no lost host, and not set aside.
+        # Actors that are left by role: on no lost host, and not set aside.
         left = Counter(role_of(name) for name in self.expected - self._lost.keys() - self._resting)
         return {
             name
@@ -406,58 +418,64 @@ class RunStateMachine:
         return is_replicated(name) and self._reserve.lacking(self.expected, self.min_replicas, without=[name]) is None
 
     def set_aside(self, name: str, incarnation: int, reason: str, log: str, now: float) -> bool:
-        """Set a replica aside, so that its agent ends it. The run fails if too few are left."""
+        """Set a replica aside, so that its agent ends it. Fails the run if too few are left."""
         before = dict(self._reserve.resting)
         if not self._reserve.set_aside(name, incarnation, reason, now, self.expected):
             return False
-        return self._go_on_without(name, reason, log, before, now)
+        return self._continue_without(name, reason, log, before, now)
 
-    def _go_on_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
-        """Continue after some replicas, such as ``name``, were set aside. The run fails if too few are left."""
+    def _continue_without(self, name: str, reason: str, log: str, before: Mapping[str, Rest], now: float) -> bool:
+        """Continue after replicas were set aside, or fail the run if too few are left.
+
+        ``name`` and ``reason`` are one of them and why. ``before`` are the rests before these replicas were set aside.
+        """
         shortage = self._reserve.shortage(self.expected, self.min_replicas, before)
-        # A preempted run reaches its checkpoint with the replicas that are left.
+        # A preempted run only needs the learner, for its checkpoint.
         if shortage is not None and self.phase != "preempting":
             return self.fail(name, reason + shortage, log, 1, now)
         self.ready(self._ready - self._resting, now)
         return self._changed()
 
     def _act_on_late(self, late: list[str], now: float) -> bool:
-        """Set late replicas aside. The run fails if too few are left, or if another actor is late."""
+        """Set the ``late`` actors aside, or fail the run if too few are left or if one of them is no replica."""
         reason = f"not ready {self.start_timeout_s:g} s after its start (supervision.start_timeout_s)"
-        few = self._reserve.lacking(self.expected, self.min_replicas, without=late)
-        if few is None and all(map(is_replicated, late)):
+        lacking_role = self._reserve.lacking(self.expected, self.min_replicas, without=late)
+        if lacking_role is None and all(map(is_replicated, late)):
             before = dict(self._reserve.resting)
-            # sum(), since any() would stop at the first.
+            # sum(), because any() would stop at the first replica.
             if not sum(self._reserve.set_aside(name, 0, reason, now, self.expected) for name in late):
                 return False
-            return self._go_on_without(late[0], reason, "", before, now)
+            return self._continue_without(late[0], reason, "", before, now)
         if others := late[1:]:
             reason += f"; nor are {', '.join(others)}"
         return self.fail(late[0], reason, "", 1, now)
 
-    def _missed(self) -> tuple[float, str, str] | None:
-        """Time by which a lost host must be back, an actor there that the run needs, and the host."""
+    def _lost_host_deadline(self) -> tuple[float, str, str] | None:
+        """The first deadline of a lost host: its time (s), an actor there that the run needs, and the host.
+
+        None if the run needs no actor of a lost host.
+        """
         needed = self._lost.keys() - self._spared
         last: dict[str, float] = {}
         for name in needed:
             last[role_of(name)] = max(self._lost[name][0], last.get(role_of(name), -math.inf))
-        found = []
+        deadlines = []
         for name in needed:
             since, host = self._lost[name]
             if is_replicated(name):
-                # Among replicas it is the loss of the last one that counts.
+                # The run needs replicas only since the last one was lost, so their time counts from then.
                 since = last[role_of(name)]
-            found.append((since + self.host_grace_s, name, host))
-        return min(found, default=None)
+            deadlines.append((since + self.host_grace_s, name, host))
+        return min(deadlines, default=None)
 
     def _is_excused(self, name: str) -> bool:
-        """Whether it cannot be ready because its host, or that of an actor of its gang, is lost."""
+        """Whether an actor cannot be ready because its host, or that of another actor of its gang, is lost."""
         if name in self._lost:
             return True
         return bool(gang_of(name)) and any(gang_of(lost) == gang_of(name) for lost in self._lost)
 
     def _await_others(self, now: float) -> None:
-        """Wait for every actor that is not ready and could be."""
+        """Update the waits: begin one for each actor that is not ready and could be, and end all others."""
         for name in self.expected:
             if name in self._ready or name in self._reserve.resting or self._is_excused(name):
                 self._awaited_since.pop(name, None)
@@ -469,6 +487,7 @@ class RunStateMachine:
         return any(drain_rank(name) == rank for name in self.expected - self._ended)
 
     def _preempted(self) -> RunOutcome:
+        """The outcome of a preempted run: preempted if a checkpoint is complete, else stopped."""
         if self.checkpoint < 0:
             grace = f"{self.grace_s:g} s (preempt.grace_s)"
             reason = f"preempted by {self.preempted_by}, and no checkpoint was complete after {grace}"
@@ -477,6 +496,7 @@ class RunStateMachine:
         return RunOutcome(reason=reason, exit_code=PREEMPTED_EXIT_CODE)
 
     def _begin_drain(self, outcome: RunOutcome, now: float) -> bool:
+        """Decide the outcome and start with drain rank 1. Returns False if the outcome is decided already."""
         if self.outcome is not None:
             return False
         self.outcome = outcome

@@ -1,8 +1,9 @@
 """The history of one prompt group, from the logs of all actors and attempts: ``asyncrl-top RUN --explain UID``.
 
-Each actor logs what it does with a group under the group's uid (observe/group_log.py). The dataloader logs leases, a
-rollouter the events of each sample, the learner what it took and trained. lines.py reads these lines, words.py puts
-them into words, and this module into order. Raises UsageError for an invalid or unknown uid, and without logs.
+Each actor logs what it does with a group under the group's uid (observe/group_log.py). The dataloader logs leases. A
+rollouter logs the events of each sample. The learner logs the groups that it takes and trains. ``lines`` reads these
+lines, ``words`` makes an event of each, and this module puts the events in order and finds the outcome. Raises
+UsageError for an invalid or unknown uid, and without logs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UID = re.compile(r"\d+-\d+|[A-Za-z0-9_-]+@\d+-\d+")
 
 
 def explain(run_dir: Path, uid: str) -> str:
-    """The history, as text. Raises UsageError."""
+    """The history of a group as text: its outcome, then one line for each event. Raises UsageError."""
     events = read_history(run_dir, uid)
     first = events[0].wall
     began = datetime.fromtimestamp(first, UTC)
@@ -47,7 +48,7 @@ def explain(run_dir: Path, uid: str) -> str:
 
 
 def verdict(events: list[GroupEvent]) -> str:
-    """The outcome of the group, in a few words."""
+    """The outcome of the group, in a few words: looks back from the last event until one decides it."""
     delivered = given_up = ""
     for event in reversed(events):
         match event.what:
@@ -58,10 +59,10 @@ def verdict(events: list[GroupEvent]) -> str:
             case "evaluation":
                 return "with the learner; its round of evaluation is not complete"
             case "delivered" | "settled":
-                # The learner had it before, and decides on it.
+                # It reached the learner, whose decision should be among the earlier events.
                 delivered = "delivered; what the learner did with it is unknown"
             case "given up":
-                # The learner may have it nevertheless.
+                # It may have reached the learner all the same, so look further back.
                 given_up = f"given up by {event.actor}; nothing is known since"
             case "orphaned" | "running" if delivered:
                 continue
@@ -87,22 +88,22 @@ def read_history(run_dir: Path, uid: str) -> list[GroupEvent]:
         )
     if not log_files(run_dir):
         raise UsageError(f"{run_dir} holds no logs/attempt_*/*.log: is it the folder of a run?")
-    found = list(_undo(_tell(lines_on(run_dir, uid), uid)))
-    if not any(event.what != "undone" for event in found):
+    events = list(_undo(_events_of(lines_on(run_dir, uid), uid)))
+    if not any(event.what != "undone" for event in events):
         raise UsageError(_nothing_known(run_dir, uid))
-    return found
+    return events
 
 
-def _tell(lines: list[LogLine], uid: str) -> list[GroupEvent]:
-    """Events from the lines, in order of time."""
-    found: dict[tuple[object, ...], GroupEvent] = {}
+def _events_of(lines: list[LogLine], uid: str) -> list[GroupEvent]:
+    """Returns the events of the group in ``lines``, in order of attempt and time; unreadable events are skipped."""
+    events: dict[tuple[object, ...], GroupEvent] = {}
     for line in lines:
-        # A lease whose reply was lost is repeated.
+        # A lease whose reply was lost is logged again; the earliest line counts.
         with suppress(KeyError, TypeError, ValueError):
-            for told in words_of(line, uid):
-                key = (told.attempt, told.text) if told.what == "leased" else (len(found),)
-                found[key] = min(told, found.get(key, told), key=lambda each: each.wall)
-    return sorted(found.values(), key=lambda told: (told.attempt, round(told.wall, 6), _RANKS.get(told.what, 1)))
+            for event in words_of(line, uid):
+                key = (event.attempt, event.text) if event.what == "leased" else (len(events),)
+                events[key] = min(event, events.get(key, event), key=lambda each: each.wall)
+    return sorted(events.values(), key=lambda event: (event.attempt, round(event.wall, 6), _RANKS.get(event.what, 1)))
 
 
 _RANKS = {
@@ -114,13 +115,17 @@ _RANKS = {
     "delivered": 3,
     "trained": 4,
 }
-"""Order of events with equal times; 1 for others."""
+"""Rank of an event among those with equal times; 1 for others."""
 
 
-def _undo(found: list[GroupEvent]) -> Iterator[GroupEvent]:
-    """The events, with starts of a learner only if they undo something."""
+def _undo(events: list[GroupEvent]) -> Iterator[GroupEvent]:
+    """Yields the events. A start of the learner ("undone") stays only if the learner has lost the group's outcome.
+
+    ``standing`` is the last outcome that has not been lost. If the checkpoint holds the group in the buffer, the
+    start becomes a "buffered" event.
+    """
     standing: GroupEvent | None = None
-    for at, event in enumerate(found):
+    for at, event in enumerate(events):
         if event.what in _STANDS_AS:
             standing = event
         if event.what != "undone":
@@ -128,7 +133,7 @@ def _undo(found: list[GroupEvent]) -> Iterator[GroupEvent]:
         elif standing is not None and event.facts["held"]:
             standing = replace(event, what="buffered", text=f"{event.text}, which holds it in the buffer")
             yield standing
-        elif standing is not None and _is_undone(standing, event, found[at:]):
+        elif standing is not None and _is_undone(standing, event, events[at:]):
             yield replace(event, text=f"{event.text}: it is not {_STANDS_AS[standing.what]} any more")
             standing = None
 
@@ -145,15 +150,15 @@ _STANDS_AS = {
 
 
 def _is_undone(standing: GroupEvent, start: GroupEvent, later: list[GroupEvent]) -> bool:
-    """Whether a learner that starts does not have the group's outcome."""
+    """Whether a learner that starts (``start``) does not have the outcome ``standing``; ``later`` begins with it."""
     if standing.what == "trained":
         return bool(standing.facts["step"] > start.facts["step"])
-    # Its checkpoint may have held the outcome; if it did not, the group was leased again.
+    # If its checkpoint did not hold the outcome, the group was leased again later.
     return standing.what == "buffered" or any(event.what == "leased" for event in later)
 
 
 def _nothing_known(run_dir: Path, uid: str) -> str:
-    """Why nothing is known of the group."""
+    """The text of the error for a group without events: which groups were leased instead."""
     kind = _kind(uid)
     ends: dict[str, tuple[str, str]] = {}
     for attempt, path in log_files(run_dir):
@@ -162,15 +167,15 @@ def _nothing_known(run_dir: Path, uid: str) -> str:
                 ends[_kind(one)] = ends.get(_kind(one), (one, ""))[0], one
     if not ends:
         return f"the logs of {run_dir} have no prompt group: nothing was leased, or log.level was above info"
-    said = f"nothing is known of prompt group {uid} in {run_dir}: it was not leased. "
+    text = f"nothing is known of prompt group {uid} in {run_dir}: it was not leased. "
     if kind in ends:
         first, last = ends[kind]
-        said += f"The first{f' of {kind}' if kind else ''} that was is {first}, the last {last}"
+        text += f"The first{f' of {kind}' if kind else ''} that was is {first}, the last {last}"
     else:
         known = ", ".join(each or "training" for each in sorted(ends))
-        said += f"Nothing of {kind or 'training'} was; of {known} something was"
+        text += f"Nothing of {kind or 'training'} was; of {known} something was"
     quarantine = run_dir / "quarantine.jsonl"
-    return f"{said}; {quarantine} has the prompts that never were" if quarantine.exists() else said
+    return f"{text}; {quarantine} has the prompts that never were" if quarantine.exists() else text
 
 
 def _kind(uid: str) -> str:

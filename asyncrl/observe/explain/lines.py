@@ -1,7 +1,7 @@
-"""The log lines of one prompt group; see history.py.
+"""Reads the log lines of one prompt group; see history.py.
 
 Text that does not decode as such a line is skipped. If clocks of hosts differ a little, effects are moved after their
-causes: a sample begins after its lease, and the learner takes a group after its last score. Logs are read line by line.
+causes. A sample begins after its lease, and the learner takes a group after its last score. Logs are read line by line.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from asyncrl.observe.group_log import GENERATED, LEASED, RESTORED, TAKEN
 from asyncrl.observe.snapshots.recording import entries_of
 
 CLOCK_SLACK_S = 5.0
-"""Most by which the clocks of two hosts are taken to differ."""
+"""Largest difference between two clocks that is corrected (s)."""
 _EARLIER = ((b'"event":"granted"', b'"event":"leased"'), (b'"grants":', b'"leases":'), (b'"grant":', b'"lease":'))
-"""Names in logs of earlier versions, with the present ones."""
+"""Names in logs of earlier versions, and the present ones."""
 _ATTEMPT = re.compile(r"attempt_([0-9]{1,9})")
 
 
 class LogLine(Struct, kw_only=True):
-    """A line of an actor's log, with the fields of the events of group_log.py and the text of all others."""
+    """A line of an actor's log, with the fields of all events of group_log.py; other lines have only text fields."""
 
     actor: str
     event: str
@@ -34,16 +34,16 @@ class LogLine(Struct, kw_only=True):
     attempt: int = 0
     """Attempt of the run: the number of the folder."""
     shift: float = 0.0
-    """Seconds that are added to its times."""
+    """Seconds to add to its times, so that effects come after causes."""
     uid: str = ""
     uids: list[str] = []
     to: str = ""
     leases: list[tuple[int, int, int, bool]] = []
-    """(number, newest version, deaths, whether it is alone) of each of ``uids``."""
+    """For each of ``uids``: (number of the lease, newest version, deaths, whether the group is leased alone)."""
     lease: int = 0
     since: float = 0.0
     samples: list[list[list[Any]]] = []
-    """Events of each sample: [seconds after ``since``, what, facts ...]."""
+    """For each sample its events: [seconds after ``since``, kind of event, facts ...]."""
     left_out: int = 0
     end: str = ""
     by: str = ""
@@ -73,7 +73,7 @@ class LogLine(Struct, kw_only=True):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The lease of a rollouter's line."""
+        """Identifies the lease that a rollouter's line is about."""
         return self.attempt, self.actor, self.lease, self.since
 
 
@@ -81,16 +81,16 @@ _decode = msgspec.json.Decoder(LogLine).decode
 
 
 def log_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Every log with the number of its attempt, in order."""
-    found: list[tuple[int, Path]] = []
+    """Every (number of the attempt, log file) of a run, in order."""
+    files: list[tuple[int, Path]] = []
     for folder in entries_of(run_dir / "logs"):
         if match := _ATTEMPT.fullmatch(folder.name):
-            found += [(int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log"]
-    return sorted(found)
+            files += [(int(match[1]), path) for path in entries_of(folder) if path.suffix == ".log"]
+    return sorted(files)
 
 
 def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
-    """Lines that hold one of the words in quotation marks."""
+    """Yields the lines of a log that contain one of ``words`` in quotation marks."""
     quoted = [f'"{word}"'.encode() for word in words]
     with path.open("rb") as file:
         for data in file:
@@ -106,15 +106,15 @@ def lines_of(path: Path, attempt: int, *words: str) -> Iterator[LogLine]:
 
 
 def lines_on(run_dir: Path, uid: str) -> list[LogLine]:
-    """Lines on the group, and the starts of a learner, in the order of cause and effect."""
+    """Returns the lines on a group and those on starts of the learner, with corrected times (``aligned``)."""
     lines = [line for attempt, path in log_files(run_dir) for line in lines_of(path, attempt, uid, RESTORED)]
     return aligned([line for line in lines if line.event == RESTORED or uid in (line.uid, *line.uids)])
 
 
 def aligned(lines: list[LogLine]) -> list[LogLine]:
-    """The lines, with those of rollouters after the lease and those of the learner after the last token.
+    """Sets ``shift`` of the lines: rollouters' lines come after their lease, the learner's after the last sample event.
 
-    A rollouter repeats the events of a lease: its newest line has all of them and is kept.
+    A rollouter's newest line on a lease repeats the events of the others, so only that one is returned.
     """
     newest = {line.key: line for line in sorted(lines, key=lambda line: line.wall) if line.event == GENERATED}
     lines = [line for line in lines if line.event != GENERATED or newest[line.key] is line]
@@ -124,7 +124,7 @@ def aligned(lines: list[LogLine]) -> list[LogLine]:
     for line in lines:
         if line.event == GENERATED:
             line.shift = _late(leased.get((line.attempt, line.actor, line.lease)), line.since)
-            # The first, if it had the group more than once.
+            # The earliest, if the rollouter had the group more than once.
             ends[line.attempt, line.actor] = min(line.last_event, ends.get((line.attempt, line.actor), line.last_event))
     shifts: dict[tuple[int, str], float] = {}
     for line in lines:
@@ -137,5 +137,5 @@ def aligned(lines: list[LogLine]) -> list[LogLine]:
 
 
 def _late(cause: float | None, effect: float) -> float:
-    """Seconds by which an effect must move."""
+    """Seconds by which an effect must move to come after its cause; 0 if it does, or beyond CLOCK_SLACK_S."""
     return cause - effect if cause is not None and 0 < cause - effect < CLOCK_SLACK_S else 0.0

@@ -1,7 +1,7 @@
 """Puts the log lines of one prompt group into words; see history.py. Pure.
 
-Other lines with the uid show their own text. Calls of an episode are numbered in the order of arrival, turns in the
-order of answers, both from 0. Raises KeyError, TypeError or ValueError for an event that
+Lines that are not of group_log.py show their own text. Calls of an episode are numbered in the order of arrival, turns
+in the order of answers, both from 0. Raises KeyError, TypeError or ValueError for an event that
 rollouter/serving/group_events.py does not have.
 """
 
@@ -25,7 +25,7 @@ FORKS = {
     "cut": "forks: an answer was cut, and the chat template cannot continue it",
     "no-extension": "forks: the chat template cannot continue the answer",
 }
-"""Words for forks, by cause (rollouter/episode/conversation.py)."""
+"""Text on a call that forks the conversation, by cause (rollouter/episode/conversation.py)."""
 TAKEN_INTO = {
     "buffered": "taken into the buffer",
     "filtered": "filtered: all of its rewards are equal",
@@ -52,9 +52,9 @@ class GroupEvent:
 
 
 def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
-    """Events of the group ``uid`` in a line."""
+    """Yields the events of the group ``uid`` in a line."""
 
-    def told(what: str, text: str, wall: float = line.wall, sample: int = -1, **facts: Any) -> GroupEvent:
+    def event(what: str, text: str, wall: float = line.wall, sample: int = -1, **facts: Any) -> GroupEvent:
         at, actor = wall + line.shift, line.actor
         return GroupEvent(wall=at, attempt=line.attempt, actor=actor, what=what, text=text, sample=sample, facts=facts)
 
@@ -64,42 +64,42 @@ def words_of(line: LogLine, uid: str) -> Iterator[GroupEvent]:
                 if one == uid:
                     more = (f", deaths {deaths})" if deaths else ")") + (", alone" if alone else "")
                     text = f"leased to {line.to} (lease {number}, newest version {version}{more}"
-                    yield told("leased", text, version=version)
+                    yield event("leased", text, version=version)
         case group_log.GENERATED:
             for sample, events in enumerate(line.samples):
                 for seconds, what, *facts in events:
-                    yield told(what, _SAMPLE_SAYS[what](*facts), line.since + seconds, sample, told=facts)
+                    yield event(what, _SAMPLE_TEXTS[what](*facts), line.since + seconds, sample, told=facts)
             if line.left_out:
-                yield told("events left out", f"{line.left_out} more events of its samples are not kept")
+                yield event("events left out", f"{line.left_out} more events of its samples are not kept")
             if line.end == "running":
-                yield told("running", "still running at this last report")
+                yield event("running", "still running at this last report")
             elif line.end == "given up":
-                yield told("given up", "gives it up: it ends or is preempted")
+                yield event("given up", "gives it up: it ends or is preempted")
             else:
-                yield told("delivered", line.end if ": " in line.end else f"{line.end} to the learner")
+                yield event("delivered", line.end if ": " in line.end else f"{line.end} to the learner")
         case group_log.ORPHANED:
-            yield told("orphaned", f"its holder {line.of} has died" if line.of else "its holder has died")
+            yield event("orphaned", f"its holder {line.of} has died" if line.of else "its holder has died")
         case group_log.SETTLED if line.held:
-            yield told("settled", "the learner has it: it is not leased again")
+            yield event("settled", "the learner has it: it is not leased again")
         case group_log.SETTLED:
-            yield told("to be leased again", "the learner does not have it: it is leased again")
+            yield event("to be leased again", "the learner does not have it: it is leased again")
         case group_log.RETURNED:
-            yield told("returned", f"returned by {line.by}")
+            yield event("returned", f"returned by {line.by}")
         case group_log.TAKEN:
-            yield told(line.into, TAKEN_INTO[line.into])
+            yield event(line.into, TAKEN_INTO[line.into])
         case group_log.TRAINED:
             text = f"trained at step {line.step}, on the weights of version {line.version}"
-            yield told("trained", text, step=line.step)
+            yield event("trained", text, step=line.step)
         case group_log.NOT_TRAINED:
-            yield told(line.outcome, f"{line.outcome}: {line.reason}")
+            yield event(line.outcome, f"{line.outcome}: {line.reason}")
         case group_log.EVALUATED:
-            yield told("evaluated", f"evaluated, after step {line.step}")
+            yield event("evaluated", f"evaluated, after step {line.step}")
         case group_log.RESTORED:
             since = "the beginning" if line.version is None else f"the checkpoint of step {line.step}"
-            yield told("undone", f"starts from {since}", step=line.step, held=uid in line.uids)
+            yield event("undone", f"starts from {since}", step=line.step, held=uid in line.uids)
         case _:
             words = (str(each) for each in (line.reason, line.error, line.text) if each)
-            yield told("note", ": ".join([line.event, *words]))
+            yield event("note", ": ".join([line.event, *words]))
 
 
 def _asked(call: int, version: int, waited: float, cause: str, parent: int | None, tokens: int, new: int) -> str:
@@ -112,31 +112,31 @@ def _asked(call: int, version: int, waited: float, cause: str, parent: int | Non
 def _answered(
     call: int, turn: int, tokens: int, reason: str, spans: list[list[int]], tools: list[str], malformed: int
 ) -> str:
-    said = f"call {call} gave turn {turn}: {_sampled(tokens, reason, spans)}"
+    text = f"call {call} gave turn {turn}: {_sampled(tokens, reason, spans)}"
     if tools:
-        said += f"; it calls {', '.join(tools)}"
-    return said + (f"; {malformed} calls of tools cannot be read" if malformed else "")
+        text += f"; it calls {', '.join(tools)}"
+    return text + (f"; {malformed} calls of tools cannot be read" if malformed else "")
 
 
 def _ended(outcome: str, turns: int, reward: float | None, stages: Mapping[str, float]) -> str:
-    worth = "" if reward is None else f", reward {fixed(reward, 3)}"
+    reward_text = "" if reward is None else f", reward {fixed(reward, 3)}"
     longest = sorted(stages.items(), key=lambda stage: -stage[1])[:STAGES_SAID]
     where = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in longest)
-    return f"episode ended ({outcome}) with {turns} turns{worth}" + (f"; {where}" if where else "")
+    return f"episode ended ({outcome}) with {turns} turns{reward_text}" + (f"; {where}" if where else "")
 
 
 def _sampled(tokens: int, reason: str, spans: list[list[int]]) -> str:
-    """Tokens of an answer, the reason of its end, and the number of them that each version sampled."""
+    """Text on an answer: its number of tokens, its finish reason, and how many of them each version sampled."""
     by_version = ", ".join(f"{end - start} at version {version}" for version, start, end in spans)
     return f"{tokens} tokens ({reason}): {by_version}"
 
 
 def _of(call: int | None) -> str:
-    """Number of an episode's call of the policy, in words."""
+    """The prefix "call N: " of an event; empty without a call."""
     return "" if call is None else f"call {call}: "
 
 
-_SAMPLE_SAYS: dict[str, Callable[..., str]] = {
+_SAMPLE_TEXTS: dict[str, Callable[..., str]] = {
     "began": lambda version: f"generation began at version {version}",
     "resumed": lambda version, call=None: f"{_of(call)}resumed at version {version}",
     "aborted": lambda tokens, call=None: f"{_of(call)}aborted with {tokens} tokens",
@@ -151,4 +151,4 @@ _SAMPLE_SAYS: dict[str, Callable[..., str]] = {
     "turn reward": lambda turn, value: f"turn {turn} is worth {fixed(value, 3)}",
     "ended": _ended,
 }
-"""Words by the events of rollouter/serving/group_events.py."""
+"""Text of each event of rollouter/serving/group_events.py, made from its facts."""

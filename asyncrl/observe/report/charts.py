@@ -1,8 +1,9 @@
 """The charts of a report, made from the lines of metrics.jsonl and from recorded spans. Pure.
 
-Each chart has panels, or none without data. In long runs neighbouring points are joined, by mean or by maximum, so no
-curve has more than MOST_POINTS. Time is cut into spans between two snapshots; in each, the shares of the states of all
-resources of a kind add up to 1. Spans across two attempts of a run are left out: nothing ran in between.
+Each chart function returns panels; an empty list without data. In long runs neighbouring points are joined, by mean or
+by maximum, so no curve has more than MOST_POINTS. A *span* is the time between two neighbouring snapshots. In each span
+the shares of the states of all resources of a kind add up to 1. Spans across two attempts of a run are left out:
+nothing ran in between.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ Points = tuple[list[float], list[float]]
 
 
 def series(lines: Sequence[Line], key: str, *, by: str = "step", join: Callable[[list[float]], float] = max) -> Points:
-    """Finite values of ``key`` over ``by``; absent ones are left out. Thinned by ``join``."""
+    """The points (x, y) of a curve: finite values of ``key`` over those of ``by``, thinned to MOST_POINTS.
+
+    ``join`` makes one y of the neighbouring ones that become one point.
+    """
     return _thinned(
         [(float(line[by]), y) for line in lines if (y := number_in(line, key)) is not None and by in line], join
     )
@@ -74,21 +78,21 @@ def mean(values: list[float]) -> float:
 
 
 def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
-    """The reward in training, and each evaluation at the step that made the newest of the weights that it sampled."""
+    """The reward in training and in each evaluation, at the step that made the newest weights that sampled it."""
     curves = [
         *_curve(train, "reward/mean", "all scored", BLUE),
         *_curve(train, "reward/trained_mean", "trained", TEAL, dashed=True),
     ]
     steps = _StepsOfVersions(train)
     for index, key in enumerate(sorted({key for line in evals for key in filter(is_eval_mean, line)})):
-        found = sorted(
+        points = sorted(
             (steps.of(line), value, versions_in_words(line))
             for line in evals
             if (value := number_in(line, key)) is not None and "step" in line
         )
-        x, y = _thinned([(step, value) for step, value, _ in found], mean)
+        x, y = _thinned([(step, value) for step, value, _ in points], mean)
         if x:
-            colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in found]
+            colour, notes = OTHERS[(index + 1) % len(OTHERS)], [note for *_, note in points]
             notes = notes if len(notes) == len(x) else []
             name = key.removesuffix("/mean")
             curves.append(Curve(name=name, colour=colour, x=x, y=y, marks="line and dots", notes=notes))
@@ -96,7 +100,7 @@ def reward(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
 
 
 def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
-    """pass@k, cut responses, components and lengths of each evaluation, at the steps of ``reward``."""
+    """pass@k, truncated responses, components and lengths of each evaluation, over the same steps as in ``reward``."""
     steps = _StepsOfVersions(train)
     panels = []
     for name in sorted({name for line in evals for name in eval_names(line)}):
@@ -122,16 +126,16 @@ def evaluations(train: Sequence[Line], evals: Sequence[Line]) -> list[Panel]:
 
 
 class _StepsOfVersions:
-    """Steps that made the versions of the weights."""
+    """Finds the training step that made a policy version."""
 
     def __init__(self, train: Sequence[Line]) -> None:
         known = [line for line in train if "weights/version" in line]
-        # The lines of a learner that went back are gone, and versions are never used twice: they ascend.
+        # Versions ascend: voided lines are left out, and no version is used twice.
         self._versions = [line["weights/version"] for line in known]
         self._lines = known
 
     def of(self, line: Line) -> float:
-        """The step of the newest version that an evaluation sampled, or else its own step."""
+        """The step that made the newest version that sampled an eval line; the line's own step if that is unknown."""
         served = served_versions(line)
         if served is None or not self._lines:
             return float(line["step"])
@@ -139,7 +143,7 @@ class _StepsOfVersions:
         if at == len(self._lines):
             return float(self._lines[-1]["step"])
         first = self._lines[at]
-        # A version that no step has published is the weights of a learner at its start.
+        # A version that no step has published is that of the learner's start, one step before its first.
         made = self._versions[at] == served[1] and "weights/gather_s" in first
         return float(first["step"] if made else max(0, first["step"] - 1))
 
@@ -169,7 +173,7 @@ def learning(train: Sequence[Line]) -> list[Panel]:
 
 
 def staleness(train: Sequence[Line]) -> list[Panel]:
-    """Staleness of the trained tokens, in versions, and the limit that was allowed."""
+    """Staleness of the trained tokens, in versions, and its limit."""
     curves = [
         *_curve(train, "staleness/token_mean", "mean", BLUE),
         *_curve(train, "staleness/token_max", "max", ORANGE, join=max),
@@ -178,16 +182,16 @@ def staleness(train: Sequence[Line]) -> list[Panel]:
     return _drawn(Panel(curves=curves, unit="versions"))
 
 
-def utilisation(found: Sequence[Span]) -> list[Panel]:
+def utilisation(all_spans: Sequence[Span]) -> list[Panel]:
     """Shares of states, stacked, for each kind of resource."""
     panels: list[Panel] = []
     for kind, title in KINDS.items():
-        told = [span for span in found if kind in span.shares]
-        states = sorted({state for span in told for state in span.shares[kind]}, key=_state_order)
+        of_kind = [span for span in all_spans if kind in span.shares]
+        states = sorted({state for span in of_kind for state in span.shares[kind]}, key=_state_order)
         if not states:
             continue
-        origin = told[0].began
-        x = [(span.began + span.ended) / 2 - origin for span in told]
+        origin = of_kind[0].began
+        x = [(span.began + span.ended) / 2 - origin for span in of_kind]
         panels.append(
             Panel(
                 curves=[
@@ -195,14 +199,14 @@ def utilisation(found: Sequence[Span]) -> list[Panel]:
                         name=state,
                         colour=STATE_COLOURS.get(state, BROWN),
                         x=x,
-                        y=[span.shares[kind].get(state, 0.0) for span in told],
+                        y=[span.shares[kind].get(state, 0.0) for span in of_kind],
                     )
                     for state in states
                 ],
                 title=title,
                 across="time (UTC)",
                 stack="bars",
-                widths=[span.ended - span.began for span in told],
+                widths=[span.ended - span.began for span in of_kind],
                 shares=True,
                 origin=origin,
                 height=190,
@@ -212,29 +216,29 @@ def utilisation(found: Sequence[Span]) -> list[Panel]:
 
 
 def step_breakdown(train: Sequence[Line]) -> list[Panel]:
-    """Seconds of a step by its parts."""
+    """Seconds of a step by its parts, as stacked bars."""
     rows = []
     for line in train:
         if (step_s := number_in(line, STEP)) is not None:
             parts = {name: number_in(line, f"time/{name}_s") or 0.0 for name in PARTS if name != "other"}
             rows.append({"step": line["step"], **parts, "other": max(0.0, step_s - sum(parts.values()))})
-    found = {name: series(rows, name, join=mean) for name in PARTS}
+    by_part = {name: series(rows, name, join=mean) for name in PARTS}
     curves = [
-        Curve(name=name.replace("_", " "), colour=PARTS[name], x=x, y=y) for name, (x, y) in found.items() if any(y)
+        Curve(name=name.replace("_", " "), colour=PARTS[name], x=x, y=y) for name, (x, y) in by_part.items() if any(y)
     ]
     steps = curves[0].x if curves else []
     widths = [1.0, *(after - before for before, after in pairwise(steps))]
-    # A bar is as wide as the steps that it stands for, and its middle is at its step.
+    # A bar is as wide as the steps that it stands for, and centred on its last step.
     widths[0] = widths[1] if len(widths) > 1 else 1.0
     return _drawn(Panel(curves=curves, unit="seconds", stack="bars", widths=widths[: len(steps)]))
 
 
 OF_UPDATES = ("weights/version", "weights/transport", "weights/stall_s")
-"""Metrics of updates that are drawn."""
+"""Keys of update lines that are drawn."""
 
 
 def weight_stall(train: Sequence[Line], updates: Sequence[Line]) -> list[Panel]:
-    """Generation time that weight updates cost: each update of a replica, and all of a step together."""
+    """Generation time that weight updates cost: one dot for each update of a replica, and the sum of each step."""
     curves = []
     for index, transport in enumerate(sorted({str(line.get("weights/transport", "")) for line in updates})):
         chosen = [line for line in updates if str(line.get("weights/transport", "")) == transport]
@@ -265,14 +269,14 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
         *_curve(train, "rollout/turns_mean", "mean", BLUE),
         *_curve(train, "rollout/turns_p95", "95th percentile", ORANGE),
     ]
-    told = [line for line in train if any(name.startswith(SHARE) for name in line)]
-    found = {
-        name: series([{**line, name: number_in(line, name) or 0.0} for line in told], name, join=mean)
+    with_stages = [line for line in train if any(name.startswith(SHARE) for name in line)]
+    by_stage = {
+        name: series([{**line, name: number_in(line, name) or 0.0} for line in with_stages], name, join=mean)
         for name in map(SHARE.__add__, STAGES)
     }
     stages = [
         Curve(name=name.removeprefix(SHARE), colour=STAGES[name.removeprefix(SHARE)], x=x, y=y)
-        for name, (x, y) in found.items()
+        for name, (x, y) in by_stage.items()
         if any(y)
     ]
     return _drawn(
@@ -282,12 +286,12 @@ def episodes(train: Sequence[Line]) -> list[Panel]:
 
 
 def tokens(train: Sequence[Line]) -> list[Panel]:
-    """Tokens sampled a second, by all engines."""
+    """Tokens sampled per second, by all engines together."""
     return _drawn(Panel(curves=_curve(train, "rollout/tokens_per_s", "sampled", GREEN), unit="tokens/s"))
 
 
 def ledger(train: Sequence[Line]) -> list[Panel]:
-    """Prompt groups by what became of them, since the start of the run."""
+    """Number of prompt groups by outcome, since the start of the run."""
     kinds = {"trained": GREEN, "filtered": GREY, "quarantined": RED, "left out": BLUE}
     rows = [
         {"step": line["step"]} | {kind: number_in(line, f"ledger/{kind.replace(' ', '_')}") or 0.0 for kind in kinds}
@@ -311,7 +315,7 @@ def _curve(
     dashed: bool = False,
     join: Callable[[list[float]], float] = mean,
 ) -> list[Curve]:
-    """The curve, or none where no line has a value."""
+    """A list with the curve of ``key``; an empty list if no line has a value."""
     x, y = series(lines, key, join=join)
     return [Curve(name=name, colour=colour, x=x, y=y, marks="dashes" if dashed else "line")] if x else []
 
@@ -328,12 +332,12 @@ def _state_order(state: str) -> tuple[int, str]:
 # --- states of resources over time ---
 
 KINDS = {"engine": "Engines", "rank": "Learner ranks", "worker": "Reward workers", "player": "Episode workers"}
-"""Kinds of resources."""
+"""Kinds of resources that are charted, with the titles of their panels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Shares by state between two moments (Unix time, s), for each kind of resource that there was."""
+    """The time between two snapshots (Unix, s), with the shares of states of each kind of resource."""
 
     began: float
     ended: float
@@ -341,23 +345,23 @@ class Span:
 
 
 def spans(snapshots: Iterable[Snapshot]) -> list[Span]:
-    """Spans, one for each two neighbours, in order of time."""
-    found: list[Span] = []
+    """Makes a span for each two neighbouring snapshots of one attempt, in order of time."""
+    made: list[Span] = []
     older: Snapshot | None = None
     for newer in snapshots:
         if older is not None and older.run.attempt == newer.run.attempt and newer.wall > older.wall:
-            found.append(_span(older, newer))
+            made.append(_span(older, newer))
         older = newer
-    return found
+    return made
 
 
 def _span(older: Snapshot, newer: Snapshot) -> Span:
     interval = Interval(older, newer)
-    found: dict[str, list[tuple[ActorView, Resource]]] = {}
+    by_kind: dict[str, list[tuple[ActorView, Resource]]] = {}
     for actor in newer.actors:
         for resource in actor.resources:
-            found.setdefault(kind_of(actor, resource), []).append((actor, resource))
-    shares = {kind: interval.shares(each) for kind, each in found.items()}
+            by_kind.setdefault(kind_of(actor, resource), []).append((actor, resource))
+    shares = {kind: interval.shares(each) for kind, each in by_kind.items()}
     return Span(older.wall, newer.wall, {kind: each for kind, each in shares.items() if each})
 
 
@@ -367,9 +371,9 @@ def kind_of(actor: ActorView, resource: Resource) -> str:
 
 
 def evenly(walls: list[float], most: int) -> list[int]:
-    """Indices of at most ``most`` of these times, first and last among them, spread evenly over the time.
+    """Returns indices of at most ``most`` of ``walls``, spread evenly over the time, with the first and the last.
 
-    Where the clock was set back no time has passed.
+    ``walls`` are Unix times (s) in order of recording. Where the clock was set back, no time counts as passed.
     """
     if len(walls) <= most:
         return list(range(len(walls)))

@@ -1,9 +1,9 @@
 """A report of a run as one HTML page that needs nothing else: no network, no other file.
 
-It needs only the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. Missing
-or unreadable parts are named. All text of the run is escaped, and the page's policy forbids loading. Its script only
-shows values under the pointer and zooms. Raises UsageError without a run or without a place for the file, and OSError
-if the page cannot be written.
+It is made from the run folder, during the run or after it: metrics.jsonl, config.json and the recorded snapshots. The
+page names missing or unreadable parts. All text of the run is escaped, and the page's security policy forbids loading
+anything. Its script only shows values under the pointer and zooms. Raises UsageError without a run or if the file
+cannot be there, and OSError if the page cannot be written.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ EXCERPT = (
     *("rollout.max_tokens", "rollout.concurrency", "reward.function", "learner.backend", "learner.ranks"),
     *("learner.steps", "learner.groups_per_step", "learner.lr", "staleness.max", "weights.transport", "run.seed"),
 )
-"""Keys of the configuration that a reader wants to know first."""
+"""Keys of the configuration that the page shows first."""
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
 def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
-    """Write the report of the run in ``run_dir``, which may live, to the file ``out``, as a whole or not at all."""
+    """Write the report of the run in ``run_dir``, which ``lives`` or has ended, to ``out``, whole or not at all."""
     if not (run_dir / "config.json").is_file():
         raise UsageError(f"{run_dir} is not a run folder: it holds no config.json")
     check_writable(out)
@@ -49,7 +49,8 @@ def write_report(run_dir: Path, out: Path, *, lives: bool = False) -> None:
 
 
 def _page(run_dir: Path, *, lives: bool) -> str:
-    config, amiss = _read_config(run_dir)
+    """Read the run folder and make the whole page: header, sections of charts, events, configuration."""
+    config, problem = _read_config(run_dir)
     lines = read_metrics(run_dir / "metrics.jsonl", KINDS_OF_LINES, charts.OF_UPDATES)
     train, evals, updates = ([line for line in lines if line.get("kind") == kind] for kind in KINDS_OF_LINES)
     train = [line for line in train if "step" in line]
@@ -86,7 +87,7 @@ def _page(run_dir: Path, *, lives: bool) -> str:
         f"<header><h1>{name}</h1><p class=phase>{_phase(last, train, config)}</p>{_figures(train)}</header>",
         *(_section(*section) for section in sections),
         _events(last.events if last is not None else []),
-        _config(config, amiss),
+        _config(config, problem),
     ]
     return "\n".join(
         [
@@ -94,16 +95,16 @@ def _page(run_dir: Path, *, lives: bool) -> str:
             f'<html lang=en><head><meta charset="utf-8"><title>{name} – asyncrl</title>',
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width">',
-            f"<style>{_beside('report.css')}</style>",
+            f"<style>{_resource_text('report.css')}</style>",
             "</head><body><main>",
             *body,
-            f"</main><script>{_beside('report.js')}</script></body></html>\n",
+            f"</main><script>{_resource_text('report.js')}</script></body></html>\n",
         ]
     )
 
 
 def _read_config(run_dir: Path) -> tuple[dict[str, Any], str]:
-    """The configuration, empty if it cannot be read, and then the reason."""
+    """The configuration and an empty text; if it cannot be read, an empty one and the reason."""
     try:
         return read_json_object(run_dir / "config.json"), ""
     except ValueError as error:
@@ -114,22 +115,22 @@ KINDS_OF_LINES = ("train", "eval", "update")
 
 
 def _snapshots(run_dir: Path) -> list[Snapshot]:
-    """Snapshots of the recording, enough for a chart. It is gone through twice, so that it need not fit in memory."""
+    """At most MOST_SNAPSHOTS recorded snapshots, evenly over time. Reads the recording twice to hold only these."""
     chosen = set(evenly([wall for wall, _ in read_bodies(run_dir)], MOST_SNAPSHOTS))
-    found = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
-    return [snapshot for snapshot in found if snapshot is not None]
+    decoded = (decode(body) for index, (_, body) in enumerate(read_bodies(run_dir)) if index in chosen)
+    return [snapshot for snapshot in decoded if snapshot is not None]
 
 
 def _section(title: str, panels: Sequence[Panel], missing: str, note: str) -> str:
-    """A section; without panels what is missing, or nothing if that is normal."""
+    """The HTML of a section. Without panels the text ``missing`` instead, or nothing if that is empty."""
     if not panels:
         return missing and f"<section><h2>{title}</h2><p class=none>{missing}</p></section>"
     drawn = "".join(f'<div style="flex: 1 1 {panel.width * 0.85:.0f}px">{draw(panel)}</div>' for panel in panels)
     return f"<section><h2>{title}</h2><p class=note>{note}</p><div class=panels>{drawn}</div></section>"
 
 
-def _beside(name: str) -> str:
-    """Text of a file that comes with this module."""
+def _resource_text(name: str) -> str:
+    """The text of a file in this module's folder."""
     return (files("asyncrl.observe.report") / name).read_text()
 
 
@@ -139,31 +140,33 @@ def _phase(last: Snapshot | None, train: Sequence[Line], config: Mapping[str, An
         return html.escape(steps)
     run = last.run
     at = datetime.fromtimestamp(last.wall, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    said = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
-    said += [f"attempt {run.attempt}", f"as of {at}"]
-    return html.escape(" · ".join(said))
+    parts = [phase_and_reason(run.phase, run.exit_code, run.reason), steps, f"version {run.version}"]
+    parts += [f"attempt {run.attempt}", f"as of {at}"]
+    return html.escape(" · ".join(parts))
 
 
 def _figures(train: Sequence[Line]) -> str:
+    """The HTML of the numbers in the header, such as mean step and throughput; empty if none is known."""
+
     def values(key: str) -> list[float]:
         return [value for line in train if (value := number_in(line, key)) is not None]
 
     rows: list[tuple[str, str]] = []
-    if found := values("reward/mean"):
-        rows.append(("reward, first → last", f"{fixed(found[0], 3)} → {fixed(found[-1], 3)}"))
+    if series := values("reward/mean"):
+        rows.append(("reward, first → last", f"{fixed(series[0], 3)} → {fixed(series[-1], 3)}"))
     timed = [line for line in without_first(train) if (number_in(line, "time/step_s") or 0.0) > 0]
     steps_s = [float(line["time/step_s"]) for line in timed]
     rates = [number_in(line, "rollout/tokens_per_s") for line in timed]
     if steps_s:
         rows.append(("mean step", f"{fixed(mean(steps_s))} s"))
-    # Tokens of all of these steps over the time of all of them.
-    if told := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
-        mean_rate = sum(rate * step_s for rate, step_s in told) / sum(step_s for _, step_s in told)
+    # Weighted by the time of each step: tokens of all these steps over their time.
+    if known := [(rate, step_s) for rate, step_s in zip(rates, steps_s, strict=True) if rate is not None]:
+        mean_rate = sum(rate * step_s for rate, step_s in known) / sum(step_s for _, step_s in known)
         rows.append(("mean throughput", f"{exact(mean_rate)} tokens/s"))
-    if found := values("perf/overlap"):
-        rows.append(("generation during training", percent(mean(found))))
-    if found := values("staleness/token_mean"):
-        rows.append(("mean staleness", fixed(mean(found))))
+    if series := values("perf/overlap"):
+        rows.append(("generation during training", percent(mean(series))))
+    if series := values("staleness/token_mean"):
+        rows.append(("mean staleness", fixed(mean(series))))
     if not rows:
         return ""
     return "<div class=figures>" + "".join(f"<div><span>{key}</span>{value}</div>" for key, value in rows) + "</div>"
@@ -181,9 +184,9 @@ def _events(events: Iterable[Event]) -> str:
     return f"<section><h2>Latest events</h2><table>{rows}</table></section>"
 
 
-def _config(config: Mapping[str, Any], amiss: str) -> str:
-    if amiss:
-        return f"<section><h2>Configuration</h2><p class=none>{html.escape(amiss)}</p></section>"
+def _config(config: Mapping[str, Any], problem: str) -> str:
+    if problem:
+        return f"<section><h2>Configuration</h2><p class=none>{html.escape(problem)}</p></section>"
     rows = ""
     for key in EXCERPT:
         value = _value(config, key)
@@ -197,7 +200,7 @@ def _config(config: Mapping[str, Any], amiss: str) -> str:
 
 
 def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
-    """Value under a dotted key."""
+    """The value under a dotted key of the configuration; ``otherwise`` if there is no value."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
@@ -205,20 +208,21 @@ def _value(config: Mapping[str, Any], key: str, otherwise: Any = None) -> Any:
 
 
 def check_writable(path: Path) -> None:
-    """Require that a file may be put there at all. Raises UsageError."""
+    """Raise UsageError if no file can be written at ``path``."""
     _mode(path)
 
 
 def write_user_file(path: Path, text: str) -> None:
-    """Put ``text`` (UTF-8) where a user has named, whole or not at all, with the rights of a file that it replaces.
+    """Write ``text`` (UTF-8) to a path that a user has named, whole or not at all.
 
-    A link is followed. A target that is no regular file, as a device or a folder, is left alone. Raises UsageError
-    where no file can be, and OSError with the ``filename`` that the user named.
+    A file that it replaces keeps its permissions. A link is followed. A target that is no regular file, such as a
+    device or a folder, is left alone. Raises UsageError if no file can be there, and OSError with the user's path as
+    ``filename``.
     """
     mode = _mode(path)
     target = Path(os.path.realpath(path))
     try:
-        # A name of the run may hold bytes that are no text.
+        # A name in the run may contain bytes that are no text.
         data = text.encode("utf-8", "backslashreplace")
         replace_file(target, data, mode=mode, aside=target.with_name(f".{secrets.token_hex(8)}.new"))
     except OSError as error:
@@ -226,9 +230,9 @@ def write_user_file(path: Path, text: str) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The rights of the existing file, if there is one."""
+    """The permissions of the file at ``path``; None if there is no file yet. Raises UsageError if none can be there."""
     try:
-        found = path.stat().st_mode
+        mode = path.stat().st_mode
     except FileNotFoundError:
         folder = Path(os.path.realpath(path)).parent
         if not folder.is_dir():
@@ -236,8 +240,8 @@ def _mode(path: Path) -> int | None:
         return None
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: no file can be there ({getattr(error, 'strerror', error)})") from None
-    if stat.S_ISDIR(found):
+    if stat.S_ISDIR(mode):
         raise UsageError(f"{path} is a folder; name a file in it")
-    if not stat.S_ISREG(found):
+    if not stat.S_ISREG(mode):
         raise UsageError(f"{path} is no regular file, and is left alone")
-    return stat.S_IMODE(found)
+    return stat.S_IMODE(mode)

@@ -1,7 +1,7 @@
-"""Curves, bars and areas as SVG in HTML, with what a script of the page (report.js) needs to say values and to zoom.
+"""Draws curves, bars and areas as SVG in HTML, with the values that the page's script (report.js) shows and zooms.
 
-The script is optional. All text is escaped. Invariant: for all finite numbers the drawing is finite
-and within its frame. Pure.
+The script is optional. All text is escaped. Invariant: for all finite numbers the drawing is finite and within its
+frame. Pure.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Literal
 from asyncrl.core.numbers import count
 
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 8.0, 38.0
-"""Room around the plot."""
+"""Margins around the plot (px)."""
 X_TICKS, Y_TICKS = 8, 5
 X_TICK_ROOM = 75.0
 MINUTES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
-"""Steps of ticks on an axis of time (s)."""
+"""Possible distances of ticks on a time axis (s)."""
 SMALLEST = 1e-300
 LARGEST = 1e300
-"""Bounds of a drawn size: a smaller number is 0, a larger one the bound, so that no difference of two is infinite."""
+"""Bounds of drawn sizes: a smaller size counts as 0, a larger one as the bound. So no difference is infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Curve:
     x: Sequence[float]
     y: Sequence[float]
     marks: Literal["line", "dashes", "dots", "line and dots"] = "line"
-    """Marks of the points; not where curves are stacked."""
+    """How the points are drawn, unless curves are stacked."""
     notes: Sequence[str] = field(default=())
-    """Notes that are said with the values, one for each point."""
+    """Texts that are shown with the values, one for each point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +51,21 @@ class Panel:
     across: str = "step"
     """Unit of x."""
     stack: Literal["", "bars", "areas"] = ""
-    """Form in which values add up, if they do: all curves have the same x."""
+    """How curves are stacked on each other, all with the same x; empty if they are not stacked."""
     widths: Sequence[float] = field(default=())
-    """Width of bars, in units of x; each is around its x."""
+    """Widths of the bars, in units of x. Each bar is centred on its x."""
     zero: bool = True
-    """Whether 0 is in the frame."""
+    """Whether the y axis includes 0."""
     shares: bool = False
-    """Whether y are shares, 0 to 1."""
+    """Whether the values are shares, 0 to 1."""
     origin: float | None = None
-    """Moment (Unix time) since which x are seconds."""
+    """Unix time (s) of x = 0 on a time axis; None on any other axis."""
     width: int = 1100
     height: int = 280
 
 
 def draw(panel: Panel) -> str:
-    """The panel, with its title and legend."""
+    """The panel as HTML: title, legend, axes and plot."""
     tops = _tops(panel)
     x, y = _frame_x(panel), _frame_y(panel, tops)
     plot = panel.width - LEFT - RIGHT, panel.height - TOP - BOTTOM
@@ -73,7 +73,7 @@ def draw(panel: Panel) -> str:
     place = f"x={LEFT:g} y={TOP:g} width={plot[0]:g} height={plot[1]:g}"
     head = f"<h3>{html.escape(panel.title)}</h3>" if panel.title else ""
     return (
-        f'<figure class=chart data-told="{_told(panel, x)}">{head}{_legend(panel)}'
+        f'<figure class=chart data-told="{_script_data(panel, x)}">{head}{_legend(panel)}'
         f'<svg viewBox="0 0 {panel.width} {panel.height}" role=img>{_axes(panel, x, y, *plot)}'
         f'<svg class=plot {place} viewBox="0 0 {plot[0]:g} {plot[1]:g}" preserveAspectRatio=none>{shapes}</svg>'
         f"<rect class=cursor x={LEFT:g} y={TOP:g} width=0 height={plot[1]:g} />"
@@ -84,19 +84,21 @@ def draw(panel: Panel) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The ends of an axis."""
+    """The range of an axis."""
 
     low: float
     high: float
 
     def of(self, value: float) -> float:
-        """Place of a value on the axis, 0 to 1."""
+        """Position of a value on the axis, 0 to 1."""
         return (_bounded(value) - self.low) / (self.high - self.low)
 
 
 def ticks(low: float, high: float, most: int, steps: Iterable[float] = ()) -> list[float]:
-    """Round values from ``low`` to ``high``, at most ``most``. Their distance is the smallest possible of ``steps``, or
-    1, 2 or 5 times a power of ten."""
+    """Round values from ``low`` to ``high``, at most ``most`` or one more.
+
+    Their distance is the smallest of ``steps`` that is large enough, or else 1, 2 or 5 times a power of ten.
+    """
     least = (high - low) / most
     step = next((each for each in steps if each >= least), None)
     if step is None:
@@ -111,34 +113,34 @@ def _bounded(value: float) -> float:
 
 
 def _tops(panel: Panel) -> list[list[float]]:
-    """y of each curve, on top of those before it where they are stacked."""
-    found: list[list[float]] = []
+    """The y values to draw of each curve; in a stack, added to those of the curves before it."""
+    tops: list[list[float]] = []
     for curve in panel.curves:
-        below = found[-1] if found and panel.stack else [0.0] * len(curve.y)
-        found.append([_bounded(y + under) for y, under in zip(curve.y, below, strict=True)])
-    return found
+        below = tops[-1] if tops and panel.stack else [0.0] * len(curve.y)
+        tops.append([_bounded(y + under) for y, under in zip(curve.y, below, strict=True)])
+    return tops
 
 
 def _frame_x(panel: Panel) -> _Frame:
     values = [_bounded(x) for curve in panel.curves for x in curve.x]
     if panel.widths:
         return _around(min(values) - panel.widths[0] / 2, max(values) + panel.widths[-1] / 2)
-    found = _around(min(values), max(values))
-    # The border is not to cut a dot.
-    room = (found.high - found.low) / 100
-    return _Frame(found.low - room, found.high + room)
+    frame = _around(min(values), max(values))
+    # Margin, so that the border does not cut a dot.
+    room = (frame.high - frame.low) / 100
+    return _Frame(frame.low - room, frame.high + room)
 
 
 def _frame_y(panel: Panel, tops: Sequence[Sequence[float]]) -> _Frame:
     if panel.shares:
         return _Frame(0.0, 1.0)
     values = [y for curve in tops for y in curve]
-    found = _around(min(values), max(values))
+    frame = _around(min(values), max(values))
     if panel.zero or panel.stack:
-        found = _Frame(min(0.0, found.low), max(0.0, found.high))
-    # The highest value is not to stick to the border.
-    room = (found.high - found.low) / 20
-    return _Frame(found.low - (room if found.low < 0.0 else 0.0), found.high + room)
+        frame = _Frame(min(0.0, frame.low), max(0.0, frame.high))
+    # Margin, so that no value touches the border.
+    room = (frame.high - frame.low) / 20
+    return _Frame(frame.low - (room if frame.low < 0.0 else 0.0), frame.high + room)
 
 
 def _around(low: float, high: float) -> _Frame:
@@ -151,6 +153,8 @@ def _around(low: float, high: float) -> _Frame:
 def _shapes(
     panel: Panel, tops: Sequence[Sequence[float]], x: _Frame, y: _Frame, width: float, height: float
 ) -> Iterable[str]:
+    """SVG paths of the curves, in a plot of ``width`` times ``height``; ``tops`` are their y values from ``_tops``."""
+
     def at(value: float) -> str:
         return _short(x.of(value) * width)
 
@@ -167,13 +171,13 @@ def _shapes(
             )
             yield f'<path fill="{curve.colour}" d="{"".join(bars)}" />'
         elif panel.stack == "areas":
-            there = [f"{at(x0)},{up(y1)}" for x0, y1 in zip(curve.x, top, strict=True)]
+            forth = [f"{at(x0)},{up(y1)}" for x0, y1 in zip(curve.x, top, strict=True)]
             back = [f"{at(x0)},{up(y0)}" for x0, y0 in zip(curve.x, below, strict=True)]
-            yield f'<path fill="{curve.colour}" d="M{"L".join([*there, *reversed(back)])}z" />'
+            yield f'<path fill="{curve.colour}" d="M{"L".join([*forth, *reversed(back)])}z" />'
         else:
             points = [f"{at(x0)},{up(y0)}" for x0, y0 in zip(curve.x, top, strict=True)]
             if curve.marks != "dots":
-                # A line that has one point is not seen.
+                # A line with one point would be invisible, so draw a dot.
                 kind = "line" if len(points) > 1 else "dots"
                 dashes = " dashes" if curve.marks == "dashes" else ""
                 d = "M" + "L".join(points) if len(points) > 1 else f"M{points[0]}h0"
@@ -184,28 +188,29 @@ def _shapes(
 
 
 def _axes(panel: Panel, x: _Frame, y: _Frame, width: float, height: float) -> str:
-    found = []
+    """SVG of the grid, the ticks and the titles of both axes, around a plot of ``width`` times ``height``."""
+    parts = []
     for tick in ticks(y.low, y.high, Y_TICKS):
         up = TOP + (1.0 - y.of(tick)) * height
-        said = f"{tick:.0%}" if panel.shares else _said(tick, y.high - y.low)
-        found.append(f'<path class=grid d="M{LEFT:g},{up:.1f}h{width:g}" />')
-        found.append(f"<text class=y x={LEFT - 8:g} y={up + 4:.1f}>{said}</text>")
+        label = f"{tick:.0%}" if panel.shares else _tick_text(tick, y.high - y.low)
+        parts.append(f'<path class=grid d="M{LEFT:g},{up:.1f}h{width:g}" />')
+        parts.append(f"<text class=y x={LEFT - 8:g} y={up + 4:.1f}>{label}</text>")
     bottom = TOP + height
     most = max(2, min(X_TICKS, int(width / X_TICK_ROOM)))
     low, high = (x.low, x.high) if panel.origin is None else (panel.origin + x.low, panel.origin + x.high)
     steps = () if panel.origin is None else MINUTES
     for tick in ticks(low, high, most, steps):
         share = x.of(tick - (panel.origin or 0.0))
-        said = _said(tick, high - low) if panel.origin is None else _clock(tick, high - low)
-        found.append(
-            f"<text class=x data-at={share:.4f} x={LEFT + share * width:.1f} y={bottom + 16:.1f}>{said}</text>"
+        label = _tick_text(tick, high - low) if panel.origin is None else _clock(tick, high - low)
+        parts.append(
+            f"<text class=x data-at={share:.4f} x={LEFT + share * width:.1f} y={bottom + 16:.1f}>{label}</text>"
         )
-    found.append(f'<path class=axis d="M{LEFT:g},{bottom:.1f}h{width:g}" />')
-    found.append(f"<text class=title x={LEFT + width / 2:.1f} y={bottom + 32:.1f}>{html.escape(panel.across)}</text>")
+    parts.append(f'<path class=axis d="M{LEFT:g},{bottom:.1f}h{width:g}" />')
+    parts.append(f"<text class=title x={LEFT + width / 2:.1f} y={bottom + 32:.1f}>{html.escape(panel.across)}</text>")
     middle = TOP + height / 2
     turned = f'transform="rotate(-90 12 {middle:.1f})"'
-    found.append(f"<text class=title x=12 y={middle:.1f} {turned}>{html.escape(panel.unit)}</text>")
-    return "".join(found)
+    parts.append(f"<text class=title x=12 y={middle:.1f} {turned}>{html.escape(panel.unit)}</text>")
+    return "".join(parts)
 
 
 def _legend(panel: Panel) -> str:
@@ -217,8 +222,8 @@ def _legend(panel: Panel) -> str:
     return f"<div class=legend>{names}</div>"
 
 
-def _told(panel: Panel, x: _Frame) -> str:
-    """Figures for the script, as the value of an attribute."""
+def _script_data(panel: Panel, x: _Frame) -> str:
+    """The values for the script: JSON, escaped as an HTML attribute."""
     curves = [
         {
             **{"name": curve.name, "colour": curve.colour, "notes": list(curve.notes)},
@@ -226,8 +231,8 @@ def _told(panel: Panel, x: _Frame) -> str:
         }
         for curve in panel.curves
     ]
-    told = {"x": [x.low, x.high], "across": panel.across, "origin": panel.origin, "shares": panel.shares}
-    return html.escape(json.dumps(told | {"curves": curves}, separators=(",", ":"), allow_nan=False))
+    data = {"x": [x.low, x.high], "across": panel.across, "origin": panel.origin, "shares": panel.shares}
+    return html.escape(json.dumps(data | {"curves": curves}, separators=(",", ":"), allow_nan=False))
 
 
 def _few(value: float, digits: int = 8) -> float | int:
@@ -239,8 +244,8 @@ def _short(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _said(tick: float, span: float) -> str:
-    """A tick with as many digits as distinguish it from its neighbours."""
+def _tick_text(tick: float, span: float) -> str:
+    """A tick as text, with enough digits to differ from its neighbours."""
     digits = 4 if not tick else math.floor(math.log10(abs(tick))) - math.floor(math.log10(span)) + 3
     if 1e4 <= abs(tick) < 1e15 and digits <= 4:
         return count(tick)

@@ -1,7 +1,7 @@
-"""The actor of the sinks: asks the controller for metrics and hands them to the thread of each sink.
+"""The actor of the sinks: asks the controller for metrics and passes them to the thread of each sink.
 
 Invariant: at most one request is open, and the actor waits for no sink. When the run drains, it takes the last lines,
-and the sinks have ``FLUSH_S`` to write what they hold. If a sink fails, its thread opens it again and the user gets a
+and the sinks have ``FLUSH_S`` to write their queues. If a sink fails, its thread opens it again and the user gets a
 notice; the actor does not fail.
 """
 
@@ -32,7 +32,7 @@ LOOK_S = 1.0
 LAST_LINES_S = 1.0
 """Longest wait of a draining actor for the last lines (s)."""
 FLUSH_S = 4.0
-"""Longest wait for the sinks to write what they hold, at the end (s)."""
+"""Longest wait at the end for the sinks to write their queues (s)."""
 
 
 class Sinks(Actor):
@@ -44,13 +44,13 @@ class Sinks(Actor):
         super().__init__(context)
         self._threads: list[SinkThread] = []
         self._reported: dict[str, tuple[int, str]] = {}
-        """Failures and address of each sink in the last report."""
+        """Number of failures and address of each sink at the last report."""
         self._snapshots = msgspec.msgpack.Decoder(Snapshot)
         self._temporary = ""
 
     async def setup(self) -> None:
         """Start the thread of each sink, which opens it."""
-        # Up to NICENESS and not by it: os.nice adds to what the process has been given.
+        # Raise to NICENESS, not by it: os.nice adds to the present niceness.
         os.nice(max(0, NICENESS - os.nice(0)))
         self._temporary = await asyncio.to_thread(_own_temporary_files, self.context.credentials.run_id)
         self._threads = [SinkThread(sink) for sink in self._sinks()]
@@ -72,7 +72,7 @@ class Sinks(Actor):
 
     async def run(self) -> None:
         """Take metrics until the last, and let the sinks write them."""
-        self.tasks.create_task(self._look_at_sinks())
+        self.tasks.create_task(self._report_regularly())
         taking = self.tasks.create_task(self._take())
         await self.drained()
         await asyncio.wait({taking}, timeout=LAST_LINES_S)
@@ -86,28 +86,29 @@ class Sinks(Actor):
             await asyncio.to_thread(shutil.rmtree, self._temporary, ignore_errors=True)
 
     async def _take(self) -> None:
-        seen = WatchMetrics()
+        """Ask the controller for new lines and snapshots, and queue them for each sink, until the last."""
+        request = WatchMetrics()
         while True:
             try:
-                found: Metrics = await self.peer(CONTROLLER).call(seen)
+                reply: Metrics = await self.peer(CONTROLLER).call(request)
             except WireError as error:
                 await wait_out(self.log, "controller", error)
                 continue
-            seen = WatchMetrics(line=found.line, snapshot_number=found.snapshot_number)
-            records: list[Line | Snapshot] = [*found.lines]
-            if found.snapshot:
-                # First: the next line of a step takes it along.
-                records.insert(0, self._snapshots.decode(found.snapshot))
+            request = WatchMetrics(line=reply.line, snapshot_number=reply.snapshot_number)
+            records: list[Line | Snapshot] = [*reply.lines]
+            if reply.snapshot:
+                # Before the lines, because a sink writes it with the next train line (Entries).
+                records.insert(0, self._snapshots.decode(reply.snapshot))
             for record in records:
                 for thread in self._threads:
                     thread.put(record)
             self.progress()
-            if found.last:
+            if reply.last:
                 return
 
     async def _flush(self) -> None:
         until = time.monotonic() + FLUSH_S
-        # All end at once: they share the time.
+        # End all before the first wait, so that they share the time.
         for thread in self._threads:
             thread.end()
         for thread in self._threads:
@@ -115,13 +116,13 @@ class Sinks(Actor):
                 thread.fail(f"it did not write what it holds within {FLUSH_S:g} s")
         self._report_sinks()
 
-    async def _look_at_sinks(self) -> None:
+    async def _report_regularly(self) -> None:
         while True:
             self._report_sinks()
             await asyncio.sleep(LOOK_S)
 
     def _report_sinks(self) -> None:
-        """Report failures to the user, and addresses to the log."""
+        """Report new failures to the user, and log new addresses."""
         for thread in self._threads:
             failures, address = self._reported.get(thread.name, (0, ""))
             if thread.failures > failures:
@@ -133,7 +134,7 @@ class Sinks(Actor):
             self._reported[thread.name] = thread.failures, thread.address
 
     def metrics(self) -> dict[str, float]:
-        """Counts of lines and records that the sinks did not take."""
+        """Adds the numbers of lines that were dropped and records that were lost, over all sinks."""
         return super().metrics() | {
             "sinks/dropped": sum(thread.dropped for thread in self._threads),
             "sinks/lost": sum(thread.lost for thread in self._threads),
@@ -143,7 +144,7 @@ class Sinks(Actor):
 def _own_temporary_files(run_id: str) -> str:
     """Make a folder for the temporary files of this process, and remove those of earlier processes.
 
-    Libraries remove their files at the regular end of a process, and an actor has none.
+    Libraries remove their files only at a regular end of the process, which an actor may not have.
     """
     prefix = f"asyncrl-sinks-{run_id}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):

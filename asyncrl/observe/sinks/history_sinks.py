@@ -52,7 +52,7 @@ def update_numbers(line: Line) -> Iterator[tuple[str, float]]:
 
 
 def run_values(snapshot: Snapshot) -> dict[str, float]:
-    """Known numbers of the run as a whole: ``run/*``."""
+    """The known numbers of the whole run, by name ``run/*``."""
     run, actors = snapshot.run, snapshot.actors
     values: dict[str, float | None] = {
         "run/age_s": run.age_s,
@@ -79,16 +79,15 @@ class HistoryEntry(NamedTuple):
 
     step: int
     again: bool
-    """Whether it voids earlier entries of this step and later ones."""
+    """Whether the learner was restarted, so that this entry voids earlier ones of its step and later steps."""
     values: dict[str, float]
 
 
 class Entries:
-    """Makes an entry for each line; the next line of a step takes the newest snapshot along.
+    """Makes a history entry of each metrics line. A train line's entry includes ``run/*`` of the newest snapshot.
 
-    It follows the steps of lines across restarts of the learner from a checkpoint. A step's own line comes before those
-    of its updates and evaluations. A restarted sinks actor does not know earlier lines. So the first step of each
-    learner voids this step and all later ones.
+    A step's train line comes before the lines of its updates and evaluations. The first train line of each start of
+    the learner voids its step and all later ones. A restarted sinks actor cannot know whether they were written.
     """
 
     def __init__(self) -> None:
@@ -97,7 +96,7 @@ class Entries:
         self._start: int | None = None
 
     def take(self, record: Line | Snapshot) -> HistoryEntry | None:
-        """The entry; None for a snapshot, and for a warm step, which is not a training step."""
+        """The entry of a line; None for a snapshot, which is kept, and for a supervised warm step."""
         if isinstance(record, Snapshot):
             self._run = run_values(record)
             return None
@@ -109,7 +108,7 @@ class Entries:
             case "update":
                 values = dict(update_numbers(line))
             case "eval":
-                # Its weights/version is that of the engines, and not the trained one.
+                # Without weights/version, which is that of the engines and not the trained one.
                 values = {name: value for name, value in numbers(line) if name.startswith("eval/")}
             case kind:
                 values = dict(numbers(line)) | self._run
@@ -208,7 +207,7 @@ class WandbSink:
             self._run.log({"step": entry.step, **entry.values})
 
     def close(self) -> None:
-        """Hand everything to the service and end it."""
+        """Pass all data to the W&B service, and end the service."""
         if self._run is None:
             return
         import wandb
@@ -217,7 +216,7 @@ class WandbSink:
         try:
             run.finish()
         finally:
-            # It raises if its service is dead, and resets its state all the same.
+            # It raises if the service is dead, but resets the library's state in any case.
             with contextlib.suppress(Exception):
                 wandb.teardown()
 

@@ -40,9 +40,9 @@ LABELS = {
     "rollout/episodes_failed/": "cause",
     "rollout/forks/": "cause",
 }
-"""Label by the prefix of a name; the rest of the name is its value."""
+"""Label by prefix of a metric's name. The rest of the name becomes the label's value."""
 EVAL_LABELS = {"component": "component", "pass_at": "k"}
-"""Label of an evaluation's number with members, by its name."""
+"""In eval/NAME/NUMBER/MEMBER the label for MEMBER, by NUMBER."""
 GAUGES = {
     "version": ("version", "newest version of the weights that it knows"),
     "heard_s": ("heard_s", "age of its last heartbeat"),
@@ -52,12 +52,12 @@ GAUGES = {
     "cpu": ("cpu", "processors used by it and its children"),
     "rss_bytes": ("rss_bytes", "memory of it and its children"),
 }
-"""Name and description of a gauge by field of an ActorView."""
+"""By field of an ActorView: name and description of its gauge."""
 
 
 @dataclass(slots=True)
 class Family:
-    """The values of one name. ``edges`` are those of a histogram."""
+    """All values of one Prometheus metric, by their labels. ``edges`` are the bucket edges of a histogram."""
 
     kind: str
     text: str
@@ -72,22 +72,23 @@ def prometheus_name(name: str) -> str:
 
 
 def families_of(lines: Iterable[Mapping[str, Any]], snapshot: Snapshot | None) -> dict[str, Family]:
-    """Families by name, from the newest line of each kind, evaluation and replica, and from the newest snapshot.
+    """Makes the families by name, from the newest lines and the newest snapshot.
 
-    Replicas that have left the run are left out.
+    ``lines`` has the newest line of each kind, evaluation and replica. Those of replicas that are not in the snapshot,
+    because they have left the run, are skipped.
     """
-    found = _Families()
-    there = {actor.name for actor in snapshot.actors} if snapshot is not None else None
+    families = _Families()
+    present = {actor.name for actor in snapshot.actors} if snapshot is not None else None
     for line in lines:
-        if line.get("kind") != "update" or there is None or line.get("replica") in there:
-            _add_line(found, line)
+        if line.get("kind") != "update" or present is None or line.get("replica") in present:
+            _add_line(families, line)
     if snapshot is not None:
-        found.add("run/phase", 1.0, "1 for the present phase", phase=snapshot.run.phase)
+        families.add("run/phase", 1.0, "1 for the present phase", phase=snapshot.run.phase)
         for name, value in run_values(snapshot).items():
-            found.add(name, value, "of the run as a whole")
+            families.add(name, value, "of the run as a whole")
         for actor in snapshot.actors:
-            _add_actor(found, actor)
-    return found.by_name
+            _add_actor(families, actor)
+    return families.by_name
 
 
 class _Families:
@@ -110,51 +111,53 @@ class _Families:
         return family
 
 
-def _add_line(found: _Families, line: Mapping[str, Any]) -> None:
+def _add_line(families: _Families, line: Mapping[str, Any]) -> None:
+    """Add the numbers of a train, eval or update line; other kinds have no family."""
     kind = line.get("kind")
     if kind == "train":
-        found.add("step", float(line.get("step", 0)), _text("step"))
+        families.add("step", float(line.get("step", 0)), _text("step"))
     for name, value in numbers(dict(line)):
         if kind == "update":
-            found.add(f"update/{name.rpartition('/')[2]}", value, _text(name), replica=str(line.get("replica", "")))
+            families.add(f"update/{name.rpartition('/')[2]}", value, _text(name), replica=str(line.get("replica", "")))
         elif kind == "eval" and name.startswith("eval/"):
-            evaluation, _, figure = name.removeprefix("eval/").partition("/")
-            figure, _, member = figure.partition("/")
-            # ``eval/*/pass_at`` and ``pass_at_k`` are two names.
-            labels = {EVAL_LABELS.get(figure, "of"): member} if member else {}
-            found.add(f"eval/{figure}", value, _text(name), eval=evaluation, **labels)
+            evaluation, _, number = name.removeprefix("eval/").partition("/")
+            number, _, member = number.partition("/")
+            # eval/NAME/pass_at/K gets the label k; eval/NAME/pass_at_k is another metric.
+            labels = {EVAL_LABELS.get(number, "of"): member} if member else {}
+            families.add(f"eval/{number}", value, _text(name), eval=evaluation, **labels)
         elif kind == "train":
             family, labels = _labelled(name)
-            found.add(family, value, _text(name), **labels)
+            families.add(family, value, _text(name), **labels)
 
 
-def _add_actor(found: _Families, actor: ActorView) -> None:
+def _add_actor(families: _Families, actor: ActorView) -> None:
+    """Add an actor's gauges, metrics, histograms, resources and GPUs, with its name and host as labels."""
     who = {"actor": actor.name, "host": actor.host}
-    found.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
-    found.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
+    families.add("actor/up", actor.condition == "ready", "whether it is ready", **who)
+    families.add("actor/restarts", actor.restarts, "of the actor", kind="counter", **who)
     for field_name, (name, text) in GAUGES.items():
-        found.add(f"actor/{name}", getattr(actor, field_name), text, **who)
+        families.add(f"actor/{name}", getattr(actor, field_name), text, **who)
     for name, value in actor.metrics.items():
         metric = catalogue.find(name)
         kind = "counter" if metric is not None and "counter" in metric.kinds else "gauge"
         family, labels = _labelled(name)
-        found.add(f"actor/{family}", value, _text(name), kind=kind, **labels, **who)
+        families.add(f"actor/{family}", value, _text(name), kind=kind, **labels, **who)
     for name, histogram in actor.histograms.items():
         metric = catalogue.find(name)
         if metric is not None:
-            found.add_histogram(f"actor/{name}", histogram, metric, **who)
+            families.add_histogram(f"actor/{name}", histogram, metric, **who)
     for resource in actor.resources:
         for state, seconds in resource.seconds.items():
             labels = {"resource": resource.name, "state": state, **who}
-            found.add("resource/seconds", seconds, "spent in each state", kind="counter", **labels)
+            families.add("resource/seconds", seconds, "spent in each state", kind="counter", **labels)
     for gpu in actor.gpus:
         if gpu.utilisation is not None:
-            found.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
-        found.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
+            families.add("gpu/utilisation", gpu.utilisation, "share of time", gpu=str(gpu.index), **who)
+        families.add("gpu/memory_bytes", gpu.memory_bytes, "in use", gpu=str(gpu.index), **who)
 
 
 def _labelled(name: str) -> tuple[str, dict[str, str]]:
-    """The name of the family, and the label of a value in it."""
+    """The name of a metric's family, and the label of its value in that family; no label if the names are equal."""
     for beginning, label in LABELS.items():
         if name.startswith(beginning):
             return beginning[:-1], {label: name.removeprefix(beginning)}
@@ -173,7 +176,7 @@ ADDRESS_FILE = "monitor/prometheus.json"
 CONNECTIONS = 16
 CONNECTION_S = 10.0
 ACCEPT_PAUSE_S = 0.1
-"""Pause after a connection that could not be accepted."""
+"""Pause after a connection that could not be accepted (s)."""
 
 
 class PrometheusSink:
@@ -204,20 +207,20 @@ class PrometheusSink:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"http://{host}:{self._server.server_port}/metrics"
-        # The endpoint serves also if the disk is full; the log has the address too.
+        # Without the file, as on a full disk, the endpoint still serves; the log has the address too.
         with contextlib.suppress(OSError):
             self._address_file.parent.mkdir(exist_ok=True)
             replace_file(self._address_file, json.dumps({"address": self.address}) + "\n")
 
     def write(self, record: Line | Snapshot) -> None:
-        """Keep the newest record of its kind."""
+        """Keep a snapshot, or a line as the newest of its kind, and drop the lines that it voids."""
         if isinstance(record, Snapshot):
             self._snapshot = record
             return
         line = record
         names = {key.split("/")[1] for key in line if key.startswith("eval/")}
         key = (str(line.get("kind")), str(line.get("replica", "")), *sorted(names))
-        # A new dictionary: other threads iterate over the present one.
+        # A new dictionary, because other threads may iterate over the present one.
         self._lines = {key: other for key, other in self._lines.items() if not is_voided(other, line)} | {key: line}
 
     def close(self) -> None:
@@ -230,7 +233,7 @@ class PrometheusSink:
                 self._address_file.unlink(missing_ok=True)
 
     def collect(self) -> Iterator[Any]:
-        """Metrics for prometheus_client, from the thread of a client."""
+        """Yields the metrics for prometheus_client, which calls it in the thread of a connection."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for name, family in families_of(self._lines.values(), self._snapshot).items():
@@ -249,18 +252,18 @@ class PrometheusSink:
 
 
 def _in_order(key: Labels, labels: Sequence[str]) -> list[str]:
-    held = dict(key)
-    return [held.get(label, "") for label in labels]
+    by_label = dict(key)
+    return [by_label.get(label, "") for label in labels]
 
 
 def _buckets(edges: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative buckets: Prometheus counts all up to an edge."""
+    """(edge, count) of cumulative buckets, in which Prometheus counts all values up to an edge."""
     names = [*(repr(float(edge)) for edge in edges), "+Inf"]
     return [(name, float(count)) for name, count in zip(names, accumulate(counts), strict=True)]
 
 
 def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
-    """The package's own server, bound, with bounds on its clients."""
+    """prometheus_client's own server, bound, with limits on the number and the time of connections."""
     from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 
     class ScrapeServer(ThreadingWSGIServer):
@@ -273,12 +276,12 @@ def _make_server(host: str, port: int, registry: Any) -> WSGIServer:
             try:
                 return super().get_request()
             except OSError:
-                # Without a free descriptor the connection stays pending, and accept would spin.
+                # Without a free descriptor the connection stays pending, and the accept loop would spin.
                 time.sleep(ACCEPT_PAUSE_S)
                 raise
 
         def verify_request(self, request: Any, client_address: Any) -> bool:
-            """Whether there is room for the connection; it is closed after CONNECTION_S."""
+            """Whether there is room for the connection; if so, sets a timer that ends it after CONNECTION_S."""
             if len(self.clients) >= CONNECTIONS:
                 return False
             timer = self.clients[request] = threading.Timer(CONNECTION_S, _cut_off, (request,))

@@ -1,8 +1,8 @@
 """The thread and the queue of one sink: a sink that blocks or fails does not delay the others.
 
 The thread opens the sink, writes each record and closes it. If the sink raises, the record is lost and counted. The
-thread then closes it and opens it again after a pause that grows with each failure. Lines beyond the queue's room are
-dropped and counted. Only the newest snapshot waits, because snapshots are large.
+thread then closes the sink and opens it again after a pause that grows with each failure. Lines beyond ROOM are dropped
+and counted. Only the newest snapshot is queued, because snapshots are large.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Sink(Protocol):
 
     name: ClassVar[str]
     address: str
-    """Where its output is; empty while there is none."""
+    """Path or URL of its output; empty while it is not open."""
 
     def open(self) -> None:
         """Prepare to write; called again after each failure."""
@@ -39,7 +39,7 @@ class Sink(Protocol):
         """Write one record."""
 
     def close(self) -> None:
-        """Write what is held, and release all resources."""
+        """Write buffered data, and release all resources."""
 
 
 class SinkThread:
@@ -57,11 +57,11 @@ class SinkThread:
         self.lost = 0
         self.failures = 0
         self.trouble = ""
-        """Reason of the present failure; empty if it works."""
+        """Reason of the present failure; empty while the sink works."""
 
     @property
     def address(self) -> str:
-        """Where the sink's output is."""
+        """Path or URL of the sink's output."""
         return self._sink.address
 
     def start(self) -> None:
@@ -80,13 +80,13 @@ class SinkThread:
             self._news.notify()
 
     def end(self) -> None:
-        """Close the sink once it has written what is queued: nothing more will come."""
+        """Let the thread close the sink once it has written the queue."""
         self._ending.set()
         with self._news:
             self._news.notify()
 
     def join(self, timeout: float) -> bool:
-        """Whether the sink is closed within ``timeout``."""
+        """Wait for the end of the thread. Returns whether it has ended within ``timeout`` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -95,6 +95,11 @@ class SinkThread:
         self.failures, self.trouble = self.failures + 1, trouble
 
     def _run(self) -> None:
+        """Open the sink, write records until the end, and close it; after a failure, pause and open it again.
+
+        ``failures`` counts failures in a row. After a failed write they end with the next written line
+        (``takes_lines``). A written snapshot does not end them, because some sinks only keep it in memory.
+        """
         is_open, failures, takes_lines = False, 0, True
         while True:
             record: Line | Snapshot | None = None
@@ -106,21 +111,19 @@ class SinkThread:
                 if record is None:
                     break
                 self._sink.write(record)
-            # Libraries end a thread with SystemExit.
+            # Some libraries raise SystemExit.
             except (Exception, SystemExit) as error:
                 self.lost += record is not None
-                # After a failed write only a written line shows that lines work again.
                 takes_lines = takes_lines and record is None
                 self.fail(describe(error))
                 self._close_quietly()
                 is_open, failures = False, failures + 1
                 pause_s = backoff(FIRST_PAUSE_S, failures - 1, LONGEST_PAUSE_S)
                 if self._ending.wait(pause_s) and failures > 1:
-                    # At the end there is no time to recover.
+                    # At the end of the run there is no time for more than one retry.
                     self._give_up()
                     return
             else:
-                # A snapshot is only held in memory, also on a full disk.
                 takes_lines = takes_lines or not isinstance(record, Snapshot)
                 if takes_lines:
                     failures, self.trouble = 0, ""
@@ -130,7 +133,7 @@ class SinkThread:
             self.fail(describe(error))
 
     def _next(self) -> Line | Snapshot | None:
-        """Wait for the next record; None at the end."""
+        """Wait for the next record, a snapshot first; None at the end."""
         with self._news:
             self._news.wait_for(lambda: self._snapshot or self._lines or self._ending.is_set())
             if self._snapshot is not None:
@@ -144,13 +147,13 @@ class SinkThread:
             self._lines.clear()
 
     def _close_quietly(self) -> None:
-        # The failure before this one is the one to report.
+        # Only the failure before this one is reported.
         with contextlib.suppress(Exception, SystemExit):
             self._sink.close()
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line, without secrets."""
+    """The error in one line, without the values of SECRETS."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     for name in SECRETS:
         if secret := os.environ.get(name):

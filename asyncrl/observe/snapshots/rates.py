@@ -18,20 +18,20 @@ Shares = dict[str, float]
 
 
 class Interval:
-    """Two snapshots of one run. Without an older one there are no rates, and shares cover whole lives."""
+    """Two snapshots of one run. Without an older one there are no rates, and shares cover the time since the start."""
 
     def __init__(self, older: Snapshot | None, newer: Snapshot) -> None:
-        # By age: a wall clock may be set.
+        # By the age of the run, because the Unix clock may be set.
         self.seconds = 0.0 if older is None else max(0.0, newer.run.age_s - older.run.age_s)
         self._older = {} if older is None else {actor.name: actor for actor in older.actors}
 
     def before(self, actor: ActorView) -> ActorView | None:
         """The same process in the older snapshot, if that has it."""
-        found = self._older.get(actor.name)
-        return found if found is not None and found.incarnation == actor.incarnation else None
+        earlier = self._older.get(actor.name)
+        return earlier if earlier is not None and earlier.incarnation == actor.incarnation else None
 
     def rate(self, actor: ActorView, name: str) -> float | None:
-        """Increase of a counter a second, between the heartbeats that the two snapshots know of."""
+        """Increase of a counter per second, between the last heartbeats before the two snapshots; None if unknown."""
         value, before = actor.metrics.get(name), self.before(actor)
         if value is None or before is None:
             return None
@@ -41,26 +41,26 @@ class Interval:
     def seconds_by_state(self, actor: ActorView, resource: Resource) -> dict[str, float]:
         """Seconds that a resource spent in each state in the interval, or since its start.
 
-        A resource that is older than the interval, but missing in the older snapshot, was starting at first. If its
-        seconds exceed the interval even so, nothing is returned.
+        If the older snapshot lacks a resource that is older than the interval, the time before the interval is taken
+        from its state "starting". If the rest still exceeds the interval, the result is empty.
         """
         before = self.before(actor)
         earlier: Mapping[str, float] = {}
         if before is not None:
             earlier = next((each.spent for each in before.resources if each.name == resource.name), {})
         spent = resource.spent
-        # A resource that was replaced inside its actor begins at 0.
+        # The seconds of a resource that was replaced inside its actor begin at 0.
         if sum(spent.values()) < sum(earlier.values()) - 1e-6:
             earlier = {}
         if not earlier and 0.0 < self.seconds < (age := sum(spent.values())):
             left = max(0.0, spent.get("starting", 0.0) - (age - self.seconds))
-            cut = {**spent, "starting": left}
-            # Up to rounding.
-            return _spent(cut) if sum(cut.values()) <= self.seconds + 1e-6 else {}
+            spent_here = {**spent, "starting": left}
+            # Equal up to rounding.
+            return _spent(spent_here) if sum(spent_here.values()) <= self.seconds + 1e-6 else {}
         return _spent({state: seconds - earlier.get(state, 0.0) for state, seconds in spent.items()})
 
     def shares(self, resources: Iterable[tuple[ActorView, Resource]]) -> Shares:
-        """Shares of states over all the time of these resources; empty when no time has passed."""
+        """Shares of states in the summed time of all ``resources``; empty if no time has passed."""
         sums: dict[str, float] = {}
         for actor, resource in resources:
             for state, seconds in self.seconds_by_state(actor, resource).items():
@@ -69,7 +69,7 @@ class Interval:
         return {state: seconds / whole for state, seconds in sums.items()} if whole > 0 else {}
 
     def histogram(self, actor: ActorView, name: str) -> Histogram | None:
-        """Values that a histogram took in the interval."""
+        """The values that a histogram counted in the interval; None if the actor has no such histogram."""
         after, before = actor.histograms.get(name), self.before(actor)
         if after is None:
             return None
@@ -97,7 +97,10 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def time_mean(moments: Sequence[tuple[float, float | None]]) -> float | None:
-    """The mean over time of a level, from (time, level) in order of time; None if no level is known."""
+    """The mean over time of a level, which changes linearly between ``moments``: (time, level) in order of time.
+
+    Unknown levels are skipped; None if no level is known.
+    """
     known = [(at, level) for at, level in moments if level is not None]
     whole = known[-1][0] - known[0][0] if known else 0.0
     if whole <= 0.0:

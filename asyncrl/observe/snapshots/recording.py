@@ -1,10 +1,10 @@
 """The recorded snapshots of a run, for its replay: RUN/monitor/snapshots-ATTEMPT-SEGMENT.msgpack.
 
-A segment is a stream of MessagePack arrays [wall (Unix, s), snapshot], the snapshot in MessagePack, compressed with
-Zstandard. If all segments exceed ``most_bytes``, two neighbours become one with every second of their snapshots: the
-densest ones first, and of these the oldest. So the recording covers a run of any length, its past more coarsely.
-Invariant: a segment with a torn end gives every snapshot before it. Raises OSError if a write fails; the reader skips
-unreadable parts.
+A segment is a stream of MessagePack arrays [wall (Unix, s), body]. The body is a snapshot in MessagePack, compressed
+with Zstandard. If all segments together exceed ``most_bytes``, two neighbouring segments are merged, and every second
+snapshot of the two is dropped. The pair with the shortest time between snapshots is merged first, and the oldest among
+equals. So the recording covers a run of any length, its past more coarsely. Invariant: in a segment with a torn end,
+every snapshot before it can be read. Raises OSError if a write fails; the reader skips unreadable parts.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from asyncrl.messages.snapshot import OVER, SCHEMA, Snapshot
 
 FOLDER = "monitor"
 LAST_WALL = 253_402_128_000.0
-"""Unix time (s), two days before the year 10000, beyond which no calendar goes."""
+"""Unix time (s) two days before the year 10000, the end of Python's calendar."""
 LARGEST_SNAPSHOT_BYTES = 1 << 28
 SEGMENTS = 16
 """Approximate number of segments."""
 LOOK_BACK = 8
-"""Segments, and snapshots in each, that are searched for a readable one."""
+"""Number of segments, and of snapshots in each, that are searched for a readable one."""
 LEVEL = 3
 """Level of the compression by Zstandard."""
 decode_snapshot = msgspec.msgpack.Decoder(Snapshot).decode
-"""A snapshot from its MessagePack. Raises msgspec.DecodeError."""
+"""Decodes a snapshot from MessagePack. Raises msgspec.DecodeError."""
 _NAME = re.compile(r"snapshots-(\d+)-(\d+)\.msgpack")
 
 
 def is_wall(value: float) -> bool:
-    """Whether that is a Unix time (s) of a calendar."""
+    """Whether a Unix time (s) can be shown as a date."""
     return 0.0 <= value <= LAST_WALL
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RecordingFile:
-    """A file of the recording; in order of time."""
+    """A segment of the recording. Segments sort in order of time."""
 
     attempt: int
     number: int
@@ -56,9 +56,9 @@ class RecordingFile:
 
 
 def entries_of(folder: Path) -> list[Path]:
-    """Paths in the folder, in order of name; empty without the folder. Raises OSError."""
+    """The paths in a folder, sorted; an empty list if there is no folder. Raises OSError."""
     try:
-        # A glob returns nothing for a folder without permission.
+        # Not by glob, which finds nothing in a folder without permission, instead of raising.
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -81,7 +81,7 @@ class Recorder:
         self._path: Path | None = None
         self._size = 0
         self._sizes: dict[Path, int] = {}
-        """Sizes of the segments that are complete (bytes)."""
+        """Sizes of the complete segments (bytes)."""
         self._strides: dict[Path, float] = {}
 
     @property
@@ -90,7 +90,10 @@ class Recorder:
         return self._size + sum(self._sizes.values())
 
     def record(self, wall: float, snapshot: bytes) -> None:
-        """Append a snapshot in MessagePack. Raises OSError; the recording then lacks this one."""
+        """Append a snapshot in MessagePack, taken at ``wall``; end the segment if it is large enough, and thin.
+
+        Raises OSError; the recording then lacks this snapshot.
+        """
         if self._path is None:
             self._begin()
         assert self._path is not None
@@ -112,7 +115,7 @@ class Recorder:
         self._size = 0
 
     def _thin(self) -> None:
-        """Make one segment of two, with every second snapshot, until there is room."""
+        """Merge pairs of segments, with every second snapshot, until all fit into ``most_bytes``."""
         while sum(self._sizes.values()) > self._most_bytes and len(self._sizes) > 2:
             paths = sorted(self._sizes)
             # The newest keeps all of its snapshots.
@@ -128,10 +131,10 @@ class Recorder:
             self._sizes[first] = first.stat().st_size
 
     def _stride(self, path: Path) -> float:
-        """Seconds from one snapshot of a segment to the next."""
+        """Mean seconds between two snapshots of a segment."""
         if path not in self._strides:
             walls = [wall for wall, _ in _entries(path)]
-            # A clock that was set back does not make a segment dense.
+            # Absolute, because the Unix clock may have been set back.
             seconds = sum(abs(later - earlier) for earlier, later in pairwise(walls))
             self._strides[path] = seconds / (len(walls) - 1) if len(walls) > 1 else 0.0
         return self._strides[path]
@@ -146,18 +149,18 @@ def _append(path: Path, body: bytes) -> None:
 
 
 def read_bodies(run_dir: Path) -> Iterator[tuple[float, bytes]]:
-    """(wall, encoded snapshot for ``decode``), segment after segment."""
+    """Yields (wall, body for ``decode``) of all recorded snapshots, in order of the segments, each once."""
     seen: set[float] = set()
     for segment in segments(run_dir):
         for wall, body in _entries(segment.path):
-            # A writer that died while it thinned may have left some snapshots twice.
+            # A writer that died in ``_thin`` may have left some snapshots twice.
             if wall not in seen:
                 seen.add(wall)
                 yield wall, body
 
 
 def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
-    """Entries as in ``read_bodies``, from the segments that hold the last ``seconds``; older segments are not read."""
+    """Returns entries as in ``read_bodies`` from the newest segments, which cover at least the last ``seconds``."""
     parts: list[list[tuple[float, bytes]]] = []
     newest = -math.inf
     for segment in reversed(segments(run_dir)):
@@ -165,13 +168,13 @@ def read_latest(run_dir: Path, seconds: float) -> list[tuple[float, bytes]]:
         newest = max([newest, *(wall for wall, _ in parts[-1])])
         if parts[-1] and parts[-1][0][0] < newest - seconds:
             break
-    # If a dead writer left a snapshot twice, the later place counts.
+    # By wall, so that a snapshot which a dead writer left twice counts once.
     backwards = dict(chain.from_iterable(map(reversed, parts)))
     return list(backwards.items())[::-1]
 
 
 def last_recorded(run_dir: Path, attempt: int) -> Snapshot | None:
-    """The newest readable snapshot of an attempt, in the newest segments; else None."""
+    """The newest readable snapshot of an attempt, from its newest LOOK_BACK segments; else None."""
     own = [segment for segment in segments(run_dir) if segment.attempt == attempt]
     for segment in reversed(own[-LOOK_BACK:]):
         for _, body in reversed(deque(_entries(segment.path), maxlen=LOOK_BACK)):
@@ -192,7 +195,7 @@ def decode(body: bytes) -> Snapshot | None:
 
 
 def ended(last: Snapshot, *, lives: bool) -> Snapshot:
-    """The last snapshot of a run; a run that is not alive and has no recorded end has failed."""
+    """Returns ``last``, the last snapshot of a run. If the run neither lives nor has ended, marks it as failed."""
     run, actors = last.run, last.actors
     if lives or run.phase in OVER:
         return last
@@ -206,24 +209,27 @@ def ended(last: Snapshot, *, lives: bool) -> Snapshot:
 
 
 def ending(run_dir: Path, seen: Snapshot | None) -> Snapshot | None:
-    """The end of a run that is not alive, from the recording or from ``seen``; None without either. Blocks."""
+    """The last snapshot of a run that is not alive: the newer one of the recorded ones and ``seen``.
+
+    A run without a recorded end counts as failed. None without any snapshot. Blocks.
+    """
     last = seen
     try:
         entries = read_latest(run_dir, 0.0)
     except OSError:
         entries = []
     for _, body in reversed(entries):
-        if (found := decode(body)) is not None:
-            # An end is newer than any other snapshot, even if the clock was set back.
-            newer = seen is None or found.wall > seen.wall or found.run.phase in OVER
-            if newer and (seen is None or found.run.run_id == seen.run.run_id):
-                last = found
+        if (recorded := decode(body)) is not None:
+            # The snapshot of a run that is over is the newest, even if the clock was set back.
+            newer = seen is None or recorded.wall > seen.wall or recorded.run.phase in OVER
+            if newer and (seen is None or recorded.run.run_id == seen.run.run_id):
+                last = recorded
             break
     return None if last is None else ended(last, lives=False)
 
 
 def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
-    """The entries before the first unreadable byte. Raises PermissionError."""
+    """Yields (wall, body) of a segment up to the first unreadable entry. Raises PermissionError."""
     try:
         with path.open("rb") as file:
             unpacker = msgpack.Unpacker(file, max_buffer_size=LARGEST_SNAPSHOT_BYTES)
@@ -236,5 +242,5 @@ def _entries(path: Path) -> Iterator[tuple[float, bytes]]:
     except PermissionError:
         raise
     except (OSError, msgpack.OutOfData, msgpack.UnpackException, ValueError):
-        # The end, a torn entry or damage; or a live writer has removed the segment.
+        # The end of the file, a torn or damaged entry, or a segment that a writer has removed meanwhile.
         return

@@ -1,9 +1,11 @@
-"""Parts of a peer: a call in flight, and the order in which calls may go.
+"""Parts of a peer: a call in flight, and the order in which calls are sent.
 
-``SendQueue`` is pure. Invariants: no more calls are sent than the credit allows; the large payloads on their way are
-together within BUDGET_BYTES, or there is one of them alone; small calls, and large calls, go in the order in which they
-came, and a small one never waits for a large one. A payload is on its way until the peer says that it has it, even if
-its caller no longer waits. It cannot fail: each call has a deadline of its own.
+The peer's *credit* is the number of calls that may be unanswered at once. A call is *out* from its turn until it ends.
+A large payload is *under way* until the peer says that it has it, even if its caller no longer waits.
+
+``SendQueue`` is pure. Invariants: no more calls are out than the credit allows. The large payloads under way sum to at
+most BUDGET_BYTES, or there is only one. Small calls keep their order, and so do large calls. A small call never waits
+for a large one. The queue cannot fail: each call has a deadline of its own.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ if TYPE_CHECKING:
     from asyncrl.rpc.calls.peer import Peer
 
 LARGE_BYTES = 1 << 16
-"""Payloads of this size and more take of the budget."""
+"""Smallest size of a large payload."""
 BUDGET_BYTES = 16 << 20
 
 
 class CallFuture(asyncio.Future[Any]):
-    """A call in flight. Cancelling it cancels the handler on the other side."""
+    """A call in flight, whose result is the reply. Cancelling it cancels the handler on the other side."""
 
     __slots__ = (
         "answered_by",
@@ -45,29 +47,29 @@ class CallFuture(asyncio.Future[Any]):
 
     peer: Peer
     answered_by: int
-    """Incarnation of the peer that has replied; 0 before."""
+    """Incarnation of the peer that sent the reply; 0 before the reply."""
     id: int
     kind: type[Request]
     frames: list[Any]
     started: float
     deadline: float
     sent: bool
-    """Whether this incarnation of the peer may have seen it."""
+    """Whether the peer may have received the call."""
     placed: int
-    """Smallest id of an ASK that was sent after the call went to this incarnation; 0 if it was not sent, or if the
-    peer has said since that it lacks the call."""
+    """Id of the next message when the call was last sent: an ASK with this id or a larger one was sent after the call.
+    It is 0 if this incarnation of the peer was not sent the call, or has answered since that it lacks it."""
     lacked: bool
-    """Whether the peer has said that it lacks the call, and its timer has not asked after it since."""
+    """Whether the peer has answered that it lacks the call, and the timer has not asked again since."""
     size: int
     """Bytes of body and buffers."""
     times: int
-    """Number of times that it has been asked after or sent again."""
+    """Number of times that the timer has asked after the call or sent it again."""
     silence: float
-    """Longest time without a word of the peer that it has the call, or is being set up (s)."""
+    """Longest time in which the peer neither says that it has the call nor that it is being set up (s)."""
     heard: float
-    """Time at which the peer said so last, or the call began."""
+    """Time at which the peer last said one of these; at first the start of the call (s)."""
     tick: int
-    """Tick of its deadline or its repeat, the earlier of the two."""
+    """Tick (deadlines.py) at which the timer looks at the call next: to ask, to repeat or to end it."""
 
     def cancel(self, msg: Any = None) -> bool:
         if not self.done():
@@ -81,31 +83,31 @@ class SendQueue:
     def __init__(self) -> None:
         self.credit = 0
         self.under_way = 0
-        """Bytes of large payloads that are sent, and not known to have arrived."""
+        """Bytes of large payloads that were sent and are not known to have arrived."""
         self._out: dict[int, int] = {}
-        """Bytes that each call which is out has under way."""
+        """Bytes under way for each call that is out, by its id."""
         self._abandoned: dict[int, int] = {}
-        """Bytes under way of calls that are over."""
+        """Bytes under way for each call that is over."""
         self._small: OrderedDict[int, int] = OrderedDict()
         self._large: OrderedDict[int, int] = OrderedDict()
-        """Bytes of the calls that wait."""
+        """Bytes of each call that waits for its turn."""
 
     def __contains__(self, id: int) -> bool:
         """Whether a call is out."""
         return id in self._out
 
     def begin(self, credit: int) -> None:
-        """Nothing is out or waits."""
+        """Start empty on a new connection, with the credit that its WELCOME grants."""
         self.credit, self.under_way = credit, 0
         for calls in (self._out, self._abandoned, self._small, self._large):
             calls.clear()
 
     def add(self, id: int, size: int) -> None:
-        """A call that is neither out nor waits comes; ``size`` is what is to be sent for it."""
+        """Queue a call that is neither out nor queued. ``size`` is the number of bytes to send for it."""
         (self._small if size < LARGE_BYTES else self._large)[id] = size
 
     def next(self) -> int | None:
-        """A call whose turn it is; it is out from now on."""
+        """Returns the id of the next call to send, which is out from now on; None if no call may be sent now."""
         if len(self._out) >= self.credit:
             return None
         if self._small:
@@ -122,20 +124,20 @@ class SendQueue:
         return None
 
     def arrived(self, id: int) -> None:
-        """The peer has the payload, or will not take it now."""
+        """Free the budget of a call: the peer has its payload, or will not take it now."""
         self.under_way -= self._abandoned.pop(id, 0)
         if self._out.get(id):
             self.under_way -= self._out[id]
             self._out[id] = 0
 
     def remove(self, id: int) -> None:
-        """A call is over, or starts again."""
+        """Forget a call, which is over or will be queued again, and free its budget."""
         self.under_way -= self._out.pop(id, 0)
         self._small.pop(id, None)
         self._large.pop(id, None)
 
     def abandon(self, id: int) -> None:
-        """A call is over for its caller; what is under way stays so until it has arrived."""
+        """Forget a call whose caller no longer waits. Its payload keeps its budget until it has arrived."""
         size = self._out.get(id, 0)
         self.remove(id)
         if size:
@@ -144,5 +146,5 @@ class SendQueue:
 
     @property
     def abandoned(self) -> list[int]:
-        """Calls that are over and still under way."""
+        """Ids of the calls that are over and whose payload is still under way."""
         return list(self._abandoned)

@@ -1,13 +1,13 @@
 """The connection to one peer: finds the peer, says HELLO until it is answered, and measures how long it is not reached.
 
-A peer has one address for good, or the registry knows its address. If the connection breaks, or HELLO is not answered,
-HELLO is said again with exponential backoff and full jitter, and the registry is asked for a successor meanwhile. An
-actor that learns elsewhere that a peer was replaced calls ``adopt``: messages of older incarnations are ignored from
-then on.
+A peer has a fixed address, or the controller's registry knows its address. If the connection breaks or HELLO gets no
+answer, this says HELLO again with exponential backoff and full jitter. Meanwhile it asks the registry for a successor
+of the peer. An actor that learns elsewhere that a peer was replaced calls ``adopt``. From then on messages of older
+incarnations are ignored.
 
-The time without the peer is that from the first HELLO without an answer, or the loss of the connection, to the next
-WELCOME. A connection that is lost again before anything but the WELCOME came over it does not count as reached, as with
-a path that lets only small packets through.
+The peer is *unreached* from the first HELLO without an answer, or the loss of the connection, to the next WELCOME. On
+some network paths only small packets get through: the WELCOME comes, and then the connection is lost. Such a connection
+does not count as reached. A connection is *proven* once any other message than the WELCOME has come over it.
 
 The subclass (peer.py) sends and receives the messages. Fails with OSError if no connection can be opened.
 """
@@ -28,10 +28,10 @@ from asyncrl.rpc.wire.envelope import Header, Welcome
 from asyncrl.rpc.wire.transport import ClientConnection, Frames
 
 HELLO_S = 1.0
-"""Longest first pause before HELLO is said again."""
+"""Longest first pause before HELLO is said again (s)."""
 PROVEN_S = 25.0
-"""Time after which a connection that holds is known to lead to the peer, even if nothing was asked: ZeroMQ ends a
-half-open one sooner."""
+"""Age at which an open connection counts as proven even if nothing came over it (s): ZeroMQ ends a half-open connection
+sooner."""
 
 
 class PeerConnection(ABC):
@@ -40,11 +40,11 @@ class PeerConnection(ABC):
     def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None) -> None:
         self.name = name
         self.ready = False
-        """Whether HELLO is answered."""
+        """Whether the last HELLO was answered and the connection has not broken since."""
         self.welcomes = 0
-        """Number of HELLOs that were answered: after another one the peer may know nothing of what was sent before."""
+        """Number of WELCOMEs so far. After each the peer may have lost the messages that were sent before."""
         self.is_fixed = record is not None
-        """Whether it has one address for good, so that its successor is found there too."""
+        """Whether the peer has a fixed address, where its successors are found too."""
         self._endpoint = endpoint
         self._loop = asyncio.get_running_loop()
         self._record = record
@@ -52,46 +52,50 @@ class PeerConnection(ABC):
         self._incarnation = 0
         """Incarnation of the peer, from its WELCOME; 0 before the first."""
         self._adopted = 0
-        """Incarnation of the peer below which none is believed."""
+        """Messages of incarnations below this one are ignored."""
         self._draws = random.Random(f"{endpoint.name} {endpoint.incarnation} {name}")
         self._next_id = 1
         self._hello_ids: set[int] = set()
         """Ids of the HELLOs on this connection that are not answered yet."""
         self._hello_timer: asyncio.TimerHandle | None = None
         self._hellos = 0
-        """HELLOs said since one was answered, or the connection broke, last."""
+        """Number of HELLOs since the last WELCOME or the last loss of the connection."""
         self._resolving: asyncio.Task[None] | None = None
+        """Task that asks the registry for the peer's address."""
         self._closed = False
         self._reached = asyncio.Event()
         """Set while the peer is ready."""
-        self._missed: float | None = None
-        """Time since which it was not reached, if it was not when it was last asked for (s)."""
+        self._unreached_since: float | None = None
+        """Time at which the peer last became unreached (s); None if it never was, or no connection is wanted."""
         self._welcomed = 0.0
-        """Time at which the newest WELCOME came."""
+        """Time of the newest WELCOME (s)."""
         self._is_proven = False
-        """Whether anything else has come since."""
+        """Whether a message other than a WELCOME has come over the present connection."""
         self._flaps = False
-        """Whether the connection before this one was lost with nothing proven."""
+        """Whether the connection before this one was lost before it was proven."""
 
     # --- for the subclass ---
 
     @abstractmethod
     def _receive(self, frames: Frames) -> None:
-        """Take in a message of the peer."""
+        """Handle a message from the peer."""
 
     @abstractmethod
     def _cannot_connect(self, error: OSError) -> None:
-        """End everything that waits for the connection."""
+        """Fail everything that waits for the connection."""
 
     # --- opening and closing it ---
 
     def connect(self) -> None:
-        """Say HELLO, unless that is done already. Raises OSError where no connection can be opened."""
+        """Open a connection and say HELLO, unless there is one. Without a usable address, ask the registry first.
+
+        Raises OSError if no connection can be opened.
+        """
         if self._client is not None or self._closed:
             return
-        self._miss()
+        self._mark_unreached()
         if self._record is None or self._record.incarnation < self._adopted:
-            self._find()
+            self._look_up()
             return
         endpoint = self._endpoint
         # Random at its end: the server may still have the half-open pipe of an earlier connection under its id.
@@ -101,23 +105,23 @@ class PeerConnection(ABC):
                 self._record.address, routing_id, self._receive, self._lost, self.name
             )
         except OSError:
-            # The next call tries again, which may be long after this.
-            self._missed = None
+            # The next call tries again, maybe much later; until then the peer does not count as unreached.
+            self._unreached_since = None
             raise
         self._hellos = 0
         self._say_hello()
 
     async def reached(self, within_s: float) -> bool:
-        """Wait until the peer is ready, for ``within_s`` at most; whether it is."""
+        """Wait until the peer is ready, for ``within_s`` at most. Returns whether it is ready."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._reached.wait()
         return self.ready
 
     def adopt(self, incarnation: int) -> None:
-        """Take ``incarnation`` for the living one: what older ones say is not believed from here on.
+        """Accept only messages of ``incarnation`` or a newer one from now on.
 
-        A connection to an older one is dropped; calls in flight that may be repeated go to the new one.
+        Drops a connection to an older incarnation and looks for the new one. Idempotent calls in flight go there.
         """
         assert not self.is_fixed, "a peer of a fixed address has no older incarnation elsewhere"
         if incarnation <= self._adopted:
@@ -126,7 +130,7 @@ class PeerConnection(ABC):
         known = max(self._incarnation, self._record.incarnation if self._record is not None else 0)
         if self._client is not None and known < incarnation:
             self._disconnect()
-            self._find()
+            self._look_up()
 
     def close(self) -> None:
         """Disconnect for good."""
@@ -137,40 +141,40 @@ class PeerConnection(ABC):
 
     @property
     def known(self) -> bool:
-        """Whether the registry knows a living actor of this name."""
+        """Whether the peer's address is known."""
         return self._record is not None
 
     @property
     def incarnation(self) -> int:
-        """Incarnation that has answered HELLO last; 0 before the first. Calls to an older one have ended."""
+        """Incarnation that sent the last WELCOME; 0 before the first."""
         return self._incarnation
 
     def _disconnect(self) -> None:
-        self._miss()
+        self._mark_unreached()
         self._stop_hello()
         if self._client is not None:
             self._client.close()
             self._client = None
 
     def _lost(self) -> None:
-        """The connection broke. It may come back by itself, or the peer may have a successor elsewhere."""
+        """Handle a broken connection: say HELLO in case it comes back by itself, and look for a successor elsewhere."""
         if self._closed:
             return
         self._hellos = 0
         self._say_hello()
         if not self.is_fixed:
-            self._find()
+            self._look_up()
 
     # --- HELLO ---
 
     def _say_hello(self) -> None:
-        """Say HELLO, and again until it is answered."""
+        """Say HELLO, and set the timer that says it again until a WELCOME comes."""
         if self._closed or self._client is None:
             return
-        self._miss()
+        self._mark_unreached()
         if self._hello_ids and not self.is_fixed:
-            # Not answered so far: the peer may have a successor elsewhere.
-            self._find()
+            # An earlier HELLO has no answer: the peer may have a successor elsewhere.
+            self._look_up()
         self._hello_ids.add(self._next_id)
         self._client.send(self._endpoint.hello(self._next_id))
         self._next_id += 1
@@ -186,13 +190,13 @@ class PeerConnection(ABC):
             self._hello_timer = None
 
     def _take_welcome(self, header: Header, body: Welcome) -> bool:
-        """Take in a WELCOME; False if it is the answer to a HELLO on an earlier connection, or a second one."""
+        """Mark the peer as ready. Returns False, and does nothing, if the WELCOME answers no HELLO that is open."""
         if header.in_reply_to not in self._hello_ids or body.name != self.name:
             return False
         self._stop_hello()
         self._hellos = 0
         self._welcomed, self._is_proven = self._loop.time(), False
-        # Another incarnation may be reached by another path, which is not known yet.
+        # Another incarnation may be reached by another network path, whose quality is not known yet.
         self._flaps = self._flaps and self._incarnation in (0, body.incarnation)
         self._incarnation = body.incarnation
         self.ready = True
@@ -202,20 +206,22 @@ class PeerConnection(ABC):
 
     # --- looking the peer up ---
 
-    def _find(self) -> None:
+    def _look_up(self) -> None:
+        """Start to ask the registry for the peer's address, unless that is under way."""
         if self._resolving is None and not self._closed and not self._endpoint.ending:
             self._resolving = self._endpoint.owner.spawn(self._resolve())
 
     async def _resolve(self) -> None:
+        """Ask the registry until it knows a newer incarnation, and connect to it; stop if the peer is ready again."""
         try:
             while not self._closed and not self.ready:
-                # A larger one than ``above`` is asked for, and the adopted incarnation itself will do.
+                # The registry returns an incarnation above ``above``, and the adopted one itself is good enough.
                 above = max(self._record.incarnation if self._record is not None else 0, self._adopted - 1)
                 try:
                     # Parked by the controller, so that a loop without an answer does not spin.
                     record = await self._endpoint.owner.resolve_peer(self.name, above)
                 except (DeadlineExceeded, RemoteError):
-                    # The controller is away; the callers' own deadlines bound this.
+                    # The controller is away. The deadlines of the calls limit how long they wait.
                     await asyncio.sleep(HELLO_S / 2)
                     continue
                 # Meanwhile the old connection may have come back, or a newer incarnation may have been adopted.
@@ -232,28 +238,28 @@ class PeerConnection(ABC):
 
     # --- the time without the peer ---
 
-    def _miss(self) -> None:
-        """The peer is not reached from now on, unless it was not before."""
+    def _mark_unreached(self) -> None:
+        """Note that the peer is not ready, and begin the time unreached unless it has begun."""
         now = self._loop.time()
         if self.ready:
             self._flaps = not self._is_proven and now - self._welcomed < PROVEN_S
-            # A connection over which nothing came did not end the absence: the time of the first miss stands.
+            # A connection that was never proven did not end the time unreached, so its start stays.
             if not self._flaps:
-                self._missed = now
-        elif self._missed is None:
-            self._missed = now
+                self._unreached_since = now
+        elif self._unreached_since is None:
+            self._unreached_since = now
         self.ready = False
         self._reached.clear()
 
-    def _prove(self) -> None:
-        """Something other than a WELCOME has come."""
+    def _mark_proven(self) -> None:
+        """Note that a message other than a WELCOME has come over the connection."""
         self._is_proven, self._flaps = True, False
 
     @property
     def unreached_s(self) -> float:
-        """Seconds for which it was not reached though it is known to live and this actor wants to; 0 if it is.
+        """Seconds for which the peer is unreached. Callable from any thread.
 
-        Callable from any thread.
+        0 if it is reached, if the registry knows no living incarnation, or if this actor does not try to reach it.
         """
         record, now = self._record, self._loop.time()
         if self._closed or record is None or record.incarnation < self._adopted:

@@ -1,12 +1,12 @@
 """Many deadlines on one timer.
 
-A timer of the event loop for each call would be most of the cost of its deadline, and nearly every call is over long
-before. Here deadlines fall into ticks. An item that is over is removed from its tick, and one timer waits for the
+Nearly every call ends long before its deadline, and a timer of the event loop for each call would be costly. Here
+deadlines are rounded up to *ticks* of TICK_S. An item that is over is removed from its tick. One timer waits for the
 earliest tick that is not empty.
 
-Invariant: each item that is not removed is passed to ``expire`` once, at most TICK_S late, and no earlier than a timer
-of the loop may be. This also holds if ``expire`` raises for another item: the error reaches the loop's exception
-handler after all due items have expired and the timer is set again.
+Invariant: each item that is not removed is passed to ``expire`` once, at most TICK_S late. It comes no earlier than a
+timer of the loop may fire. This also holds if ``expire`` raises for another item. The error reaches the loop's
+exception handler after all due items have expired and the timer is set again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ T = TypeVar("T", bound=Hashable)
 
 TICK_S = 0.01
 EARLY_TICKS = 0.06
-"""Ticks by which a timer may come early: uvloop rounds its timers to milliseconds."""
+"""Ticks by which the timer may fire early: uvloop rounds its timers to milliseconds."""
 
 
 class Deadlines(Generic[T]):
-    """Deadlines on the loop's clock. ``add`` gives the tick that ``remove`` takes."""
+    """Deadlines on the loop's clock. ``add`` returns the tick that ``remove`` takes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[T], None]) -> None:
         self._loop = loop
@@ -35,8 +35,8 @@ class Deadlines(Generic[T]):
         """The tick that the timer waits for."""
 
     def add(self, item: T, when: float) -> int:
-        """Have ``item`` expire at ``when`` (s)."""
-        # Rounded up: nothing expires before its time.
+        """Have ``item`` expire at ``when`` (s). Returns its tick."""
+        # Rounded up, so that nothing expires early.
         tick = int(when / TICK_S) + 1
         items = self._ticks.get(tick)
         if items is None:
@@ -47,7 +47,7 @@ class Deadlines(Generic[T]):
         return tick
 
     def remove(self, item: T, tick: int) -> None:
-        """An item is over, or has expired."""
+        """Remove an item that is over; does nothing if it has expired."""
         items = self._ticks.get(tick)
         if items is not None:
             items.pop(item, None)
@@ -56,7 +56,7 @@ class Deadlines(Generic[T]):
                 del self._ticks[tick]
 
     def close(self) -> None:
-        """Nothing expires any more."""
+        """Remove all items and stop the timer."""
         self._ticks.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -69,17 +69,18 @@ class Deadlines(Generic[T]):
         self._timer = self._loop.call_at(tick * TICK_S, self._run)
 
     def _run(self) -> None:
+        """Expire the items of all ticks that are due, and set the timer for the earliest tick that is left."""
         self._timer, self._armed = None, math.inf
         now = self._loop.time() / TICK_S
         errors = []
         for tick in sorted(tick for tick in self._ticks if tick <= now + EARLY_TICKS):
-            # An item that expires may have removed the last one of a later tick.
+            # ``expire`` may have removed the last item of a later tick, so a tick may be missing.
             for item in self._ticks.pop(tick, ()):
                 try:
                     self._expire(item)
                 except Exception as error:
                     errors.append(error)
-        # An item that has expired may have added a later one, and have armed the timer for that.
+        # ``expire`` may have added an item, and thus have set the timer already.
         if self._ticks and (earliest := min(self._ticks)) < self._armed:
             self._arm(earliest)
         if errors:

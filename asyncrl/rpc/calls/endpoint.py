@@ -1,4 +1,4 @@
-"""The endpoint that all connections of one actor share: its identity, its codec, and the way to its peers."""
+"""The endpoint that all connections of one actor share: its identity, its codec, its transport and its counters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from asyncrl.rpc.wire.transport import Transport
 CREDIT = 4096
 """Calls that a peer may leave unanswered on one connection."""
 NOT_READY = "not_ready"
-"""Code of the answer to a call that came before the actor was set up; the caller's side repeats it by itself."""
+"""Code of the answer to a call that came before the actor was set up. The caller's Peer repeats the call by itself."""
 
 
 class EndpointOwner:
-    """Owner of an endpoint: an actor overrides all of this. Others only call a peer at a fixed address."""
+    """Owner of an endpoint. An actor overrides all of this; any other owner only calls a peer at a fixed address."""
 
     ready: bool = True
-    """Whether it is set up: before that no handler is called."""
+    """Whether the owner is set up. Before that none of its handlers is called."""
 
     async def resolve_peer(self, name: str, above: int) -> ActorRecord | None:
-        """The record of an incarnation larger than ``above``; None when the wait ran out."""
+        """Asks the registry for an incarnation of ``name`` above ``above``; None if it knows of none in time."""
         raise AssertionError(f"the address of {name} is fixed")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -35,7 +35,7 @@ class EndpointOwner:
         raise AssertionError("a connection to a fixed address needs no task")
 
     def note_death(self, name: str, incarnation: int) -> None:
-        """Note that this incarnation of a peer is dead, for example since a newer one has said HELLO."""
+        """Note that this incarnation of an actor is dead, for example because a newer one has said HELLO."""
 
     def handler_failed(self, type: str, error: BaseException) -> None:
         """Note that the handler of a message of this type has failed."""
@@ -43,7 +43,7 @@ class EndpointOwner:
 
 @dataclass(slots=True, kw_only=True)
 class Endpoint:
-    """One actor on the wire."""
+    """One actor as its peers see it: identity, keys, transport and limits."""
 
     name: str
     incarnation: int

@@ -1,6 +1,6 @@
-"""Typed handlers: which method of an actor serves which message, and who calls it.
+"""Typed handlers: which method of an actor serves which message, and the caller that it is given.
 
-The annotation of ``request`` is what a method serves; how it is run follows from the method and the message.
+A method serves the message type that annotates its parameter ``request``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from asyncrl.messages import Message, Request, senders_of
 
 
 class Connection:
-    """One connection of a caller, for as long as it is served: to be known again by, and to keep things for, weakly."""
+    """Identity of a caller's connection. Handlers compare it, and use it as a weak key for state of the connection."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
 class Caller:
-    """The caller of a handler, and the time that it will wait."""
+    """The caller of a handler, and how long it waits for the answer."""
 
     name: str
     incarnation: int
@@ -31,7 +31,7 @@ class Caller:
     deadline: float
     """Time at which the caller gives up, on the loop's clock."""
     connection: Connection = field(default_factory=Connection)
-    """Connection of the caller: names may be shared by several."""
+    """Connection of the caller: several callers may share a name."""
 
     @property
     def remaining_s(self) -> float:
@@ -40,13 +40,14 @@ class Caller:
 
     @property
     def park_s(self) -> float:
-        """Seconds to park a call at most: it is answered before half of its deadline, so expiry means a dead peer."""
+        """Longest time to park a call (s). It ends before half of the caller's time is over, so a call that reaches its
+        deadline means a dead peer."""
         return 0.45 * self.remaining_s
 
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """A bound method and what it serves."""
+    """A bound method and properties of the message that it serves."""
 
     function: Callable[[Any, Caller], Any]
     request: type[Message]
@@ -68,8 +69,8 @@ def handler(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def handlers_of(owner: object) -> dict[str, Handler]:
-    """The handlers of an object, by the name of what they serve. Raises LookupError for a message without senders."""
-    found: dict[str, Handler] = {}
+    """The handlers of an object, by the name of their message type. Raises LookupError for one without senders."""
+    handlers: dict[str, Handler] = {}
     for name in dir(type(owner)):
         function = getattr(type(owner), name, None)
         if not getattr(function, "__asyncrl_handler__", False):
@@ -77,7 +78,7 @@ def handlers_of(owner: object) -> dict[str, Handler]:
         request = typing.get_type_hints(function)["request"]
         bound: Callable[[Any, Caller], Any | Awaitable[Any]] = getattr(owner, name)
         answered = issubclass(request, Request)
-        found[request.__name__] = Handler(
+        handlers[request.__name__] = Handler(
             bound,
             request,
             inspect.iscoroutinefunction(function),
@@ -85,4 +86,4 @@ def handlers_of(owner: object) -> dict[str, Handler]:
             answered,
             senders_of(request),
         )
-    return found
+    return handlers

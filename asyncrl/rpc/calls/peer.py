@@ -1,15 +1,15 @@
 """The calling side: the calls in flight to one peer, on the connection of connection.py.
 
-Delivery is at least once. Until a call is answered or its deadline is over, the peer is asked whether it has the call
-(ASK), with exponential backoff and full jitter. Only if it does not, the call is sent again under the same id; if that
-answer follows a repetition at once, as for a call that it cannot read, the next one waits for the pause. So repeating
-costs the same for any size, and a large payload or answer is never queued twice. A budget limits the large payloads on
-their way to one peer (call.py); the others wait within their deadlines.
+Delivery is at least once. Until a call ends, a timer asks the peer whether it has the call (ASK), with exponential
+backoff and full jitter. The peer answers HELD or NOT_HELD. On NOT_HELD the call is sent again under the same id. On a
+second NOT_HELD, as for a call that the peer cannot read, it is sent again only after the next pause. So asking costs
+the same for any size, and a large payload or answer is never queued twice. A budget limits the large payloads under way
+to one peer (call.py); other large calls wait for their turn within their deadlines.
 
-When a new incarnation replaces the peer, idempotent calls go to it at once. The others fail with PeerRestarted if they
-had been sent. Every call ends: with its reply, RemoteError, PeerRestarted, Refused, OSError if no connection can be
-opened, or DeadlineExceeded. The latter names the waiting actor, the peer, the call, and the state of the connection.
-Cancelling the awaited future cancels the handler on the other side.
+When a new incarnation replaces the peer, calls go to it at once if they are idempotent or were not sent. All others
+fail with PeerRestarted. Every call ends: with its reply, RemoteError, PeerRestarted, Refused, OSError if no connection
+can be opened, or DeadlineExceeded. The latter names the waiting actor, the peer, the call, and the state of the
+connection. Cancelling the awaited future cancels the handler on the other side.
 
 A reply may have arrived just before its sender is known to be replaced; ``answered_by`` of its call is the incarnation
 that sent it.
@@ -35,23 +35,23 @@ from asyncrl.rpc.wire.envelope import NIL, ErrorBody, Header, Kind, Refuse, Welc
 from asyncrl.rpc.wire.transport import Frames
 
 REPEAT_S = 5.0
-"""Longest first pause before a call without an answer is asked after."""
+"""Longest first pause before the first ASK for a call (s)."""
 PARKED_S = 15.0
-"""Longest time before a parked call counts as late. Its peer answers it before half of its deadline in any case
-(handlers.py). Until then nothing is asked, or a thousand idle actors would ask all the time."""
+"""Time for which no ASK is sent for a parked call, or a thousand idle actors would ask all the time (s). Its peer
+answers it before half of its deadline in any case (handlers.py)."""
 SET_UP_REPEAT_S = 0.5
-"""Longest first pause before a call to a peer that is not set up so far is asked after."""
+"""Longest first pause before an ASK to a peer that is not set up yet (s)."""
 ASKED_WITHIN_SILENCE = 3
-"""Least number of times that a call is asked after before the peer's silence ends it."""
+"""Least number of ASKs for a call before the peer's silence ends it."""
 MOST_CALLS = 16 * CREDIT
-"""Calls in flight to one peer, those included that wait to be sent; one more fails at once."""
+"""Largest number of calls in flight to one peer, including those not sent yet; one more fails at once."""
 ROUND_TRIP = "calls/round_trip_s"
 LOOKED_AT = 64
-"""Calls in flight that a heartbeat looks at."""
+"""Largest number of calls in flight that ``oldest_calls`` reads."""
 
 
 class Peer(PeerConnection):
-    """One peer of an actor."""
+    """The calls and casts of an actor to one peer."""
 
     def __init__(self, endpoint: Endpoint, name: str, record: ActorRecord | None = None) -> None:
         super().__init__(endpoint, name, record)
@@ -59,16 +59,17 @@ class Peer(PeerConnection):
         self._pending: dict[int, CallFuture] = {}
         self._deadlines = Deadlines(self._loop, self._on_timer)
         self._queue = SendQueue()
-        """Calls on the present connection; calls that wait for a connection are only pending."""
+        """Calls on the present connection. Calls that wait for a connection are in ``_pending`` only."""
         self._unready = False
-        """Whether it has said last that it is not set up."""
+        """Whether the peer's last answer was that it is not set up."""
 
     # --- the caller's side ---
 
     def call(self, request: Request, timeout: float | None = None, *, silence: float = math.inf) -> CallFuture:
-        """Send a request; await the result for its reply. ``timeout`` in seconds.
+        """Send a request. Await the returned future for the reply.
 
-        With ``silence`` it also ends when the peer has not said for so many seconds that it has the call.
+        ``timeout`` is in seconds; None means the endpoint's ``call_timeout_s``. The call also ends with
+        DeadlineExceeded if for ``silence`` seconds the peer has not said that it has the call or is being set up.
         """
         endpoint = self._endpoint
         if timeout is None:
@@ -91,16 +92,16 @@ class Peer(PeerConnection):
             future.set_exception(self._expired(future))
             return future
         self._pending[future.id] = future
-        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        future.tick = self._deadlines.add(future, self._next_timer(future, REPEAT_S))
         if self.ready:
             self._queue.add(future.id, future.size)
-            self._let_go()
+            self._send_queued()
         else:
             self._connect_for([future])
         return future
 
     def cast(self, message: Message) -> int:
-        """Send a one-way message. Returns its size in bytes, or 0 if it was not sent, which is final."""
+        """Send a one-way message. Returns its size in bytes, or 0 if it was dropped, as without a connection."""
         if not self.ready:
             # If no connection can be opened, the calls to this peer fail with the reason.
             with contextlib.suppress(OSError):
@@ -123,11 +124,14 @@ class Peer(PeerConnection):
 
     @property
     def in_flight(self) -> int:
-        """Calls without an answer so far."""
+        """Number of calls that have not ended."""
         return len(self._pending)
 
     def oldest_calls(self) -> list[Wait]:
-        """Waits on this peer, of the LOOKED_AT calls in flight for longest; callable from any thread."""
+        """One wait for each request type among the LOOKED_AT oldest calls in flight: that of its oldest call.
+
+        Callable from any thread.
+        """
         if not self._pending:
             return []
         oldest: dict[type[Request], float] = {}
@@ -139,15 +143,15 @@ class Peer(PeerConnection):
     def forget(self, future: CallFuture, *, cancel: bool) -> None:
         """Stop waiting for a call, and with ``cancel`` send CANCEL to the peer."""
         if self._pending.get(future.id) is future:
-            # Before it is finished: a payload under way keeps its share of the budget until it is known to be there.
+            # Before ``_finish``: a payload under way keeps its budget until it is known to have arrived.
             self._queue.abandon(future.id)
             self._finish(future)
             if cancel and future.sent and self.ready and self._client is not None:
                 self._client.send([self._endpoint.header(Kind.CANCEL, "", in_reply_to=future.id), NIL])
-            self._let_go()
+            self._send_queued()
 
     def _connect_for(self, calls: Iterable[CallFuture]) -> None:
-        """Connect; where that cannot be done these calls end with the reason."""
+        """Connect. If no connection can be opened, fail ``calls`` with the OSError."""
         try:
             self.connect()
         except OSError as error:
@@ -161,7 +165,7 @@ class Peer(PeerConnection):
     # --- messages ---
 
     def _transmit(self, future: CallFuture) -> None:
-        """Send a call, or, where the peer may have it, ask after it."""
+        """Send a call whose turn it is, or only an ASK for it if the peer may have it already."""
         assert self._client is not None
         if future.placed:
             self._ask(future.id)
@@ -169,38 +173,41 @@ class Peer(PeerConnection):
         # 0 would mean that the caller does not wait.
         left_ms = max(1, int((future.deadline - self._loop.time()) * 1000))
         header = self._endpoint.header(
-            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._floor
+            Kind.CALL, future.kind.__name__, id=future.id, deadline_ms=left_ms, answered_below=self._answered_below
         )
-        # Sent, also where the socket takes no more: the next look asks after it, and the peer says that it lacks it.
+        # Counts as sent even if the socket is full: the timer's ASK finds out that the peer lacks it.
         future.sent, future.placed = True, self._next_id
         self._client.send([header, *future.frames])
         if future.size >= LARGE_BYTES:
-            # The answer comes when all of it has arrived, and makes room for others.
+            # HELD comes when the whole payload has arrived, and frees its budget.
             self._ask(future.id)
 
     @property
-    def _floor(self) -> int:
-        # Ids only grow, so that the first call that is pending has the least.
+    def _answered_below(self) -> int:
+        # Smallest id that is not answered: ids only grow, so the first pending call has it.
         return next(iter(self._pending), self._next_id)
 
     def _ask(self, id: int) -> None:
         assert self._client is not None
-        header = self._endpoint.header(Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._floor)
+        header = self._endpoint.header(
+            Kind.ASK, "", id=self._next_id, in_reply_to=id, answered_below=self._answered_below
+        )
         self._next_id += 1
         self._client.send([header, NIL])
 
     def _on_timer(self, future: CallFuture) -> None:
+        """End a call whose time is over; else connect, send the call again, or ask after it, and set the next timer."""
         now = self._loop.time()
         if now >= future.deadline or now >= future.heard + future.silence:
-            # Before the call is forgotten: the error says whether its turn has come.
+            # Before ``forget`` removes the call from the queue: the text says whether its turn has come.
             error = self._expired(future)
             self.forget(future, cancel=True)
             future.set_exception(error)
             return
         is_out = future.id in self._queue
-        # Pauses lengthen with the asking alone, and a call whose turn has not come is not asked after.
+        # Only ASKs and repeats lengthen the pause; a call whose turn has not come has none of them.
         future.times += is_out
-        future.tick = self._deadlines.add(future, self._next_look(future, REPEAT_S))
+        future.tick = self._deadlines.add(future, self._next_timer(future, REPEAT_S))
         if not self.ready:
             self._connect_for([future])
         elif is_out and not future.placed:
@@ -209,13 +216,16 @@ class Peer(PeerConnection):
             future.lacked = False
             self._transmit(future)
         else:
-            # Payloads of calls that are over may delay its turn, so this asks whether they have arrived.
+            # Payloads of calls that are over may delay its turn: ask whether they have arrived.
             for id in self._queue.abandoned:
                 self._ask(id)
 
-    def _next_look(self, future: CallFuture, first_s: float) -> float:
-        """Time at which to ask after a call, or to end it."""
-        # Often enough that silence means something, also when the pause has doubled as often as it may.
+    def _next_timer(self, future: CallFuture, first_s: float) -> float:
+        """Time at which the timer looks at a call again, to ask after it or to end it (s).
+
+        ``first_s`` is the longest first pause.
+        """
+        # At least ASKED_WITHIN_SILENCE times within ``silence``, even with the longest pause.
         first_s = min(first_s, future.silence / ASKED_WITHIN_SILENCE / 2**DOUBLINGS)
         soon = self._loop.time() + pause(first_s, future.times, self._draws.random())
         if future.kind.idle and future.silence == math.inf and self.ready and not self._unready:
@@ -223,6 +233,7 @@ class Peer(PeerConnection):
         return min(future.deadline, future.heard + future.silence, soon)
 
     def _receive(self, frames: Frames) -> None:
+        """Dispatch a message by its kind. Ignores replaced incarnations, and counts messages that cannot be read."""
         try:
             header = decode_header(frames[0])
             if header.incarnation < max(self._incarnation, self._adopted):
@@ -233,7 +244,7 @@ class Peer(PeerConnection):
             elif header.kind == Kind.ERROR:
                 self._on_error(header, self._endpoint.codec.decode(ErrorBody, frames[1]))
             elif header.kind in (Kind.HELD, Kind.NOT_HELD):
-                self._on_told(header)
+                self._on_ask_answer(header)
             elif header.kind == Kind.WELCOME:
                 self._on_welcome(header, self._endpoint.codec.decode(Welcome, frames[1]))
             elif header.kind == Kind.REFUSE:
@@ -244,88 +255,91 @@ class Peer(PeerConnection):
             self._endpoint.counters.add("wire/malformed")
 
     def _on_reply(self, header: Header, frames: Frames) -> None:
+        """End the call with its reply, or with ProtocolError if the reply has another type or cannot be read."""
         self._unready = False
-        self._prove()
+        self._mark_proven()
         future = self._pending.get(header.in_reply_to)
         if future is None:
-            self._came_too_late(header)
+            self._on_late_answer(header)
             return
         kind = future.kind.reply
         self._finish(future)
         if header.type != kind.__name__:
             future.set_exception(ProtocolError(f"{self.name} answered {future.kind.__name__} with {header.type!r}"))
-            self._let_go()
+            self._send_queued()
             return
         try:
             reply = self._endpoint.codec.decode(kind, frames[1], frames[2:])
         except ProtocolError as error:
             future.set_exception(error)
         else:
-            # The time of a parked call is that without news, and not that of the way there and back.
+            # A parked call measures the time without news and not the round trip.
             if not future.kind.idle:
                 self._endpoint.histograms.observe(ROUND_TRIP, self._loop.time() - future.started)
             future.answered_by = header.incarnation
             future.set_result(reply)
-        self._let_go()
+        self._send_queued()
 
-    def _on_told(self, header: Header) -> None:
-        """The answer to an ASK."""
+    def _on_ask_answer(self, header: Header) -> None:
+        """Handle the answer to an ASK: HELD frees the call's budget, NOT_HELD has the call sent again."""
         self._unready = False
         future = self._pending.get(header.in_reply_to)
         if future is None or future.id not in self._queue:
-            self._came_too_late(header)
+            self._on_late_answer(header)
             return
         if header.kind == Kind.HELD:
             future.heard = self._loop.time()
             self._queue.arrived(future.id)
         elif header.id >= future.placed:
-            # The answer to an ASK from before the call went out last says nothing of that.
+            # An answer to an ASK from before the last sending is ignored: it says nothing about that sending.
             future.placed = 0
             if future.lacked:
-                # Sent at once again, it would fare as it did just now: its timer sends it.
+                # The second NOT_HELD in a row: sending at once would fail again, so the timer sends it later.
                 self._queue.arrived(future.id)
             else:
                 future.lacked = True
                 self._send_again(future)
-        self._let_go()
+        self._send_queued()
 
     def _send_again(self, future: CallFuture) -> None:
-        """Send a call that the peer lacks, when its turn comes."""
+        """Queue a call again that the peer lacks."""
         self._queue.remove(future.id)
         self._queue.add(future.id, future.size)
-        self._let_go()
+        self._send_queued()
 
-    def _came_too_late(self, header: Header) -> None:
-        """Handle an answer to a call that is over: it shows that the call has arrived."""
+    def _on_late_answer(self, header: Header) -> None:
+        """Handle an answer to a call that is over. It shows that the payload has arrived, so free its budget."""
         self._queue.arrived(header.in_reply_to)
-        self._let_go()
+        self._send_queued()
 
     def _on_error(self, header: Header, body: ErrorBody) -> None:
-        # All calls in flight may be answered so: the first has HELLO said, and this side is not ready after that.
+        """Say HELLO if the server asks for it, retry later if it is full or not set up, else fail the call."""
+        # The server may answer every call in flight so. The first answer makes this side say HELLO and not ready.
         if body.code == "hello_required":
             if self.ready:
                 self._say_hello()
             return
-        self._prove()
+        self._mark_proven()
         future = self._pending.get(header.in_reply_to)
         if future is None:
-            self._came_too_late(header)
+            self._on_late_answer(header)
             return
         if body.code in ("over_credit", NOT_READY):
-            # It is asked after by its timer.
+            # The timer asks after the call later.
             self._queue.arrived(future.id)
             if body.code == NOT_READY:
                 self._unready = True
                 future.heard = self._loop.time()
                 self._deadlines.remove(future, future.tick)
-                future.tick = self._deadlines.add(future, self._next_look(future, SET_UP_REPEAT_S))
-            self._let_go()
+                future.tick = self._deadlines.add(future, self._next_timer(future, SET_UP_REPEAT_S))
+            self._send_queued()
             return
         error = RemoteError(body.actor or self.name, body.code, body.message, retryable=body.retryable)
         self._finish(future).set_exception(error)
-        self._let_go()
+        self._send_queued()
 
     def _on_welcome(self, header: Header, body: Welcome) -> None:
+        """Queue all pending calls on the new connection; fail those that a replaced incarnation may have run."""
         restarted = self._incarnation not in (0, body.incarnation)
         if not self._take_welcome(header, body):
             return
@@ -338,32 +352,34 @@ class Peer(PeerConnection):
                     self._finish(future).set_exception(PeerRestarted(self.name, future.kind.__name__))
                     continue
                 future.placed = future.times = 0
-            # Where the peer may have the call only an ASK goes, which takes none of the budget.
+            # If the peer may have the call, only an ASK is sent, which takes no budget.
             self._queue.add(future.id, 0 if future.placed else future.size)
-        self._let_go()
+        self._send_queued()
 
     def _on_refuse(self, body: Refuse) -> None:
         self._disconnect()
-        self._missed = None
+        self._unreached_since = None
         self._endpoint.counters.add("wire/refused_by_peer")
         for future in list(self._pending.values()):
-            # The peer speaks of itself: its "ours" is our "theirs".
+            # The peer wrote it from its own side: its "ours" is our "theirs".
             self._finish(future).set_exception(Refused(self.name, body.code, ours=body.theirs, theirs=body.ours))
 
-    def _let_go(self) -> None:
-        """Send the calls that may go."""
+    def _send_queued(self) -> None:
+        """Send queued calls as long as credit and budget allow."""
         while self.ready and (id := self._queue.next()) is not None:
             self._transmit(self._pending[id])
 
     # --- the end of a call ---
 
     def _finish(self, future: CallFuture) -> CallFuture:
+        """Forget a call that ends now. Returns it, for its result to be set."""
         del self._pending[future.id]
         self._queue.remove(future.id)
         self._deadlines.remove(future, future.tick)
         return future
 
     def _expired(self, future: CallFuture) -> DeadlineExceeded:
+        """The error of a call whose time is over; it says in which state the connection is."""
         if self._closed:
             hint = "this actor is closing"
         elif self._record is None:

@@ -1,8 +1,8 @@
 """Pauses before something that failed is tried again, and the log lines on a peer that is away.
 
-Each pause is twice as long as the one before, up to a longest (``backoff``). Actors that wait on the same peer must not
-ask at the same moment, so ``pause`` spreads them evenly between 0 and that. The draw comes from the caller's own
-source, which is seeded: the same caller asks at the same times.
+Each pause is twice as long as the one before, up to a limit (``backoff``). Actors that wait for the same peer must not
+ask at the same moment, so ``pause`` spreads their pauses evenly between 0 and that length. The random numbers come from
+the caller's own seeded generator: the same caller asks at the same times.
 """
 
 from __future__ import annotations
@@ -16,47 +16,50 @@ from asyncrl.core.errors import RemoteError, WireError
 from asyncrl.observe.logging import Logger
 
 AWAY_S = 0.5
-"""Pause before a peer that does not answer, or cannot serve the call yet, is asked again."""
+"""Pause before a peer that does not answer, or cannot serve the call yet, is asked again (s)."""
 LONGEST_AWAY_S = 10.0
-"""Longest pause before one that is tried without end."""
+"""Longest pause between tries of a peer that is tried without end (s)."""
 LONGEST_S = 60.0
-"""Longest pause of ``backoff``, where its caller gives none."""
+"""Default for the longest pause of ``backoff`` (s)."""
 MOST_DOUBLINGS = 64
-"""Bound of the exponent: a float takes so many of any seconds, and they are longer than any longest."""
+"""Bound of the exponent, so that the power never overflows a float; the pause exceeds every limit long before."""
 DOUBLINGS = 3
 CANCELLED = "cancelled"
-"""Code of the answer to a call that an actor can no longer carry out, because it is ending."""
+"""Code of the answer to a call that an actor cannot carry out because it is ending."""
 DEADLINE = "deadline"
-"""Code of the answer to a call whose handler ran past its time; another may be answered within its own."""
+"""Code of the answer to a call whose handler ran past the deadline; another call may be answered in time."""
 
 
 def backoff(first_s: float, times: int, longest_s: float = LONGEST_S) -> float:
-    """Seconds until the next try, after ``times`` pauses before this one; a first pause above ``longest_s`` stays."""
+    """Seconds to pause after ``times`` earlier pauses: ``first_s`` doubled each time, up to ``longest_s``.
+
+    If ``first_s`` is longer than ``longest_s``, every pause is ``first_s``.
+    """
     return min(first_s * 2.0 ** min(times, MOST_DOUBLINGS), max(first_s, longest_s))
 
 
 def backoffs(first_s: float, longest_s: float = LONGEST_S) -> Iterator[float]:
-    """All pauses, from the first on."""
+    """The endless sequence of pauses of ``backoff``, from the first on."""
     return (backoff(first_s, times, longest_s) for times in count())
 
 
 def pause(first_s: float, times: int, draw: float) -> float:
-    """Seconds until the next time, after ``times`` before it; ``draw`` is from [0, 1)."""
+    """Seconds to pause after ``times`` earlier pauses, with full jitter: ``draw`` is a random number from [0, 1)."""
     return backoff(first_s, times, first_s * 2.0**DOUBLINGS) * (1.0 - draw)
 
 
 def log_away(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
-    """Log a warning, or less if the peer is ending, which is no trouble."""
+    """Log that a peer does not answer: as a warning, or as info if it said that it is ending."""
     ending = isinstance(error, RemoteError) and error.code == CANCELLED
     (log.info if ending else log.warning)(f"{whom} is away", error=str(error), **facts)
 
 
 async def wait_out(log: Logger, whom: str, error: WireError, **facts: Any) -> None:
-    """Say that a peer is away, and give it AWAY_S."""
+    """Log that a peer does not answer, and sleep for AWAY_S."""
     log_away(log, whom, error, **facts)
     await asyncio.sleep(AWAY_S)
 
 
 def is_refusal(error: WireError) -> bool:
-    """Whether a peer that is there will never answer the call otherwise."""
+    """Whether the peer answered with an error that a repeated call would get again."""
     return isinstance(error, RemoteError) and not (error.retryable or error.code == DEADLINE)

@@ -4,18 +4,18 @@ Only HELLO is served on a connection before its WELCOME. A peer is refused if it
 another actor's, or if a newer incarnation has replaced it. A message that the role of its sender may not send is
 refused as well (messages/__init__.py).
 
-A repeated call is not run again. While its handler runs it is ignored, and the replies to calls that may not be
-repeated are kept until the caller has them. A caller without an answer asks whether its call is here (ASK): the answer
-is HELD while the handler runs, else NOT_HELD, after which the caller sends the call again. These answers follow
-everything that was sent to this caller before, so nothing is done or sent twice while a reply is queued.
+A caller may send the same call again. It is ignored while the first one's handler runs. The reply to a call that is not
+idempotent is stored until the caller has it, and sent again instead of a second run. A caller without an answer asks
+whether the server has its call (ASK). The answer is HELD while the handler runs, else NOT_HELD, and then the caller
+sends the call again. These answers queue behind a reply to the same caller, so nothing is done or sent twice meanwhile.
 
 No handler runs before its actor is set up: calls are answered with ERROR ``not_ready``, and casts are dropped. A
 failure of a handler becomes an ERROR for its caller. Malformed frames are counted and change nothing.
 
-The state is bounded for any messages: names, connections of a name, calls and stored replies of a connection, and the
-time for which a call may be parked. Counters show what was not served: ``wire/early`` messages before the setup;
-``wire/strangers`` rejected connections, and messages without WELCOME; ``wire/refused`` HELLOs and messages of wrong,
-foreign or dead senders, and forbidden ones; ``wire/malformed`` messages that cannot be read.
+All state is bounded for any messages: names, connections, calls, stored replies, and the time for which a call is
+parked. Four counters count messages that are not served. ``wire/early``:
+messages before the setup. ``wire/strangers``: rejected connections, and messages without WELCOME. ``wire/refused``:
+HELLOs and messages of wrong, foreign or dead senders, and forbidden messages. ``wire/malformed``: unreadable messages.
 """
 
 from __future__ import annotations
@@ -53,52 +53,56 @@ from asyncrl.rpc.wire.transport import Server as BoundSocket
 STRANGERS, REFUSED, MALFORMED = "wire/strangers", "wire/refused", "wire/malformed"
 EARLY = "wire/early"
 MAX_SESSIONS_PER_NAME = 4
-"""Connections of an actor: one for its calls, one for its heartbeats, a few that it left behind as it reconnected."""
+"""Most connections of one actor: one for its calls, one for its heartbeats, and old ones from before a reconnect."""
 SHARED = {LAUNCHER: 64, VIEWER: 32}
-"""Connections of the names that commands and viewers share. None is dropped while it is in use."""
+"""Most connections of each name that several commands or viewers share. No connection in use is dropped."""
 UNUSED_S = 30.0
-"""Silence after which such a connection without a call in flight is not in use: commands end without a message."""
+"""Seconds without a message and without a running call after which a connection of a shared name counts as unused.
+Commands end without a message."""
 VIEWER_CREDIT = 16
-"""CREDIT of a viewer: it has one request at a time, and each parked one costs something at every event."""
+"""Credit of a viewer: it has one request at a time, and each parked request costs something at every event."""
 CROWDED = "connections"
 """Code of the refusal of a connection above the limit."""
 MAX_NAMES = 16384
-"""Largest number of names of callers without CURVE."""
+"""Largest number of names of callers; it matters without CURVE, where any name may come."""
 MAX_STORED = 4 * CREDIT
-"""Replies kept for one connection."""
+"""Most replies stored for one connection."""
 LONGEST_CALL_S = 7 * 86400.0
-"""Longest time to a deadline; a caller that wants to wait longer is answered as if this were its own."""
+"""Longest time until the deadline of a call (s). The server ends calls with a later deadline after this time."""
 MOST_UNEXPECTED, UNEXPECTED_WINDOW_S = 64, 600.0
-"""Unexpected failures of a connection within so many seconds that are retryable; later ones are final."""
+"""Number of unexpected failures of a connection within so many seconds that are retryable; further ones are final."""
 UNEXPECTED_MOMENT_S = 0.2
-"""Failures that are no further apart count once: all calls of a connection may meet the same."""
+"""Failures that are no further apart than this count once, since all calls of a connection may fail together (s)."""
 LONGEST_ERROR = 16384
-"""Characters of an error's message, which may quote a long message."""
+"""Most characters of an error's text, which may quote a long message."""
 
 
 @dataclass(slots=True)
 class _Session:
+    """An open connection of a caller, from its HELLO on."""
+
     routing_id: bytes
     name: str
     incarnation: int
     limit: int
+    """Size of the largest message that the caller accepts (bytes)."""
     heard: float
-    """Time at which anything came from it last (s)."""
+    """Time at which its last message came (s)."""
     connection: Connection = field(default_factory=Connection)
     running: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     stored: dict[int, list[Any]] = field(default_factory=dict)
-    """Replies to calls that may not be repeated, until the caller has them."""
+    """Replies, as frames, to calls that are not idempotent, by the id of the call, until the caller has them."""
     unexpected: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNEXPECTED))
-    """Times of unexpected failures (s)."""
+    """Times of unexpected failures of its handlers (s)."""
 
     @property
     def credit(self) -> int:
-        """Calls that it may leave unanswered."""
+        """Number of calls that the caller may leave unanswered."""
         return VIEWER_CREDIT if self.name == VIEWER else CREDIT
 
 
 class CallServer:
-    """Serves the handlers of some objects: an actor and its parts."""
+    """Serves the handlers of ``parts``: an actor and its parts."""
 
     def __init__(self, endpoint: Endpoint, parts: Iterable[object]) -> None:
         self._endpoint = endpoint
@@ -107,19 +111,20 @@ class CallServer:
         self._handlers = {name: found for part in parts for name, found in handlers_of(part).items()}
         self._sessions: dict[bytes, _Session] = {}
         self._by_name: dict[str, dict[bytes, _Session]] = {}
-        """Sessions by the name of the caller: a HELLO looks at its own alone."""
+        """Sessions by name of the caller and routing id, the oldest first."""
         self._newest: dict[str, int] = {}
+        """Newest incarnation of each caller that has said HELLO."""
         self._fenced: dict[str, int] = {}
-        """Incarnations up to these are dead."""
+        """By name: this incarnation and all older ones are dead."""
         self._deadlines: Deadlines[asyncio.Future[Any]] = Deadlines(self._loop, self._expire)
         self._expired: set[asyncio.Future[Any]] = set()
-        """Running calls whose deadline is over."""
+        """Running handlers that were cancelled because their deadline is over."""
         self._bound: BoundSocket | None = None
         for counter in (STRANGERS, REFUSED, MALFORMED, EARLY):
             endpoint.counters.setdefault(counter, 0)
 
     def bind(self, address: str) -> str:
-        """Bind and return the real address. Raises OSError."""
+        """Bind, and return the address with the port that was taken. Raises OSError."""
         self._bound = self._endpoint.transport.bind(
             address, self._receive, lambda: self._endpoint.counters.add(STRANGERS)
         )
@@ -127,11 +132,11 @@ class CallServer:
 
     @property
     def being_served(self) -> int:
-        """Calls that are not answered so far; callable from any thread."""
+        """Number of calls whose handlers run; callable from any thread."""
         return sum(len(session.running) for session in list(self._sessions.values()))
 
     def fence(self, name: str, incarnation: int) -> None:
-        """Ignore this incarnation and all older ones, which are dead."""
+        """Drop the connections of this incarnation and all older ones, which are dead, and refuse their HELLOs."""
         self._fenced[name] = max(incarnation, self._fenced.get(name, 0))
         for session in [s for s in self._by_name.get(name, {}).values() if s.incarnation <= incarnation]:
             self._drop(session)
@@ -145,6 +150,7 @@ class CallServer:
     # --- receiving ---
 
     def _receive(self, routing_id: bytes, frames: Frames, owner: str | None) -> None:
+        """Check a message and dispatch it by its kind. ``owner`` is the actor that owns the key; None without CURVE."""
         if self._endpoint.ending:
             return
         try:
@@ -164,7 +170,7 @@ class CallServer:
                 self._error(routing_id, header.id, "hello_required", "say HELLO first", retryable=True)
                 return
             if owner is not None and owner != session.name:
-                # The peer chooses its routing id: it has taken over the connection of another actor.
+                # The peer chooses its routing id, and this one has taken another actor's.
                 self._refuse(routing_id, header.id, "key", f"the key of {owner}", session.name)
                 return
             if header.sender != session.name or header.incarnation != session.incarnation:
@@ -185,6 +191,7 @@ class CallServer:
             self._endpoint.counters.add(MALFORMED)
 
     def _on_hello(self, routing_id: bytes, header: Header, hello: Hello, owner: str | None) -> None:
+        """Refuse the caller, with the reason; or open a session, drop replaced ones, and answer WELCOME."""
         ours = self._endpoint.credentials
         refusal: tuple[str, str, str] | None = None
         if hello.run_id != ours.run_id:
@@ -231,20 +238,23 @@ class CallServer:
         self._send(routing_id, Kind.WELCOME, "Welcome", header.id, self._endpoint.codec.encode(welcome))
 
     def _drop_sessions(self, name: str, incarnation: int, but: bytes) -> None:
-        """Drop the sessions of replaced incarnations, and the oldest of this one past what an actor needs."""
-        own = self._others_of(name, but)
-        current = [s for s in own if s.incarnation == incarnation]
-        most = SHARED.get(name, MAX_SESSIONS_PER_NAME)
-        # ``current`` has the oldest first; the connection that says HELLO now takes one of the places.
-        for session in [s for s in own if s.incarnation != incarnation] + current[: 1 - most]:
+        """Drop the sessions of other incarnations of ``name``, and the oldest ones of this beyond the limit.
+
+        ``but`` is the routing id of the connection that says HELLO now; its session stays.
+        """
+        others = self._others_of(name, but)
+        current = [s for s in others if s.incarnation == incarnation]
+        limit = SHARED.get(name, MAX_SESSIONS_PER_NAME)
+        # ``current`` has the oldest first; the connection that says HELLO now counts towards the limit.
+        for session in [s for s in others if s.incarnation != incarnation] + current[: 1 - limit]:
             self._drop(session)
 
     def _has_room(self, name: str, routing_id: bytes) -> bool:
-        """Whether one more connection of a shared name is served. Drops unused ones."""
-        own = self._others_of(name, routing_id)
-        if len(own) < SHARED[name]:
+        """Whether a shared name may have one more connection. Drops its unused connections if there is no room."""
+        others = self._others_of(name, routing_id)
+        if len(others) < SHARED[name]:
             return True
-        unused = [s for s in own if not s.running and self._loop.time() - s.heard >= UNUSED_S]
+        unused = [s for s in others if not s.running and self._loop.time() - s.heard >= UNUSED_S]
         for session in unused:
             self._drop(session)
         return bool(unused)
@@ -265,6 +275,11 @@ class CallServer:
             task.cancel()
 
     def _on_call(self, session: _Session, header: Header, frames: Frames) -> None:
+        """Start the handler of a call, unless the call is a repeat or is rejected with an ERROR.
+
+        Checks, in this order: whether its handler runs, whether its reply is stored, credit, type, sender, the actor's
+        setup, and the body. A plain method answers at once, or returns a future; an async method runs as a task.
+        """
         if header.id in session.running:
             return
         self._forget_answered(session, header)
@@ -273,8 +288,8 @@ class CallServer:
             return
         if self._is_full(session, header.id):
             return
-        found = self._handlers.get(header.type)
-        if found is None or not found.answered:
+        handler = self._handlers.get(header.type)
+        if handler is None or not handler.answered:
             self._error(
                 session.routing_id,
                 header.id,
@@ -282,70 +297,70 @@ class CallServer:
                 f"{self._endpoint.name} does not serve {header.type}",
             )
             return
-        if not may_send(session.name, found.senders):
+        if not may_send(session.name, handler.senders):
             self._endpoint.counters.add(REFUSED)
-            reason = f"{session.name} may not send {header.type}: {', '.join(sorted(found.senders))} may"
+            reason = f"{session.name} may not send {header.type}: {', '.join(sorted(handler.senders))} may"
             self._error(session.routing_id, header.id, "forbidden", reason)
             return
-        # Before the body is decoded, which may be large.
+        # Before the body is decoded, because it may be large.
         if self._is_early(session, header.id):
             return
         try:
-            request = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+            request = self._endpoint.codec.decode(handler.request, frames[1], frames[2:])
         except ProtocolError as error:
             self._endpoint.counters.add(MALFORMED)
             self._error(session.routing_id, header.id, "invalid", str(error))
             return
         deadline = self._loop.time() + min(header.deadline_ms / 1000, LONGEST_CALL_S)
         caller = Caller(session.name, session.incarnation, header.param_version, deadline, session.connection)
-        if found.is_async:
-            task = self._owner.spawn(self._run_call(session, header, found, request, caller))
+        if handler.is_async:
+            task = self._owner.spawn(self._run_call(session, header, handler, request, caller))
             session.running[header.id] = task
-            # Also for a task that is cancelled before it has begun.
+            # A done callback runs even if the task is cancelled before it has begun.
             tick = self._deadlines.add(task, deadline)
             task.add_done_callback(lambda task: self._call_over(session, header, task, tick))
             return
         try:
-            reply = found.function(request, caller)
+            reply = handler.function(request, caller)
             if not isinstance(reply, asyncio.Future):
-                self._reply(session, header, found, reply)
+                self._reply(session, header, handler, reply)
                 return
         except Exception as error:
             self._failed(session, header, error)
             return
         session.running[header.id] = reply
         tick = self._deadlines.add(reply, deadline)
-        reply.add_done_callback(lambda reply: self._future_over(session, header, found, reply, tick))
+        reply.add_done_callback(lambda reply: self._future_over(session, header, handler, reply, tick))
 
     def _on_ask(self, session: _Session, header: Header) -> None:
-        """Say whether a call is being handled, and if not whether it may come."""
+        """Answer HELD if the handler of the call runs, and NOT_HELD if the call may be sent again; else an ERROR."""
         id = header.in_reply_to
         self._forget_answered(session, header)
         if id in session.running:
-            self._say(session, Kind.HELD, header)
-        # A stored reply goes out when its call comes again; that the connection is full, or early, is said by then.
+            self._answer_ask(session, Kind.HELD, header)
+        # A stored reply is sent when its call comes again. ``_is_full`` and ``_is_early`` answer with an ERROR.
         elif id in session.stored or not (self._is_full(session, id) or self._is_early(session, id)):
-            self._say(session, Kind.NOT_HELD, header)
+            self._answer_ask(session, Kind.NOT_HELD, header)
 
     @staticmethod
     def _forget_answered(session: _Session, header: Header) -> None:
-        """Forget the replies that have arrived."""
+        """Forget the stored replies that the caller has, as its header says."""
         for id in [id for id in session.stored if id < header.answered_below]:
             del session.stored[id]
 
-    def _say(self, session: _Session, kind: Kind, ask: Header) -> None:
+    def _answer_ask(self, session: _Session, kind: Kind, ask: Header) -> None:
         header = self._endpoint.header(kind, "", id=ask.id, in_reply_to=ask.in_reply_to)
         self._transmit(session.routing_id, [header, NIL])
 
     def _is_full(self, session: _Session, id: int) -> bool:
-        """Whether no call is taken from this connection now; if so, answers with the error."""
+        """Whether the connection has no room for another call; if so, answers call ``id`` with an ERROR."""
         if len(session.running) < session.credit and len(session.stored) < MAX_STORED:
             return False
         self._error(session.routing_id, id, "over_credit", "too many calls unanswered", retryable=True)
         return True
 
     def _is_early(self, session: _Session, id: int) -> bool:
-        """Whether the actor is not set up; if so, answers with the error."""
+        """Whether the actor is not set up yet; if so, answers call ``id`` with an ERROR."""
         if self._owner.ready:
             return False
         self._endpoint.counters.add(EARLY)
@@ -353,15 +368,15 @@ class CallServer:
         return True
 
     async def _run_call(
-        self, session: _Session, header: Header, found: Handler, request: Message, caller: Caller
+        self, session: _Session, header: Header, handler: Handler, request: Message, caller: Caller
     ) -> None:
         try:
-            self._reply(session, header, found, await found.function(request, caller))
+            self._reply(session, header, handler, await handler.function(request, caller))
         except Exception as error:
             self._failed(session, header, error)
 
     def _expire(self, running: asyncio.Future[Any]) -> None:
-        # Remembered, because a cancelled task does not know the reason.
+        # Remembered for ``_call_over``, because a cancelled task does not know why.
         self._expired.add(running)
         running.cancel()
 
@@ -369,22 +384,24 @@ class CallServer:
         self,
         session: _Session,
         header: Header,
-        found: Handler,
+        handler: Handler,
         reply: asyncio.Future[Message],
         tick: int,
     ) -> None:
+        """Send the result of a future that a plain method returned."""
         self._call_over(session, header, reply, tick)
         if reply.cancelled():
             return
         try:
-            self._reply(session, header, found, reply.result())
+            self._reply(session, header, handler, reply.result())
         except Exception as error:
             self._failed(session, header, error)
 
     def _call_over(self, session: _Session, header: Header, task: asyncio.Future[Any], tick: int) -> None:
+        """Forget a handler that has ended. If it was cancelled, answer the call with the reason."""
         self._deadlines.remove(task, tick)
         del session.running[header.id]
-        # By its caller, who does not listen any more, by its deadline, or by the end of this actor.
+        # Cancelled by its caller, which no longer waits, by its deadline, or by the end of this actor.
         if task.cancelled():
             code, message = CANCELLED, "the call was cancelled"
             if task in self._expired:
@@ -393,25 +410,27 @@ class CallServer:
         self._expired.discard(task)
 
     def _on_cast(self, session: _Session, header: Header, frames: Frames) -> None:
-        found = self._handlers.get(header.type)
-        if found is None or found.answered:
+        """Run the handler of a cast. Drops the cast if its sender may not send it or the actor is not set up."""
+        handler = self._handlers.get(header.type)
+        if handler is None or handler.answered:
             raise ProtocolError(f"no handler of the cast {header.type!r}")
-        if not may_send(session.name, found.senders):
+        if not may_send(session.name, handler.senders):
             self._endpoint.counters.add(REFUSED)
             return
         if not self._owner.ready:
             self._endpoint.counters.add(EARLY)
             return
-        message = self._endpoint.codec.decode(found.request, frames[1], frames[2:])
+        message = self._endpoint.codec.decode(handler.request, frames[1], frames[2:])
         caller = Caller(session.name, session.incarnation, header.param_version, self._loop.time(), session.connection)
         try:
-            found.function(message, caller)
+            handler.function(message, caller)
         except Exception as error:
             self._owner.handler_failed(header.type, error)
 
     # --- answering ---
 
-    def _reply(self, session: _Session, header: Header, found: Handler, reply: Message) -> None:
+    def _reply(self, session: _Session, header: Header, handler: Handler, reply: Message) -> None:
+        """Send the reply to a call, and store it if the call is not idempotent."""
         frames = self._endpoint.codec.encode(reply)
         if (size := size_of(frames)) > session.limit:
             self._error(
@@ -422,27 +441,28 @@ class CallServer:
             )
             return
         message = [self._endpoint.header(Kind.REPLY, type(reply).__name__, in_reply_to=header.id), *frames]
-        if not found.idempotent:
+        if not handler.idempotent:
             session.stored[header.id] = message
         self._transmit(session.routing_id, message)
 
     def _failed(self, session: _Session, header: Header, error: BaseException) -> None:
+        """Answer a call with the exception of its handler. One of our own errors says itself if it is retryable."""
         if isinstance(error, AsyncRLError):
             retryable = bool(getattr(error, "retryable", False))
         else:
             self._owner.handler_failed(header.type, error)
             retryable = self._may_try_again(session)
-        # The class's own: the ``code`` of a RemoteError or a Refused is its instance's, and answers another question.
+        # From the class: an instance's own ``code``, as of RemoteError or Refused, came from another peer.
         code = getattr(type(error), "code", type(error).__name__)
         self._error(session.routing_id, header.id, code, str(error) or repr(error), retryable=retryable)
 
     def _may_try_again(self, session: _Session) -> bool:
-        """Whether an unexpected failure is retryable: it may pass, but not without end."""
-        now, failed = self._loop.time(), session.unexpected
-        often = len(failed) == failed.maxlen and now - failed[0] < UNEXPECTED_WINDOW_S
-        if not failed or now - failed[-1] >= UNEXPECTED_MOMENT_S:
-            failed.append(now)
-        return not often
+        """Whether an unexpected failure counts as retryable; False after too many within UNEXPECTED_WINDOW_S."""
+        now, failures = self._loop.time(), session.unexpected
+        too_often = len(failures) == failures.maxlen and now - failures[0] < UNEXPECTED_WINDOW_S
+        if not failures or now - failures[-1] >= UNEXPECTED_MOMENT_S:
+            failures.append(now)
+        return not too_often
 
     def _error(self, routing_id: bytes, id: int, code: str, message: str, *, retryable: bool = False) -> None:
         message = encodable(message)[:LONGEST_ERROR]
@@ -458,6 +478,6 @@ class CallServer:
         self._transmit(routing_id, [self._endpoint.header(kind, type, in_reply_to=in_reply_to), *frames])
 
     def _transmit(self, routing_id: bytes, message: list[Any]) -> None:
-        # The caller asks again for a message that cannot go now.
+        # If the queue is full the message is dropped: the caller asks again.
         if self._bound is not None and not self._bound.send(routing_id, message):
             self._endpoint.counters.add("wire/unsent")

@@ -1,12 +1,13 @@
-"""The numbers that a node agent gives to the lives of its actors.
+"""Incarnations: numbers that identify the successive processes of an actor. A node agent assigns them.
 
-An incarnation is ATTEMPT * SPAN + N: N counts the lives of one name within one attempt of the run, the first is 1. The
-ranks of a gang share theirs, the *generation* of the gang. A new rank has a number above its predecessor's, and at
-least the newest known generation. So ranks that may meet have one number, even if different agents have started them
-while the controller was away. Clocks are not used: those of two hosts differ, and any may step back.
+An incarnation is ATTEMPT * SPAN + N, where N counts the processes of one actor name within one attempt of the run, from
+1. A *gang* is a set of actors that must start together, such as the ranks of the learner. Its members share one
+incarnation, the *generation* of the gang. A new member gets a number above its predecessor's, and at least the newest
+known generation. So members that may meet have one number, even if different agents started them while the controller
+was away. Clocks are not used: those of two hosts differ, and any clock may step back.
 
-Invariant: the numbers of one name only grow, also over attempts, and no two of its lives have the same. An agent knows
-the lives that it has started. The controller reports those that another agent has started (``hear``). Pure.
+Invariant: the numbers of one name only grow, also over attempts, and no two of its processes have the same. An agent
+knows the processes that it has started. The controller reports those that another agent has started (``hear``). Pure.
 """
 
 from __future__ import annotations
@@ -17,42 +18,45 @@ from dataclasses import dataclass, field
 from asyncrl.messages.actors import Dead
 
 SPAN = 1 << 32
-"""More than the lives of a name within one attempt."""
+"""More than the number of processes of one name within one attempt."""
 LEAP = 1 << 16
-"""More numbers than a host that is cut off gives to an actor before it is heard of again."""
+"""More than the number of times that a host which is cut off restarts an actor before it is heard of again."""
 STRIDE = 1 << 46
-"""More numbers than a process gives in its life, if it counts 2^20 a second for two years. So 2^17 lives have numbers
-that a message can carry: those of one that dies every eight minutes for as long."""
+"""More numbers than one process assigns to its items, even with 2^20 a second for two years. Within 63 bits, the limit
+of a message, there are such ranges for 2^17 processes: one every eight minutes for two years."""
 
 
 def attempt_begins_above(attempt: int, written: int) -> int:
-    """A number that is below all of an attempt, and not below any of an earlier one.
+    """Returns a number below all incarnations of this attempt, and not below any incarnation of an earlier attempt.
 
-    ``written`` is the newest learner of those that was let write checkpoints, or 0. It counts because the folder of
-    checkpoints may have been written under another numbering, and refuses every learner that is older than that.
+    ``written`` is the incarnation of the newest learner that was allowed to write checkpoints, or 0. The checkpoint
+    folder refuses every older learner, and may come from another run with larger numbers.
     """
     return (written // SPAN + attempt) * SPAN
 
 
 def numbers_begin_above(incarnation: int) -> int:
-    """A number below all that a process of this incarnation assigns, and above those of its predecessors."""
+    """Returns the start of the range from which a process of this incarnation numbers its own items.
+
+    The range is above those of all predecessors within the attempt.
+    """
     return incarnation % SPAN * STRIDE
 
 
 @dataclass(slots=True)
 class Incarnations:
-    """The numbers that one node agent gives. ``above`` is below all numbers of this attempt."""
+    """Assigns the incarnations of one node agent's actors. ``above`` is below all incarnations of this attempt."""
 
     above: int
     gang_of: Callable[[str], str]
-    """(name of an actor) → the name of its gang; empty for one of none."""
+    """(name of an actor) → name of its gang; empty for an actor without a gang."""
     _newest: dict[str, int] = field(default_factory=dict)
     """Newest incarnation of each name."""
     _generations: dict[str, int] = field(default_factory=dict)
     """Newest generation of each gang."""
 
     def next(self, name: str) -> int:
-        """Incarnation of an actor that is started now."""
+        """Assigns the incarnation of a process of actor ``name`` that starts now."""
         number = self._newest.get(name, self.above) + 1
         if gang := self.gang_of(name):
             number = self._generations[gang] = max(number, self._generations.get(gang, 0))
@@ -60,10 +64,10 @@ class Incarnations:
         return number
 
     def hear(self, dead: Iterable[Dead], generations: Mapping[str, int]) -> None:
-        """Take in the dead and the generations that the controller knows of."""
+        """Raise the numbers above the dead incarnations and the generations that the controller reports."""
         for actor in dead:
             if actor.incarnation > self._newest.get(actor.name, 0):
-                # Started by another agent, which may be cut off and count on.
+                # Another agent has started it, and may be cut off and continue to assign numbers.
                 self._newest[actor.name] = actor.incarnation + LEAP
         for gang, number in generations.items():
             self._generations[gang] = max(number, self._generations.get(gang, 0))

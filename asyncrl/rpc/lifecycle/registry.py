@@ -2,16 +2,18 @@
 
 Invariants:
 
-* Of each name only the largest incarnation ever seen counts, also by an earlier registry (``recall``). Older ones are
-  refused (fencing). A name whose actor has ended or is condemned resolves to nothing until a larger incarnation
-  registers.
+* Only the largest incarnation of a name that any registry of the run has seen counts (``recall``). Older ones are
+  refused (fencing). A *condemned* actor is one that its node agent must kill. A name whose actor has ended or is
+  condemned resolves to nothing until a larger incarnation registers.
 * Silence is no death: a missed heartbeat changes no record (``silent``). Only the end of a process or the loss of its
-  host is a death. An actor that was lost with its host is dead for good and is killed when the host is back.
-* Of a heartbeat only finite numbers count, and of an actor no more names than an actor needs, however many heartbeats
-  it sends. A name that was taken in once stays. A value that is left out is counted; the others of its heartbeat count.
-* The incarnation of an actor of a gang is its generation. The death of one actor ends its generation: its living actors
-  are condemned, and so are actors of this or an older generation that register later. A new generation ends all older
-  ones. So a gang comes together in one generation, in any order of reported deaths and starts.
+  host is a death. An actor that was lost with its host counts as dead, and is killed when the host comes back.
+* Only finite numbers of a heartbeat are kept. The number of names of metrics, histograms and resources of an actor is
+  limited. A name that was accepted once stays. Each value that is left out is counted; the rest of its heartbeat is
+  kept.
+* The incarnation of a gang's actor is its generation (incarnations.py). The death of one actor ends its generation. The
+  living actors of it are condemned, and so are actors of this or an older generation that register later. A new
+  generation ends all older ones. So all actors of a gang end up in one generation, in any order of reported deaths and
+  starts.
 
 Pure: the caller passes the time.
 
@@ -36,10 +38,10 @@ from asyncrl.messages.snapshot import Event, Gpu, Histogram, Resource, Wait
 T = TypeVar("T")
 
 FIRST_WORD_S = 30.0
-"""Seconds after its start before an actor can count as silent: it loads its code."""
+"""Seconds after its start before an actor can count as silent, because it loads its code."""
 LONGEST_GAP = 0.5
-"""Share of the shortest limit on silence: after a longer gap between two looks this process may not have listened. The
-shortest limit is three looks."""
+"""Longest normal time between two calls of ``listen``, as a share of the shortest limit on silence. After a longer gap
+this process may not have listened. It normally calls ``listen`` three times within that limit."""
 
 MOST_METRICS = 2048
 MOST_HISTOGRAMS = 128
@@ -53,7 +55,8 @@ MOST_EVENTS = 64
 LONGEST_NAME = 200
 LONGEST_TEXT = 500
 LARGEST_METRIC = float(1 << 53)
-"""Largest metric: beyond it nothing is counted or measured; where steps are counted, it is still a whole number."""
+"""Largest absolute value of a metric. No real count or measurement exceeds it, and a float holds integers up to it
+exactly."""
 TEXTS = ("state", "awaiting")
 NUMBERS = ("loop_lag_s", "state_s", "loop_busy", "cpu")
 LISTS = ("counters", "histograms", "resources", "awaits", "unreached", "gpus", "events")
@@ -61,7 +64,7 @@ LISTS = ("counters", "histograms", "resources", "awaits", "unreached", "gpus", "
 
 @dataclass(frozen=True, slots=True)
 class HeardResource:
-    """A resource of an actor, as last reported."""
+    """A resource of an actor, as a heartbeat last reported it."""
 
     record: Resource
     heard: float
@@ -70,20 +73,20 @@ class HeardResource:
 
 @dataclass(slots=True)
 class Entry:
-    """The newest incarnation of a name."""
+    """The newest incarnation of an actor name. All times are on the controller's monotonic clock."""
 
     record: ActorRecord
     since: float
     """Time at which this incarnation was first heard of (s)."""
     heard: float
-    """Time at which anything was last heard of it (s)."""
+    """Time of its last message, or else of the first report of it (s)."""
     heartbeat: Heartbeat | None = None
-    """The last one, without the values that are kept by name below."""
+    """Its last heartbeat, without the metrics, histograms and resources, which are kept by name below."""
     version: int = -1
-    """The newest weights it knew of at its last heartbeat."""
+    """The newest policy version that it knew of at its last heartbeat."""
     ended: bool = False
     condemned: str = ""
-    """Reason that it is to be killed; empty if it is not."""
+    """Reason to kill it; empty if it need not be killed."""
     lost: bool = False
     """Whether it was lost with its host."""
     spoken: bool = True
@@ -91,16 +94,16 @@ class Entry:
     beaten: float = 0.0
     """Time at which its last heartbeat came (s)."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Counters and gauges, of all its heartbeats."""
+    """Newest value of each counter and gauge."""
     histograms: dict[str, Histogram] = field(default_factory=dict)
     resources: dict[str, HeardResource] = field(default_factory=dict)
     stayed: float = 0.0
-    """Time of the last heartbeat whose left-out resources had not changed (s)."""
+    """Time of the last heartbeat that left out a resource only if it was still in the same state (s)."""
     event: int = 0
     """Number of the newest of its events that was heard."""
 
     def merge(self, beat: Heartbeat, now: float) -> int:
-        """Take in a heartbeat. Returns the number of its values that are left out."""
+        """Store a heartbeat. Returns the number of its values that are left out."""
         resources = {resource.name: HeardResource(resource, now) for resource in beat.resources}
         taken = _take_in(self.metrics, beat.counters, MOST_METRICS, _is_number)
         taken += _take_in(self.histograms, beat.histograms, MOST_HISTOGRAMS, _is_histogram)
@@ -112,22 +115,22 @@ class Entry:
         return _values(beat) - _values(self.heartbeat) - taken + len(wrong)
 
     def since_s(self, resource: HeardResource) -> float:
-        """Seconds since its report for which a resource is known to have stayed in its state."""
+        """Seconds for which a resource is known to have stayed in its state after its last report."""
         return max(0.0, self.stayed - resource.heard)
 
     @property
     def heard_of(self) -> bool:
-        """Whether its messages count."""
+        """Whether its messages count: it has not ended and is not condemned."""
         return not self.ended and not self.condemned
 
     @property
     def ready(self) -> bool:
-        """Whether it is alive and has registered its address, which it does at the end of its setup."""
+        """Whether its messages count and it has registered its address, which it does at the end of its setup."""
         return self.heard_of and bool(self.record.address)
 
 
 def _take_in(known: dict[str, T], values: Mapping[str, T], most: int, is_sound: Callable[[T], bool]) -> int:
-    """Take values in by name, as far as there is room. Returns their number."""
+    """Store the sound values in ``known``, at most ``most`` names in all. Returns the number of values stored."""
     taken = 0
     for name, value in values.items():
         if is_sound(value) and (name in known or (len(known) < most and len(name) <= LONGEST_NAME)):
@@ -136,19 +139,19 @@ def _take_in(known: dict[str, T], values: Mapping[str, T], most: int, is_sound: 
     return taken
 
 
-def _bounded(beat: Heartbeat, actor: str) -> Heartbeat:
-    """A heartbeat of an actor as it is kept."""
+def _bounded(heartbeat: Heartbeat, actor: str) -> Heartbeat:
+    """Returns a heartbeat without the values that ``Entry`` keeps by name, with long texts cut and bad values out."""
     return msgspec.structs.replace(
-        beat,
+        heartbeat,
         counters={},
         histograms={},
         resources=[],
-        awaits=[wait for wait in beat.awaits if _is_wait(wait)],
-        unreached=[record for record in beat.unreached if _is_unreached(record)],
-        gpus=[gpu for gpu in beat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
-        events=[_cut(event, actor) for event in beat.events[-MOST_EVENTS:]],
-        **{name: getattr(beat, name)[:LONGEST_TEXT] for name in TEXTS},
-        **{name: value if _is_number(value := getattr(beat, name)) else 0.0 for name in NUMBERS},
+        awaits=[wait for wait in heartbeat.awaits if _is_wait(wait)],
+        unreached=[record for record in heartbeat.unreached if _is_unreached(record)],
+        gpus=[gpu for gpu in heartbeat.gpus[:MOST_GPUS] if _is_gpu(gpu)],
+        events=[_cut(event, actor) for event in heartbeat.events[-MOST_EVENTS:]],
+        **{name: getattr(heartbeat, name)[:LONGEST_TEXT] for name in TEXTS},
+        **{name: value if _is_number(value := getattr(heartbeat, name)) else 0.0 for name in NUMBERS},
     )
 
 
@@ -157,7 +160,7 @@ def _values(beat: Heartbeat) -> int:
 
 
 def _is_number(value: float) -> bool:
-    # NaN is neither.
+    # False for NaN too.
     return -LARGEST_METRIC <= value <= LARGEST_METRIC
 
 
@@ -202,29 +205,33 @@ class Registry:
     gang_of: Callable[[str], str] = lambda _: ""
     entries: dict[str, Entry] = field(default_factory=dict)
     left_out: int = 0
-    """Values of heartbeats that were left out."""
+    """Number of values of heartbeats that were left out."""
     newest: dict[str, int] = field(default_factory=dict)
-    """The largest incarnation of each name."""
+    """The largest known incarnation of each name."""
     generations: dict[str, int] = field(default_factory=dict)
-    """The oldest generation of each gang that is not over."""
+    """For each gang the oldest generation that is not over."""
     changes: int = 0
     """Number of changes in ``newest`` and ``generations``."""
     _reasons: dict[str, str] = field(default_factory=dict)
-    """Reason that the generation before was over, by gang."""
+    """By gang, the reason for the end of its last generation that is over."""
     _looked: float = 0.0
     _shortest_s: float = math.inf
     """Shortest limit on silence of all callers."""
     _listening_since: float = 0.0
+    """Time since which this process has listened without a gap (s)."""
 
     def recall(self, newest: Mapping[str, int], generations: Mapping[str, int]) -> None:
-        """Take over the numbers of an earlier registry. They do not say which actors are alive."""
+        """Take over the numbers of an earlier registry, as after a restart of the controller.
+
+        They do not say which actors are alive.
+        """
         for name, incarnation in newest.items():
-            self._note(name, incarnation)
+            self._note_newest(name, incarnation)
         for gang, generation in generations.items():
             self._end_generations(gang, generation, f"all of {gang} start again together")
 
     def register(self, record: ActorRecord, now: float) -> None:
-        """Take in a record; an address that was given once stays.
+        """Store an actor's record. If it has no address, the known address of the actor stays.
 
         Raises Refused for an incarnation that is not the newest, has ended, or is condemned.
         """
@@ -234,10 +241,10 @@ class Registry:
         entry.heard, entry.spoken = now, True
 
     def started(self, name: str, incarnation: int, now: float) -> None:
-        """Note that an agent has started a process, which may die before it registers."""
+        """Note that an agent has started a process. It is entered at once, because it may die before it registers."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
-            # Refused: it belongs to a generation that is over, or is older than one that was known.
+            # Refused if it belongs to a generation that is over, or is older than a known incarnation.
             with contextlib.suppress(Refused):
                 self._admit(ActorRecord(name=name, incarnation=incarnation, address=""), now)
             # A new entry has FIRST_WORD_S to load its code.
@@ -245,7 +252,7 @@ class Registry:
                 entered.spoken = False
 
     def heartbeat(self, name: str, incarnation: int, beat: Heartbeat, now: float) -> bool:
-        """Take in a heartbeat; False if it is not the living incarnation's, or is not its newest."""
+        """Store a heartbeat. Returns False, and does nothing, unless it is the newest one of the living incarnation."""
         entry = self.entries.get(name)
         if entry is None or not entry.heard_of or incarnation != entry.record.incarnation:
             return False
@@ -257,13 +264,14 @@ class Registry:
         return True
 
     def ended(self, name: str, incarnation: int, now: float, *, asked: bool = False) -> bool:
-        """Note the end of an incarnation and of every older one; False if a larger one is known, unless that has ended.
+        """Note the end of the process of this incarnation, and with it of every older one.
 
-        ``asked`` if the controller had asked it to end.
+        Unless the controller had ``asked`` it to end, this also ends its gang's generation. Returns whether the newest
+        known incarnation of the name has ended.
         """
         entry = self.entries.get(name)
         if incarnation >= self.newest.get(name, 0) and (entry is None or incarnation > entry.record.incarnation):
-            # It ended before any message came; late ones are refused.
+            # It ended before any message from it came. Its late messages are refused.
             record = ActorRecord(name=name, incarnation=incarnation, address="")
             entry = self._enter(Entry(record, since=now, heard=now))
         if entry is not None and incarnation == entry.record.incarnation:
@@ -273,7 +281,7 @@ class Registry:
         return entry is not None and entry.ended
 
     def condemn(self, actors: Iterable[Condemned]) -> None:
-        """Have these killed, each with the living actors of its gang. Dead ones are passed over."""
+        """Condemn these actors, each with the living actors of its gang; dead actors are skipped."""
         for actor in actors:
             entry = self.entries.get(actor.name)
             if entry is not None and entry.heard_of and entry.record.incarnation == actor.incarnation:
@@ -281,24 +289,24 @@ class Registry:
                 self._end_generation_of(actor.name, actor.incarnation, "is killed")
 
     def lose(self, names: Iterable[str], reason: str, now: float) -> None:
-        """Take these actors and their gangs for dead: their host is lost."""
+        """Count these actors as dead, because their host is lost, and end the generations of their gangs."""
         lost = []
         for name in names:
             entry = self.entries.get(name)
             if entry is None and name in self.newest:
-                # An earlier registry knew it, and it may be alive on the host.
+                # Only an earlier registry knew it, and it may be alive on the lost host.
                 record = ActorRecord(name=name, incarnation=self.newest[name], address="")
                 entry = self._enter(Entry(record, since=now, heard=now, spoken=False))
             if entry is not None and not entry.ended:
                 entry.lost = True
                 entry.condemned = entry.condemned or reason
                 lost.append(entry.record)
-        # After the loop above: the end of a gang condemns those that have no reason so far, with its own.
+        # After the loop, so that the lost actors keep ``reason``; the end of a generation condemns only the others.
         for record in lost:
             self._end_generation_of(record.name, record.incarnation, "was lost with its host")
 
     def hears(self, name: str, incarnation: int) -> bool:
-        """Whether this incarnation counts: it is the newest, has not ended and is not condemned."""
+        """Whether messages of this incarnation count: it is the newest, has not ended and is not condemned."""
         entry = self.entries.get(name)
         if entry is None or incarnation > entry.record.incarnation:
             return incarnation >= self.newest.get(name, 0)
@@ -306,14 +314,14 @@ class Registry:
 
     @property
     def dead(self) -> list[Dead]:
-        """The newest incarnation of each dead name."""
+        """The newest incarnation of each name that has ended or was lost with its host."""
         return [
             Dead(name, entry.record.incarnation) for name, entry in self.entries.items() if entry.ended or entry.lost
         ]
 
     @property
     def condemned(self) -> list[Condemned]:
-        """The condemned actors whose end is not known."""
+        """The condemned actors that are not known to have ended."""
         return [
             Condemned(name, entry.record.incarnation, entry.condemned)
             for name, entry in self.entries.items()
@@ -321,7 +329,7 @@ class Registry:
         ]
 
     def silence_of(self, entry: Entry, now: float) -> float:
-        """Seconds of silence of an actor while this process listened."""
+        """Seconds since the last message of an actor in which this process listened."""
         return self.silence_since(entry.heard, now)
 
     def silence_since(self, heard: float, now: float) -> float:
@@ -329,19 +337,19 @@ class Registry:
         return now - max(heard, self._listening_since)
 
     def listen(self, now: float, silence_s: float) -> None:
-        """Note that this process runs. To be called regularly, with the caller's limit on silence.
+        """Note that this process runs. Each caller calls it regularly, with its own limit on silence.
 
-        After a gap between two calls silence counts from the second one: this process or its host was stopped, and
-        messages from that time are still unread.
+        After a long gap between two calls, all silence counts from the second call only. This process or its host was
+        stopped meanwhile, and messages from that time are still unread.
         """
-        # All callers share the time of the last look, so the shortest limit decides for all.
+        # All callers share ``_looked``, so the shortest limit decides for all.
         self._shortest_s = min(self._shortest_s, silence_s)
         if now - self._looked > LONGEST_GAP * self._shortest_s:
             self._listening_since = now
         self._looked = now
 
     def silent(self, now: float, silence_s: float) -> list[Condemned]:
-        """The living actors that were silent for ``silence_s``. To be called as regularly as ``listen``."""
+        """The living actors that were silent for ``silence_s``. Calls ``listen``, so call it as regularly."""
         self.listen(now, silence_s)
         return [
             Condemned(name, entry.record.incarnation, f"it did not beat for {now - entry.heard:.0f} s")
@@ -351,9 +359,9 @@ class Registry:
         ]
 
     def resolve(self, name: str, above: int = 0, *, unready: bool = False) -> ActorRecord | None:
-        """The record of the living incarnation, if it is larger than ``above`` and can be called.
+        """Returns the record of the living incarnation if it is larger than ``above`` and has an address, else None.
 
-        With ``unready`` it is enough that it has facts.
+        With ``unready`` a record without an address counts too, if it has facts.
         """
         entry = self.entries.get(name)
         if entry is None or not entry.heard_of or entry.record.incarnation <= above:
@@ -361,17 +369,21 @@ class Registry:
         return entry.record if entry.ready or (unready and entry.record.facts) else None
 
     def ready(self) -> set[str]:
-        """Names of the actors that live and have started up."""
+        """Names of the living actors that have registered their address."""
         return {name for name, entry in self.entries.items() if entry.ready}
 
     def _admit(self, record: ActorRecord, now: float) -> Entry:
+        """Return the entry of an incarnation; makes one if it is new, and ends its predecessor and older generations.
+
+        Raises Refused for an incarnation that is not the newest, has ended, or is condemned.
+        """
         name, incarnation = record.name, record.incarnation
         entry = self.entries.get(name)
         known = self.newest.get(name, 0)
-        # Equal if an earlier registry knew the number (``recall``), and there is no entry.
+        # A number that only an earlier registry knew (``recall``) has no entry, and is admitted too.
         if incarnation >= known and (entry is None or incarnation > entry.record.incarnation):
             if entry is not None and entry.heard_of:
-                # Its death is not reported yet, but this one was started after it.
+                # The death of the predecessor is not reported yet, but its agent started this one after it.
                 entry.ended = True
             entry = self._enter(Entry(record, since=now, heard=now))
             if gang := self.gang_of(name):
@@ -391,21 +403,21 @@ class Registry:
 
     def _enter(self, entry: Entry) -> Entry:
         self.entries[entry.record.name] = entry
-        self._note(entry.record.name, entry.record.incarnation)
+        self._note_newest(entry.record.name, entry.record.incarnation)
         return entry
 
-    def _note(self, name: str, incarnation: int) -> None:
+    def _note_newest(self, name: str, incarnation: int) -> None:
         if incarnation > self.newest.get(name, 0):
             self.newest[name] = incarnation
             self.changes += 1
 
     def _end_generation_of(self, name: str, generation: int, what: str) -> None:
-        """End the generation of an actor of a gang, and all older ones."""
+        """End this and all older generations of an actor's gang, if it has one. ``what`` is a verb, as "died"."""
         if gang := self.gang_of(name):
             self._end_generations(gang, generation + 1, f"{name} {what}, and all of {gang} start again together")
 
     def _end_generations(self, gang: str, before: int, reason: str) -> None:
-        """Condemn the living actors of older generations."""
+        """End all generations of a gang below ``before``, and condemn their living actors for ``reason``."""
         if before <= self.generations.get(gang, -1):
             return
         self.generations[gang], self._reasons[gang] = before, reason

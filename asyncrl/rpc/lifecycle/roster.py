@@ -1,7 +1,7 @@
 """The members of the run: the actors of its start and those that have joined, without those that have left.
 
-The controller's ``Members`` are applied to the names and public keys of the start. So the admitted actors depend only
-on the number of the Members; older ones change nothing.
+The controller sends ``Members`` messages. Each is complete and is applied to the names and public keys of the start. So
+the admitted actors depend only on the newest message, by its number; an older one changes nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Roster:
         self.actors = self._first
         """All actors of the run, in the order in which they came."""
         self.number = 0
-        """Number of the Members taken in."""
+        """Number of the newest Members message that was applied."""
         self.peers: dict[str, list[str]] = dict(credentials.peers)
         """Public keys by name, of agents too; none without CURVE."""
 
     def take_in(self, members: Members) -> list[Dead]:
-        """Admit exactly the members. Returns the actors that have left."""
+        """Admit exactly the members of the run. Returns the actors that have left; none if the message is not new."""
         if members.number <= self.number:
             return []
         self.number = members.number

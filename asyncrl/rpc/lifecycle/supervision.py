@@ -1,8 +1,8 @@
 """Decides how soon and how often a node agent restarts an actor that has ended.
 
-Invariant: an actor is restarted at most ``max_restarts`` times within any window of ``window_s``, each time after a
-pause twice as long as the one before. After that it is given up, with a reason that can be printed. Deaths that are not
-its own fault do not count. Pure: the caller passes the time.
+Invariant: an actor is restarted at most ``max_restarts`` times within any ``window_s`` seconds. Each pause before a
+restart is twice as long as the one before. After that the actor is given up, with a reason that can be printed. Deaths
+that are not its own fault do not count. Pure: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from asyncrl.rpc.calls.retry import backoff
 
 UNHEALABLE_EXITS = frozenset({2, 78})
-"""Exit codes of wrong usage and wrong configuration or data: a restart meets the same."""
+"""Exit codes for wrong usage and for wrong configuration or data, which a restart would find unchanged."""
 
 
 def describe_exit(exit_code: int) -> str:
-    """An exit code in words; negative for a signal."""
+    """Describes an exit code in words; a negative one stands for a signal."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -37,14 +37,14 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Do not restart the actor, for this reason: a replica is set aside, and without any other actor the run ends."""
+    """Do not restart the actor, for this reason. The run continues without a replica, and ends without any other."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class RestartBudget:
-    """The restarts that one actor may have, and the pauses before them."""
+    """Limits the restarts of one actor, and sets the pauses before them."""
 
     max_restarts: int
     window_s: float
@@ -52,19 +52,19 @@ class RestartBudget:
     _recent: deque[float] = field(default_factory=deque)
 
     def next(self, now: float) -> float | None:
-        """Seconds until the restart after a death at ``now``; None when there have been too many."""
+        """Counts a death at ``now`` (s). Returns the seconds until the restart; None after too many restarts."""
         while self._recent and now - self._recent[0] >= self.window_s:
             self._recent.popleft()
         if len(self._recent) >= self.max_restarts:
             return None
-        after = backoff(self.backoff_s, len(self._recent))
+        pause_s = backoff(self.backoff_s, len(self._recent))
         self._recent.append(now)
-        return after
+        return pause_s
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """Decides about the deaths of the actors of one host."""
+    """Decides about restarts of all actors of one host."""
 
     max_restarts: int
     window_s: float
@@ -75,7 +75,7 @@ class Supervisor:
     def ended(self, name: str, exit_code: int, now: float, *, blameless: bool = False) -> Restart | GiveUp:
         """Decide about a process that ended at ``now`` (monotonic, s) without being asked to.
 
-        An end that is not its fault (``blameless``) is always followed by a restart and does not count.
+        If the end is not the actor's fault (``blameless``), it does not count and the actor is always restarted.
         """
         what = describe_exit(exit_code)
         if exit_code in UNHEALABLE_EXITS:
@@ -84,12 +84,12 @@ class Supervisor:
             self._counts[name] = self._counts.get(name, 0) + 1
             return Restart(self.backoff_s, self._counts[name])
         budget = self._budgets.setdefault(name, RestartBudget(self.max_restarts, self.window_s, self.backoff_s))
-        after = budget.next(now)
-        if after is None:
+        pause_s = budget.next(now)
+        if pause_s is None:
             return GiveUp(f"{what}, after {self.max_restarts} restarts within {self.window_s:g} s")
         self._counts[name] = self._counts.get(name, 0) + 1
-        return Restart(after, self._counts[name])
+        return Restart(pause_s, self._counts[name])
 
     def forgive(self, name: str) -> None:
-        """Forget what was counted of an actor that has rested."""
+        """Forget the counted deaths of an actor, as after it was set aside for a while."""
         self._budgets.pop(name, None)

@@ -1,15 +1,15 @@
 """Typed bodies and their arrays.
 
 A body is a msgspec struct as a MessagePack map, validated against its annotations. Arrays (numpy) never pass through
-MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]`` in its place. Sending hands over
-the array's memory, receiving gives a view of the frame's; neither copies, so an array that was sent must not be written
-to afterwards. numpy is imported with the first array: processes that never see one, as launcher and agent, start
-sooner.
+MessagePack: each is a frame of its own, and the body holds ``[dtype, shape, frame]`` in its place. Sending passes the
+array's memory to the transport, and receiving returns a view of the frame. Neither copies, so an array must not be
+written to after it was sent. This imports numpy with the first array, so processes without arrays start sooner, as the
+launcher and the agents do.
 
-ZeroMQ has one limit for the frames of a connection, which holds before a peer has proved who it is. So under CURVE a
-server takes frames of PIECE_BYTES at most, and a client sends a message with a larger one in pieces: a table (MARK,
-then the number of pieces of each frame, 4 bytes each, little-endian), then the pieces of all frames in order.
-Invariant: ``join`` restores what ``cut`` was given.
+ZeroMQ has one limit for the frames of a connection, which holds even before a peer has proved its identity. So under
+CURVE a server accepts frames of at most PIECE_BYTES, and a client *cuts* a message with a larger frame. The first frame
+is then a table: MARK, and the number of pieces of each frame (uint32, little-endian). The pieces of all frames follow
+in order. Invariant: ``join`` restores the frames that ``cut`` was given.
 
 Fails with ProtocolError when a body does not fit its type or an array its frame; ``join`` with ValueError if a table
 does not fit what follows it.
@@ -37,7 +37,7 @@ DTYPES = frozenset(
 MAX_DIMENSIONS = 8
 PIECE_BYTES = 1 << 18
 MARK = b"\0"
-"""No header begins like this: a header is a MessagePack array."""
+"""First byte of a table. No header begins like this: a header is a MessagePack array."""
 CURVE_BYTES = 256
 """More than CURVE adds to a frame."""
 
@@ -52,18 +52,21 @@ class Codec:
         self._decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
     def encode(self, message: Any) -> list[Any]:
-        """The body and its buffers, as frames to send. Raises ProtocolError for an integer beyond 64 bits."""
+        """Returns the frames to send: the body, then one buffer for each array.
+
+        Raises ProtocolError for an integer beyond 64 bits.
+        """
         try:
             return [self._encoder.encode(message), *self._outgoing]
         except OverflowError as error:
             raise ProtocolError(f"body of {type(message).__name__}: {error}") from None
         finally:
-            # Also after an error: the arrays of one message must not go along with the next.
+            # Also after an error: the next message must not contain these arrays.
             if self._outgoing:
                 self._outgoing = []
 
     def decode(self, kind: type[T], body: Any, buffers: Sequence[Any] = ()) -> T:
-        """Read a body as ``kind``. Raises ProtocolError."""
+        """Reads a body as a message of type ``kind``; ``buffers`` are its arrays. Raises ProtocolError."""
         decoder = self._decoders.get(kind)
         if decoder is None:
             decoder = self._decoders[kind] = msgspec.msgpack.Decoder(
@@ -79,6 +82,7 @@ class Codec:
         return message
 
     def _encode_array(self, value: Any) -> Any:
+        """Append an array's buffer to the outgoing frames. Returns ``[dtype, shape, frame]`` for the body."""
         import numpy as np
 
         if not isinstance(value, np.ndarray):
@@ -92,6 +96,7 @@ class Codec:
         return [dtype, list(value.shape), len(self._outgoing) - 1]
 
     def _decode_array(self, kind: type, value: Any) -> Any:
+        """Check ``[dtype, shape, frame]``, and return the array as a view of the frame. Raises ValueError."""
         import numpy as np
 
         if not (isinstance(value, list) and len(value) == 3):
@@ -113,7 +118,7 @@ class Codec:
 
 
 def encodable(text: str) -> str:
-    """The text as a body can hold it: lone surrogates, as of file names that are no text, are escaped."""
+    """Escapes lone surrogates, which UTF-8 cannot hold; they come from file names that are not valid text."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -126,16 +131,16 @@ def _is_size(value: Any) -> bool:
 
 
 def cut(frames: Sequence[Any]) -> Sequence[Any]:
-    """The frames, in pieces where one of them is too large."""
+    """Returns a table and pieces if any frame is over PIECE_BYTES, else the frames themselves; see the module."""
     views = [memoryview(frame) for frame in frames]
     if all(view.nbytes <= PIECE_BYTES for view in views):
         return frames
     pieces: list[Any] = []
     counts = []
     for view in views:
-        # One without a byte cannot be cast.
+        # A memoryview of an empty frame cannot be cast.
         data = view.cast("B") if view.nbytes else b""
-        # A frame without a byte is one piece: no count is 0.
+        # An empty frame is one piece, so no count is 0.
         starts = range(0, max(1, len(data)), PIECE_BYTES)
         pieces += [data[at : at + PIECE_BYTES] for at in starts]
         counts.append(len(starts))
@@ -143,17 +148,20 @@ def cut(frames: Sequence[Any]) -> Sequence[Any]:
 
 
 def join(frames: Sequence[Any], most_bytes: int) -> list[Any]:
-    """The frames that were cut, up to ``most_bytes`` in all; the first two as bytes."""
+    """Restores frames that were cut: header and body as bytes, then the buffers.
+
+    Raises ValueError if the table does not fit the pieces, or if these have more than ``most_bytes`` in all.
+    """
     table, *pieces = frames
     counts = struct.unpack(f"<{(len(table) - 1) // 4}I", table[1:])
     if not counts or sum(counts) != len(pieces) or 0 in counts:
         raise ValueError(f"a table of {sum(counts)} pieces before {len(pieces)}")
     if sum(len(piece) for piece in pieces) > most_bytes:
         raise ValueError(f"more than {most_bytes} bytes in pieces")
-    found: list[Any] = []
+    joined: list[Any] = []
     at = 0
     for count in counts:
-        of = pieces[at : at + count]
+        own = pieces[at : at + count]
         at += count
-        found.append(of[0] if count == 1 and len(found) > 1 else b"".join(of))
-    return found
+        joined.append(own[0] if count == 1 and len(joined) > 1 else b"".join(own))
+    return joined

@@ -20,7 +20,7 @@ PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 4096
 MAX_NAME_LENGTH = 200
 NIL = b"\xc0"
-"""The body of a kind that has none."""
+"""Body of the kinds of message that have no content."""
 
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
@@ -51,26 +51,26 @@ class Header(Struct, frozen=True, array_like=True, gc=False):
     kind: Annotated[int, Meta(ge=int(Kind.HELLO), le=int(Kind.NOT_HELD))]
     """A Kind."""
     id: Count
-    """Counts up from 1 on each connection for HELLO, CALL and ASK; the ASK's for HELD and NOT_HELD; 0 otherwise."""
+    """For HELLO, CALL and ASK a number that counts up from 1; for HELD and NOT_HELD the ASK's id; 0 otherwise."""
     in_reply_to: Count
-    """Id of the message that WELCOME, REFUSE, REPLY and ERROR answer and CANCEL cancels, or of the CALL for ASK, HELD
-    and NOT_HELD; 0 otherwise."""
+    """Id of the message that a WELCOME, REFUSE, REPLY or ERROR answers or a CANCEL cancels. For ASK, HELD and NOT_HELD
+    the id of the CALL; 0 otherwise."""
     sender: str
     """Name of the sender, ROLE/INDEX."""
     incarnation: Count
-    """Incarnation of the sender: of two of one name the larger is the living one."""
+    """Incarnation of the sender. If two senders have the same name, the one with the larger number is alive."""
     param_version: Annotated[int, Meta(ge=-1)]
     """The newest weights that the sender knows of; -1 before any."""
     deadline_ms: Count
-    """Time that the caller still waits (ms); 0 if it does not wait."""
+    """For CALL the time that the caller still waits (ms); 0 otherwise."""
     type: str
-    """Name of the message in the body; empty for CANCEL, ASK, HELD and NOT_HELD."""
+    """Name of the message type of the body; empty for CANCEL, ASK, HELD and NOT_HELD."""
     answered_below: Count = 0
-    """Every call with a smaller id has been answered: stored replies to them may be dropped."""
+    """For CALL and ASK: every call with a smaller id is over for the caller, so the server drops its stored reply."""
 
 
 class Hello(Struct, frozen=True, kw_only=True):
-    """Opens a connection; nothing but a HELLO is served before its WELCOME."""
+    """Opens a connection. The server serves nothing but a HELLO before it has answered WELCOME."""
 
     run_id: Name
     name: Name
@@ -88,31 +88,33 @@ class Welcome(Struct, frozen=True, kw_only=True):
     incarnation: int
     max_message_bytes: int
     credit: int
-    """Calls that may be unanswered on this connection at once."""
+    """Largest number of unanswered calls on this connection."""
 
 
 class Refuse(Struct, frozen=True, kw_only=True):
-    """The answer to a HELLO that was not. ``code``: protocol, run_id, secret, name, key, incarnation,
-    connections."""
+    """The answer to a HELLO that was not accepted, or to a message of another protocol or with a wrong key."""
 
     code: str
+    """The property that differs: protocol, run_id, secret, name, key, incarnation or connections."""
     ours: str
+    """Value that the server expects."""
     theirs: str
+    """Value that the client sent."""
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):
     """The body of an ERROR."""
 
     code: str
-    """Stable: hello_required, not_ready, over_credit, unknown_type, forbidden, invalid, too_large, cancelled,
-    deadline, or an exception's ``code`` or name."""
+    """hello_required, not_ready, over_credit, unknown_type, forbidden, invalid, too_large, cancelled, deadline, or an
+    exception's ``code`` or class name. Codes do not change between versions."""
     message: str
     retryable: bool = False
     actor: str = ""
 
 
 class OtherProtocol(ProtocolError):
-    """A header of another protocol version. ``version`` is the sender's, ``id`` its message's where readable."""
+    """A header of another protocol version. ``version`` is the sender's; ``id`` is the message's, 0 if unreadable."""
 
     def __init__(self, version: int, id: int) -> None:
         self.version, self.id = version, id
@@ -135,7 +137,7 @@ def decode_header(frame: bytes) -> Header:
     try:
         header = _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # A header of another version may have other fields: of such a one no more than its version is looked at.
+        # A header of another version may have other fields; its version is the first field in any case.
         _raise_other_protocol(frame)
         raise ProtocolError(f"unreadable header: {error}") from None
     if header.protocol != PROTOCOL_VERSION:
@@ -144,6 +146,7 @@ def decode_header(frame: bytes) -> Header:
 
 
 def _raise_other_protocol(frame: bytes) -> None:
+    """Raise OtherProtocol if the frame is an array whose first item is another protocol version."""
     try:
         fields = msgspec.msgpack.decode(frame, type=list)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,11 +1,12 @@
-"""Keys of the actors of a run: the run's secret, CURVE key pairs, and the handler that admits them.
+"""Keys of the actors of a run: the run's secret, CURVE key pairs, and the ZAP handler that admits them.
 
-Under CURVE every socket has a key pair of its actor and attempt. The handler (ZAP) admits listed keys only and names
-the owner of a key, which must match the sender in the envelope. It starts before the first bind, since CURVE without it
-would admit any key. Without CURVE, HELLO carries the run's secret.
+CURVE is ZeroMQ's encryption and authentication. Under CURVE every socket has the key pair of its actor and attempt. The
+ZAP handler (``Doorkeeper``) admits listed keys only and names the owner of a key, which must match the sender in the
+envelope. It starts before the first bind, because CURVE without it would admit any key. Without CURVE, HELLO carries
+the run's secret.
 
-Files are 0600 in a 0700 folder; their content never appears in argv, the environment or a log. A host gets the secrets
-of its own actors only, and the public keys of all.
+Files have mode 0600 in a folder of mode 0700. Their content never appears in argv, the environment or a log. A host
+gets the secret keys of its own actors only, and the public keys of all.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from zmq.auth.thread import ThreadAuthenticator
 
 ZAP_DOMAIN = "asyncrl"
 LAUNCHER = "launcher/0"
-"""Name of the launcher and of commands on a live run. Its keys lie in the head's private folder, and all who can read
-that may use it."""
+"""Name of the launcher and of commands on a live run. Its keys are in the private folder of the head, so every user
+that can read the folder may use this name."""
 VIEWER = "viewer/0"
-"""Name of all viewers of a run. They share one incarnation, so that none fences another."""
+"""Name of all viewers of a run. They share one incarnation, so that no viewer replaces another."""
 VIEWER_INCARNATION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The secrets that one actor proves itself with, and the keys that it knows of the others."""
+    """The secrets with which one actor proves its identity, and the public keys of all actors."""
 
     run_id: str
     secret: str = field(repr=False)
@@ -44,20 +45,20 @@ class Credentials:
     peers: dict[str, list[str]] = field(default_factory=dict)
     """Public keys (z85) by actor name, one for each attempt."""
     seal_key: bytes = field(default=b"", repr=False)
-    """Key of seals, for the actors that seal messages which other actors pass on; empty for all others."""
+    """Shared key with which some actors sign data that other actors pass on; empty for an actor that never does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keyring:
-    """The credentials of a whole run."""
+    """The credentials of a run, as the files of its hosts. A file is JSON content by file name."""
 
     common: dict[str, Any] = field(repr=False)
-    """Files that every host is given: content by file name."""
+    """Files for every host."""
     own: dict[str, dict[str, Any]] = field(repr=False)
-    """Files that only the host of an actor is given, by actor name: content by file name."""
+    """By actor name: the files for the host of that actor only."""
 
     def files_of(self, names: Iterable[str]) -> dict[str, Any]:
-        """Files that the host of these actors is given: content by file name."""
+        """Returns the files for the host of the actors ``names``."""
         files = dict(self.common)
         for name in names:
             files |= self.own.get(name, {})
@@ -67,9 +68,9 @@ class Keyring:
 def make_keyring(
     run_id: str, names: Iterable[str], *, attempts: int, curve: bool, sealing: Iterable[str] = ()
 ) -> Keyring:
-    """Make the credentials of a run: for each actor name and attempt a key pair, or without CURVE one secret.
+    """Make new credentials of a run: a key pair for each actor name and attempt, or without CURVE one secret.
 
-    ``sealing`` are the actors that share a key for seals.
+    The actors ``sealing`` also share one seal key.
     """
     pairs = {name: make_pairs(attempts) for name in names} if curve else {}
     peers = {name: [pair["public"] for pair in each] for name, each in pairs.items()}
@@ -83,9 +84,10 @@ def make_keyring(
 def keyring_of(
     run_id: str, secret: str, peers: dict[str, list[str]], pairs: Mapping[str, list[dict[str, str]]]
 ) -> Keyring:
-    """The credentials of the actors that have these key pairs; ``secret`` is that of the run, empty under CURVE.
+    """Puts existing credentials into a Keyring.
 
-    ``peers`` are the public keys of the whole run.
+    ``secret`` is the run's secret, empty under CURVE. ``peers`` are the public keys of all actors of the run, by name
+    and attempt. ``pairs`` are the key pairs of those actors whose secret keys this keyring contains.
     """
     common: dict[str, Any] = {"run.json": {"run_id": run_id, "curve": not secret}}
     common |= {"secret.json": {"secret": secret}} if secret else {"peers.json": peers}
@@ -97,29 +99,29 @@ def keyring_of(
 
 
 def make_pairs(attempts: int) -> list[dict[str, str]]:
-    """Key pairs for as many attempts of one actor, as they stand in its files."""
+    """Make a key pair for each of an actor's attempts, in the form of its files: "public" and "secret" in z85."""
     pairs = (zmq.curve_keypair() for _ in range(attempts))
     return [{"public": public.decode(), "secret": secret.decode()} for public, secret in pairs]
 
 
 def create_credentials(folder: Path, run_id: str, names: Iterable[str], *, attempts: int, curve: bool) -> None:
-    """Make the private folder of a run on one host: its id and, for each actor name and attempt, what it needs.
+    """Make new credentials for the actors ``names``, and write all of them into a new private folder.
 
-    Raises FileExistsError if the folder is there already.
+    Raises FileExistsError if the folder exists.
     """
     names = list(names)
     write_credentials(folder, make_keyring(run_id, names, attempts=attempts, curve=curve).files_of(names))
 
 
 def write_credentials(folder: Path, files: Mapping[str, Any]) -> None:
-    """Make a private folder with these files: content by file name. Raises FileExistsError if it is there already."""
+    """Make a private folder with ``files``, JSON content by file name. Raises FileExistsError if it exists."""
     folder.mkdir(mode=0o700, parents=False)
     for name, content in files.items():
         _write(folder / name, content)
 
 
 def load_credentials(folder: Path, name: str, attempt: int) -> Credentials:
-    """Read what was written for an actor. Raises OSError, and ValueError, which names a damaged file."""
+    """Read the credentials of an actor and attempt. Raises OSError, or ValueError that names a damaged file."""
     run = _read(folder / "run.json", _RunKeys)
     seal = folder / _seal_file(name)
     seal_key = bytes.fromhex(_read(seal, _Seal).key) if seal.exists() else b""
@@ -172,7 +174,7 @@ def _read(path: Path, content: type[_T]) -> _T:
 
 
 class Doorkeeper(ThreadAuthenticator):
-    """Admits the listed keys and names the owner of each connection."""
+    """The ZAP handler, a thread: admits listed keys only, and labels each connection with the owner of its key."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], peers: Mapping[str, list[str]]) -> None:
         super().__init__(context)
@@ -181,8 +183,8 @@ class Doorkeeper(ThreadAuthenticator):
         self.configure_curve_callback(domain=ZAP_DOMAIN, credentials_provider=self)
 
     def admit(self, peers: Mapping[str, list[str]]) -> None:
-        """Admit exactly these from now on; open connections stay."""
-        # Replaced as a whole: the thread looks things up meanwhile.
+        """Admit exactly these public keys (by actor name) from now on; open connections stay open."""
+        # Replaced as a whole, because the handler's thread reads it at any time.
         self._owners = {key: name for name, keys in peers.items() for key in keys}
 
     def callback(self, _domain: str, key: bytes) -> bool:
@@ -190,7 +192,7 @@ class Doorkeeper(ThreadAuthenticator):
         return key.decode() in self._owners
 
     def curve_user_id(self, client_public_key: bytes) -> str:
-        """The actor that owns an admitted key; empty if it was removed from the list just now."""
+        """The actor that owns an admitted key; empty if the key was removed since it was admitted."""
         return self._owners.get(zmq.utils.z85.encode(client_public_key).decode(), "")
 
     def stop(self) -> None:
@@ -207,5 +209,5 @@ def _write(path: Path, value: object) -> None:
         with os.fdopen(descriptor, "w") as file:
             json.dump(value, file)
     except OSError as error:
-        # A write does not say which file it was.
+        # The OSError of a write does not name the file.
         raise OSError(error.errno, error.strerror, str(path)) from error

@@ -1,7 +1,7 @@
 """The interface of the transports that carry frames.
 
-A transport delivers each message whole or not at all, in order on a connection while that lives, at most once.
-It never blocks and never waits: a message that cannot go now is not sent, and a caller that needs an answer repeats.
+A transport delivers each message at most once, whole or not at all, and in order on each connection. It never blocks
+and never waits: a message that cannot be sent now is dropped, and a caller that needs an answer repeats it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Frames = Sequence[Any]
 """Header and body as bytes, then buffers as bytes or objects with ``.buffer``."""
 
 ServerReceive = Callable[[bytes, Frames, str | None], None]
-"""(routing id, frames, owner of the peer's key or None without CURVE)."""
+"""Called with (routing id, frames, owner of the peer's key or None without CURVE)."""
 
 ClientReceive = Callable[[Frames], None]
 
@@ -24,42 +24,42 @@ class Server(Protocol):
     address: str
 
     def send(self, routing_id: bytes, frames: Frames) -> bool:
-        """Hand a message to the transport; False if that peer cannot take more now. One that is gone gets nothing."""
+        """Queue a message; False if the queue of that peer is full. A message to a peer that is gone is dropped."""
 
     def close(self) -> None:
-        """Unbind; what is not sent is dropped."""
+        """Unbind and drop the messages that are not sent yet."""
 
 
 class ClientConnection(Protocol):
     """A connection to one server."""
 
     def send(self, frames: Frames) -> bool:
-        """Hand a message to the transport; False if it cannot take more now."""
+        """Queue a message; False if the queue is full."""
 
     def close(self) -> None:
-        """Disconnect; what is not sent is dropped."""
+        """Disconnect and drop the messages that are not sent yet."""
 
 
 class Transport(Protocol):
-    """Makes servers and clients. All callbacks come on the event loop that called."""
+    """Makes servers and clients. Their callbacks run on the event loop in which they were made."""
 
     def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> Server:
-        """Bind; a port of 0 is replaced in ``Server.address`` by the real one.
+        """Bind a server. ``Server.address`` has the port that was taken.
 
-        ``turned_away`` is called for each connection that fails before it is admitted: its key is missing or unknown,
-        or it does not follow the transport's protocol.
+        ``turned_away`` is called for each connection that fails before it is admitted. Its key is missing or unknown,
+        or it violates the transport's protocol.
         """
 
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> ClientConnection:
-        """Connect to the actor ``peer``. ``lost`` is called when the connection breaks; it may come back by itself.
+        """Connect to the actor ``peer``. Raises OSError if no descriptor is left.
 
-        Raises OSError when there is no descriptor left.
+        ``lost`` is called each time the connection breaks. The connection may come back by itself.
         """
 
     def admit(self, peers: Mapping[str, list[str]]) -> None:
-        """Let exactly these connect and be connected to from here on: public keys by actor name."""
+        """From now on accept connections only from these actors, and connect only to them: public keys by name."""
 
     def close(self) -> None:
         """Close everything that is open."""

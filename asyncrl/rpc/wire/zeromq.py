@@ -1,12 +1,14 @@
 """Transport over ZeroMQ: a ROUTER for each server, a DEALER for each client.
 
-Sockets are driven by the event loop's reader callback: no task and no future per message. A ROUTER is MANDATORY
-and takes over the routing id of a peer that comes back; heartbeats of clients end half-open pipes; LINGER is 0 and
-high-water marks are finite, so nothing waits and nothing grows without bound. A frame over MAXMSGSIZE makes ZeroMQ
-drop the connection without a word, so senders check the size their peer stated, and cut for a server under CURVE what
-is larger than it takes of strangers (codec.py). Peers that do not get through the handshake, which has a deadline, are
-counted and never seen by the receiver. Where connections begin faster than a server has time for, no more begin for a
-moment (listening.py), which is counted too.
+The event loop's reader callback drives the sockets: there is no task and no future per message. A ROUTER is MANDATORY
+(it reports peers that are gone), and HANDOVER lets a peer that comes back keep its routing id. Heartbeats of clients
+end half-open connections. LINGER is 0 and high-water marks are finite, so nothing waits and no queue grows without
+bound.
+
+A frame over MAXMSGSIZE makes ZeroMQ drop the connection silently, so senders check the limit that the peer stated.
+Under CURVE a client cuts messages that are too large for the server's limit (codec.py). A peer that does not complete
+the handshake in time is counted, and the receiver never sees it. If connections begin too fast, the server shuts its
+listening socket for a moment (listening.py), which is counted too.
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ from asyncrl.rpc.wire.transport import ClientReceive, Frames, ServerReceive
 HIGH_WATER_MARK = 16384
 COPY_BELOW_BYTES = 65536
 MOST_SOCKETS = 1 << 14
-"""Sockets of one actor. A connection takes three, with those that watch it; ZeroMQ's own 1,023 end at 341 peers with an
-error that reads as if descriptors were lacking. Each that could be there takes four bytes."""
+"""Most ZeroMQ sockets of one actor. A connection takes three: itself and two that monitor it. ZeroMQ's default of 1,023
+ends at 341 peers, with an error as if descriptors were lacking. Each possible socket costs four bytes."""
 BATCH = 64
-"""Messages that are read in one turn of the loop: a thousand heartbeats at once are not to hold up everything else."""
+"""Most messages that a socket reads in one turn of the loop, so that a thousand heartbeats do not delay everything."""
 SEND_BATCH = 32
-"""Messages that may wait for the next turn of the loop before they are handed to ZeroMQ."""
+"""Most messages that wait for the next turn of the loop before they are passed to ZeroMQ."""
 HEARTBEAT_MS = 10_000
-"""Interval at which a client makes sure of its server. That costs a message there and one back on every connection,
-which is most of what an idle actor sends."""
+"""Interval of a client's heartbeats (ms). Each costs a message in both directions on every connection, which is most of
+the traffic of an idle actor."""
 HANDSHAKE_MS = 30_000
-"""Time for the handshake: a peer that has not completed it by then is dropped, even if it still sends."""
+"""Time for the handshake (ms). A peer that has not completed it by then is dropped, even if it still sends."""
 TURNED_AWAY = int(
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 BEGUN = int(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED)
 
-# As plain numbers: an enumeration's operators cost as much as handing over a frame.
+# Plain numbers, because operators on an enumeration cost as much as sending a frame.
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 RawSocket = Any
@@ -65,9 +67,10 @@ class ZmqTransport:
         self._max_message_bytes = max_message_bytes
         self._open: set[_ZmqSocket] = set()
         self._doorkeeper: Doorkeeper | None = None
-        """Authenticates the clients of the servers; a transport without one has none."""
+        """Authenticates the clients; None without CURVE or without a server."""
 
     def bind(self, address: str, receive: ServerReceive, turned_away: Callable[[], None]) -> ZmqServer:
+        """Bind a ROUTER (Transport.bind). Under CURVE the doorkeeper authenticates its clients. Raises OSError."""
         socket = self._socket(zmq.ROUTER)
         socket.router_mandatory = 1
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -75,14 +78,14 @@ class ZmqTransport:
             if self._doorkeeper is None:
                 self._doorkeeper = Doorkeeper(self._context, self._peers)
                 self._doorkeeper.start()
-            # A peer that has not proved who it is brings no larger frame; friends send larger ones in pieces.
+            # Also the limit for peers that have not proved their identity; admitted peers send pieces.
             socket.maxmsgsize = min(self._max_message_bytes, PIECE_BYTES) + CURVE_BYTES
             socket.zap_domain = ZAP_DOMAIN.encode()
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
             socket.curve_server = True
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
-        # The limit is one of body and buffers.
+        # The limit is for body and buffers, so the header comes on top.
         pieces = self._max_message_bytes + MAX_HEADER_BYTES if self._credentials.curve else None
         try:
             server = ZmqServer(socket, self._open.discard, receive, turned_away, address, pieces=pieces)
@@ -95,6 +98,7 @@ class ZmqTransport:
     def connect(
         self, address: str, routing_id: bytes, receive: ClientReceive, lost: Callable[[], None], peer: str
     ) -> ZmqClient:
+        """Connect a DEALER (Transport.connect). Under CURVE it uses the key of the peer's attempt. Raises OSError."""
         try:
             socket = self._socket(zmq.DEALER)
         except zmq.ZMQError as error:
@@ -111,8 +115,8 @@ class ZmqTransport:
             socket.maxmsgsize = self._max_message_bytes + CURVE_BYTES
             socket.curve_publickey = self._credentials.public_key
             socket.curve_secretkey = self._credentials.secret_key
-            # A peer's n-th key belongs to its n-th attempt; its address says which attempt that is. All starts
-            # beyond the last pair have that one.
+            # A peer's n-th key belongs to its n-th attempt, which its address names. All attempts beyond the last
+            # pair share that pair.
             socket.curve_serverkey = keys[min(_attempt(address), len(keys) - 1)].encode()
         try:
             client = ZmqClient(
@@ -148,10 +152,10 @@ class ZmqTransport:
 
 
 def find_half_open(client: RawSocket) -> None:
-    """Have a client's socket notice that its server is silent, and the server that the client is.
+    """Set up heartbeats on a client's socket, so that both sides notice a half-open connection.
 
-    Only clients send heartbeats, and each says for how long it may be silent. A server with heartbeats of its own can
-    be brought down by any peer that fills its queue and leaves: the next heartbeat to it aborts the process (libzmq
+    Only clients send heartbeats, and each states for how long the client may be silent (TTL). A server must not send
+    any. If a peer fills its queue and leaves, the server's next heartbeat to it aborts the server's process (libzmq
     4.3.5, ``Assertion failed: !_io_error``).
     """
     client.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -160,40 +164,41 @@ def find_half_open(client: RawSocket) -> None:
 
 
 class _ZmqSocket:
-    """Reads a socket whenever the loop says so.
+    """Reads and writes a socket from the event loop.
 
-    ZeroMQ's file descriptor is edge-triggered and any operation may swallow the edge, so the socket is read until
-    it is empty, and looked at once more after sends.
+    ZeroMQ's file descriptor is edge-triggered, and any operation on the socket may consume the edge. So reading
+    continues until the socket is empty, and each send schedules one more read in the next turn of the loop.
 
-    The first message of a turn of the loop goes out at once; more of the same turn follow together, because waking
-    ZeroMQ's thread for each would be most of its cost.
+    The first message of a turn of the loop is sent at once. Further messages of the same turn are sent together in the
+    next one, because waking ZeroMQ's thread for each would be most of its cost.
     """
 
     _plain: int
-    """Frames of a message without arrays."""
+    """Number of frames of a message without arrays."""
 
     def __init__(self, socket: RawSocket, closed: Callable[[_ZmqSocket], None]) -> None:
         self._socket = socket
         self._on_closed = closed
-        # Looking up an attribute of a socket is slow; and zmq.Socket.send only adds options of no use here.
+        # Bound once, because attribute lookup on a socket is slow. zmq.Socket.send adds only options not used here.
         self._put_frame = super(zmq.Socket, socket).send  # type: ignore[misc]
         self._take_frame, self._option = socket.recv, socket.getsockopt
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[Frames] = []
-        """Messages to be sent; not empty only while a look is scheduled."""
-        self._look_scheduled = False
+        """Messages for the next turn of the loop; empty unless a read is scheduled."""
+        self._read_scheduled = False
         self._closed = False
         self._fd = socket.getsockopt(zmq.FD)
         self._loop.add_reader(self._fd, self._read)
-        self._look_again()
+        self._schedule_read()
 
-    def _look_again(self) -> None:
-        if not self._look_scheduled and not self._closed:
-            self._look_scheduled = True
+    def _schedule_read(self) -> None:
+        if not self._read_scheduled and not self._closed:
+            self._read_scheduled = True
             self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        self._look_scheduled = False
+        """Send the waiting messages, then receive at most BATCH messages."""
+        self._read_scheduled = False
         self._flush()
         receive = self._receive_one
         for _ in range(BATCH):
@@ -204,29 +209,33 @@ class _ZmqSocket:
             except zmq.Again:
                 return
             except BaseException:
-                # The edge is gone; what else has arrived must not wait for the next one.
-                self._look_again()
+                # The edge is consumed, so messages that have arrived would wait for the next one.
+                self._schedule_read()
                 raise
-        # Others on this loop get their turn.
-        self._look_again()
+        # The batch is over: read on in the next turn, after other callbacks.
+        self._schedule_read()
 
     def _receive_one(self) -> None:
         raise NotImplementedError
 
     def _rest(self, parts: list[Any], copied: int) -> list[Any]:
-        """The further frames of a message: the first ``copied`` as bytes, the others as views."""
+        """Receive the further frames of a message and append them to ``parts``.
+
+        The first ``copied`` frames of the message become bytes; the others stay frames, which are not copied.
+        """
         take, option = self._take_frame, self._option
         while option(zmq.RCVMORE):
             parts.append(take(NOW, len(parts) < copied))
         return parts
 
     def _send(self, frames: Frames) -> bool:
+        """Send a message now, or with others in the next turn of the loop. False if the queue is known to be full."""
         if self._closed:
             return False
-        if not self._look_scheduled:
-            self._look_again()
+        if not self._read_scheduled:
+            self._schedule_read()
             return self._put(frames)
-        # It counts as sent: a message that cannot go later is lost as on its way, and its caller asks again.
+        # It counts as sent. If the queue is full later, the message is lost as on the way, and its caller asks again.
         self._outgoing.append(frames)
         if len(self._outgoing) >= SEND_BATCH:
             self._flush()
@@ -238,12 +247,13 @@ class _ZmqSocket:
         self._outgoing.clear()
 
     def _put(self, frames: Frames) -> bool:
+        """Pass a message to ZeroMQ. False if its queue is full; a message to a peer that is gone is dropped."""
         try:
-            # A message without arrays costs less to copy than to keep track of.
-            put, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
-            # Only the first frame can be refused: ZeroMQ takes the rest of a message that it has begun.
+            # A message without arrays is cheaper to copy than to track until ZeroMQ is done with it.
+            send, copy, last = self._put_frame, len(frames) <= self._plain, len(frames) - 1
+            # Only the first frame can raise: ZeroMQ accepts the rest of a message that it has begun.
             for index, frame in enumerate(frames):
-                put(frame, NOW if index == last else NOW_AND_MORE, copy)
+                send(frame, NOW if index == last else NOW_AND_MORE, copy)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -262,7 +272,7 @@ class _ZmqSocket:
 
 
 class ZmqServer(_ZmqSocket):
-    """A ROUTER. ``pieces`` is the most bytes that a message in pieces may have; None without CURVE."""
+    """A ROUTER. ``pieces`` is the limit on the size of a message in pieces (bytes); None without CURVE."""
 
     _plain = 3
 
@@ -283,8 +293,8 @@ class ZmqServer(_ZmqSocket):
         self._door = Door(loop.time())
         self._listening: ListeningSocket | None = None
         self._opening: asyncio.TimerHandle | None = None
-        # Before the bind, whose event brings the descriptor that listens.
-        self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._happened)
+        # Before the bind, whose event carries the descriptor of the listening socket.
+        self._monitor = _Monitor(socket, TURNED_AWAY | BEGUN, self._on_event)
         super().__init__(socket, closed)
         try:
             _bind(socket, address)
@@ -293,16 +303,18 @@ class ZmqServer(_ZmqSocket):
             raise
         self.address = socket.last_endpoint.decode().rstrip("\0")
 
-    def _happened(self, event: int, value: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
+        """Handle a monitor event: the socket listens (``value`` is its descriptor), or a connection began or failed."""
         if event == zmq.EVENT_LISTENING:
-            # It lives as long as the server.
+            # The descriptor is open as long as the server.
             self._listening = ListeningSocket(value)
         elif event == zmq.EVENT_ACCEPTED:
-            self._let_in()
+            self._on_accepted()
         else:
             self._turned_away()
 
-    def _let_in(self) -> None:
+    def _on_accepted(self) -> None:
+        """Count a connection that has begun, and shut the listening socket for a moment if there are too many."""
         now = self._loop.time()
         shut_until = self._door.begin(now)
         if shut_until <= now or self._listening is None:
@@ -311,7 +323,7 @@ class ZmqServer(_ZmqSocket):
             self._listening.shut()
             self._turned_away()
         else:
-            # A connection that was on its way when the door was shut puts its opening off.
+            # It was on its way when the socket was shut. It counts too, so the socket opens later.
             self._opening.cancel()
         self._opening = self._loop.call_at(shut_until, self._open_door, self._listening)
 
@@ -320,18 +332,19 @@ class ZmqServer(_ZmqSocket):
         listening.open()
 
     def _receive_one(self) -> None:
+        """Receive one message, join its pieces, and pass it on with the owner of the peer's key."""
         routing_id = self._take_frame(NOW)
         owner: str | None = None
-        # A routing id is always followed by something.
+        # At least one frame follows a routing id.
         if self._pieces is None:
             frames = self._rest([self._take_frame(NOW)], 2)
         else:
-            # Not copied: only a frame has the connection's User-Id, which the doorkeeper has set.
+            # Not copied to bytes: only a zmq.Frame has the connection's User-Id, which the doorkeeper has set.
             header = self._take_frame(NOW, copy=False)
             owner = header.get("User-Id")
             frames = self._rest([header.bytes], 2)
             if frames[0][:1] == MARK:
-                # One that cannot be joined has no header that can be read.
+                # If it cannot be joined, the receiver counts it as malformed, because a table is no header.
                 with contextlib.suppress(ValueError, struct.error):
                     frames = join(frames, self._pieces)
         self._on_message(routing_id, frames, owner)
@@ -349,7 +362,7 @@ class ZmqServer(_ZmqSocket):
 
 
 class ZmqClient(_ZmqSocket):
-    """A DEALER. With ``in_pieces`` it cuts the messages that are too large."""
+    """A DEALER. With ``in_pieces`` it cuts messages with large frames (codec.py)."""
 
     _plain = 2
 
@@ -384,15 +397,15 @@ class ZmqClient(_ZmqSocket):
 
 
 class _Monitor:
-    """Calls ``happened`` with each of certain events of a socket from here on, and its value (zmq_socket_monitor(3)).
+    """Calls ``happened`` with each of the ``events`` of a socket and its value (zmq_socket_monitor(3)).
 
-    Its queue has no bound: ZeroMQ's thread, which serves all sockets, would wait until there is room. An event is
-    a few bytes, and the loop takes up all of them at each turn.
+    Its queue has no bound, because ZeroMQ's one thread for all sockets would wait for room in it. An event takes a few
+    bytes, and each turn of the event loop reads all of them.
     """
 
     def __init__(self, socket: RawSocket, events: int, happened: Callable[[int, int], None]) -> None:
-        self._monitored, self._happened = socket, happened
-        # Never used again: ZeroMQ gives a name back some time after its socket is closed.
+        self._monitored, self._on_event = socket, happened
+        # A new name each time: ZeroMQ frees a name only some time after its socket is closed.
         endpoint = f"inproc://monitor-{next(_monitors)}"
         socket.monitor(endpoint, events)
         self._pair = socket.context.socket(zmq.PAIR)
@@ -401,7 +414,7 @@ class _Monitor:
         self._fd = self._pair.getsockopt(zmq.FD)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._read)
-        # The descriptor is edge-triggered: events from before there was a reader have no edge.
+        # The descriptor is edge-triggered: events from before the reader was added cause no edge.
         self._loop.call_soon(self._read)
         self._closed = False
 
@@ -411,10 +424,10 @@ class _Monitor:
                 event, _ = self._pair.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._happened(*struct.unpack("=HI", event))
+            self._on_event(*struct.unpack("=HI", event))
 
     def close(self) -> None:
-        """No more calls. To be closed before its socket; may be repeated."""
+        """Stop the calls. Close it before its socket; may be called again."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)
@@ -423,8 +436,9 @@ class _Monitor:
 
 
 def _bind(socket: RawSocket, address: str) -> None:
-    """Bind ``tcp://HOST:PORT``, where PORT is a number, 0, or a range FIRST-LAST, up or down, whose first free one is
-    taken.
+    """Bind ``tcp://HOST:PORT``. PORT is a number, 0 for any free port, or a range FIRST-LAST.
+
+    In a range the first free port from FIRST to LAST is taken; FIRST may be the larger one.
     """
     head, _, ports = address.rpartition(":")
     first, dash, last = ports.partition("-")
@@ -443,5 +457,5 @@ def _bind(socket: RawSocket, address: str) -> None:
 
 
 def _attempt(address: str) -> int:
-    """Registered addresses are ``tcp://HOST:PORT#ATTEMPT`` under CURVE."""
+    """The attempt in a registered address, which is ``tcp://HOST:PORT#ATTEMPT`` under CURVE; 0 without it."""
     return int(address.partition("#")[2] or 0)

@@ -75,7 +75,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     # No singular value is larger than the norm. A matrix of zeros stays one.
-    found: Tensor = wide / wide.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
+    iterate: Tensor = wide / wide.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
     for _ in range(ITERATIONS):
         gram = iterate @ iterate.T
         iterate = torch.addmm(iterate, torch.addmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)

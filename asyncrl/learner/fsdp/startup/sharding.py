@@ -119,7 +119,7 @@ def build_policy(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[Poli
         if not parameter.requires_grad:
             # No small steps are added to a frozen weight.
             parameter.data = parameter.data.to(dtype)
-    kind = plan_memory(policy, choice.scoring, config, ranks, dtype)
+    checkpointing = plan_memory(policy, choice.scoring, config, ranks, dtype)
     offload = _offload(ranks) if config.learner.offload else OffloadPolicy()
     _shard_and_fill(policy, loaded.values, config.learner, ranks, mesh, dtype, offload, checkpointing)
     return policy, _confirm_scoring(policy, choice, config, ranks, dtype, config.model)
