@@ -27,15 +27,16 @@ from asyncrl.rpc.services import ActorServices
 STATS_WAIT_S = 3.0
 """Longest wait of a metrics line for the rollouters' reports on its step (s)."""
 LINES_PENDING = 64
+"""Number of steps whose lines may wait; then ``put`` waits."""
 RETRY_S = 1.0
 """Pause between two attempts to write waiting lines (s)."""
 LAST_TRY_S = 10.0
-"""Longest wait at the end of a run for writing such lines (s)."""
+"""Longest time at the end of a run for writing such lines (s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedStep:
-    """Facts of a trained step for its metrics line. The times are wall clock, in seconds."""
+    """A trained step: its metrics, the time of its training (wall clock, s), and its groups."""
 
     line: dict[str, Any]
     train_began: float
@@ -44,7 +45,10 @@ class TrainedStep:
 
 
 class StepLines:
-    """Writer of the lines. ``tell`` gets each line of a step, then those of its evaluations and updates."""
+    """Writes the lines of a run.
+
+    ``tell`` gets each written line: that of a step, then those of its evaluations and updates.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,10 @@ class StepLines:
         notify: Callable[[int, OSError | None], object],
         step: int = 0,
     ) -> None:
-        """``step`` is the last one whose line is written already. ``notify`` is called when lines begin to wait, when
-        all have been written, and when lines are lost: with the number of lines lost so far, and the reason, or None
-        if no lines wait.
+        """``step`` is the last step whose line is written already.
+
+        ``notify`` is called when lines begin to wait, when all are written, and when lines are lost. It gets the number
+        of lines lost so far, and the error, None if no lines wait.
         """
         self._records = records
         self._samples_per_step = samples_per_step
@@ -69,33 +74,33 @@ class StepLines:
         self._stats_came = asyncio.Event()
         self._steps: asyncio.Queue[TrainedStep] = asyncio.Queue(LINES_PENDING)
         self._counted_until: float | None = None
-        """Time (wall clock, s) at which the training of the newest step that has a line ended."""
+        """Time (wall clock, s) up to which sampled tokens are counted: the end of the last step's training."""
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
         self._writing = threading.Lock()
         self._looking = asyncio.Lock()
         self._reported: tuple[bool, int] = False, 0
-        """Whether lines wait, and how many are lost, as was reported."""
+        """Whether lines wait, and how many are lost, at the last call of ``notify``."""
         self._early: list[dict[str, Any]] = []
-        """Lines that are written and not told: of steps whose own line is not written yet."""
+        """Written lines to report later, after the line of their step."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
-        """Take a rollouter's statistics since its last report."""
+        """Take the statistics that a rollouter sent."""
         self._generation.add(name, incarnation, stats, self._clock.wall())
         self._stats_came.set()
 
     @property
     def pending(self) -> int:
-        """Lines that wait to be written, for the rollouters' reports or for room on the disk."""
+        """Number of lines that wait for the rollouters' reports or for room on the disk."""
         return self._steps.qsize() + self._records.waiting
 
     async def put(self, step: TrainedStep) -> None:
-        """Write the line of this step; waits only when too many are pending."""
+        """Queue the line of a step, which ``run`` writes; waits only if LINES_PENDING are queued."""
         await self._steps.put(step)
 
     async def emit(self, line: dict[str, Any]) -> None:
-        """Write a line now."""
+        """Write a line other than a step's at once."""
         await self._write(lambda: self._records.metrics(line))
         if line["step"] > self._written:
             self._early.append(line)
@@ -103,18 +108,21 @@ class StepLines:
             self._tell_lines([line])
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
-        """Write prompts that will not be trained, after ``step`` steps."""
+        """Write prompts that will not be trained to quarantine.jsonl; ``step`` steps are trained so far."""
         if found:
             await self._write(partial(self._records.quarantined, step, found))
 
     async def samples(self, kind: SampleKind, name: str, step: int, version: int, groups: Sequence[Group]) -> None:
-        """Write the text of the first of these groups; the arguments are those of ``RecordFiles.samples``."""
+        """Write the first ``samples_per_step`` of these groups; the arguments are those of ``RecordFiles.samples``."""
         kept = groups[: self._samples_per_step]
         if kept:
             await self._write(partial(self._records.samples, step, version, kept, kind=kind, name=name))
 
     async def run(self) -> None:
-        """Write lines until cancelled."""
+        """Write the lines of queued steps until cancelled.
+
+        A line waits up to STATS_WAIT_S for reports; without them it has no sampling metrics.
+        """
         while True:
             step = await self._steps.get()
             complete = True
@@ -135,14 +143,14 @@ class StepLines:
             self._steps.task_done()
 
     async def retry(self) -> None:
-        """Write lines that could not be written, until cancelled."""
+        """Try again to write waiting lines, every RETRY_S, until cancelled."""
         while True:
             await asyncio.sleep(RETRY_S)
             if self._records.waiting:
                 await self._write(self._records.retry)
 
     async def written(self, step: int) -> None:
-        """Wait until the line of this step, which was put, is written, or waits for room after another try."""
+        """Wait until the line of this step, which must be queued, is written. Then try again to write waiting lines."""
         while self._written < step:
             self._line_written.clear()
             await self._line_written.wait()
@@ -150,9 +158,9 @@ class StepLines:
             await self._write(self._records.retry)
 
     async def finish(self) -> None:
-        """Wait until all lines are written, with the updates that ended after the last step.
+        """Wait until all queued lines are written, and write those of updates that ended after the last step.
 
-        Lines that find no room within LAST_TRY_S are lost.
+        Lines that cannot be written within LAST_TRY_S are lost.
         """
         await self._steps.join()
         self._tell_lines(await self._write_updates(self._generation.take_updates(), self._written))
@@ -185,10 +193,10 @@ class StepLines:
         await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups)
 
     def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
-        """Metrics of the sampling; empty where nothing is known, which is not the same as nothing sampled."""
+        """Tokens sampled since the last step, and the overlap with this step's training; empty if unknown."""
         end, start = step.train_ended, self._counted_until
         if start is None:
-            # The first step of this learner counts from when it began to wait for its groups.
+            # The first step of this learner counts from the beginning of its wait for groups.
             start = step.train_began - step.line["time/wait_for_groups_s"]
         self._counted_until = end
         tokens = self._generation.take_tokens(start, end)
@@ -202,7 +210,8 @@ class StepLines:
         }
 
     async def _write(self, write: Callable[[], None]) -> None:
-        # What waits is looked at while nobody writes: a line that is being written is not one that waits for room.
+        """Run ``write`` in a thread; report to ``notify`` if lines begin or cease to wait, or are lost."""
+        # The lock keeps other writes out: a line that is being written would count as waiting for room.
         async with self._looking:
             await asyncio.to_thread(self._alone, write)
             records = self._records
@@ -216,7 +225,7 @@ class StepLines:
         self._notify(lost, records.error)
 
     def _alone(self, write: Callable[[], None]) -> None:
-        """Write, in a thread, while no other does, also one whose caller was cancelled."""
-        # One that fails puts the file back to where it was, and would cut off what another has written since.
+        """Run ``write`` in this thread while no other write runs, not even one whose task was cancelled."""
+        # A write that fails truncates the file to its old length, and would cut off what another has appended.
         with self._writing:
             write()
