@@ -74,11 +74,11 @@ class Rank0:
         """
         actor, config, services = self._actor, self._config, self._services
         # Before anything slow, because no version can be published without the numbers.
-        mark = await self._on_thread(self._read_numbers)
-        start = await self._on_thread(mark.begin)
-        if mark.problem:
-            above = f"new versions are above {mark.version}, the highest in checkpoints and metrics"
-            actor.notify("version mark", f"{self._run_dir / FILE} {mark.problem}; {above}")
+        numbers = await self._on_thread(self._read_numbers)
+        start = await self._on_thread(numbers.begin)
+        if numbers.problem:
+            above = f"new versions are above {numbers.version}, the highest in checkpoints and metrics"
+            actor.notify("version mark", f"{self._run_dir / FILE} {numbers.problem}; {above}")
         await self._meet()
         files = await asyncio.to_thread(RecordFiles, self._run_dir, start)
         self._reports = CheckpointReports(
@@ -98,7 +98,7 @@ class Rank0:
         restored = await self._writer.restore()
         origin = await asyncio.to_thread(Origin.recorded, config, self._run_dir)
         conversations = await self._load_conversations()
-        self._make(mark, start, files, restored, origin, conversations)
+        self._make(numbers, start, files, restored, origin, conversations)
 
     async def _meet(self) -> None:
         """Open the store, publish where it is, and set up the backend together with the other ranks."""
@@ -120,16 +120,16 @@ class Rank0:
         if self._config.sft.data is None:
             return None
         self._actor.states.enter("starting", "conversations")
-        found = await asyncio.to_thread(load_conversations, self._config)
-        if found.skipped:
-            rows = f"{found.skipped} of the {found.skipped + len(found.rows)} rows of {self._config.sft.data}"
-            text = f"{rows} are left out under sft.on_bad_row, the first: {found.first_skipped}"
+        loaded = await asyncio.to_thread(load_conversations, self._config)
+        if loaded.skipped:
+            rows = f"{loaded.skipped} of the {loaded.skipped + len(loaded.rows)} rows of {self._config.sft.data}"
+            text = f"{rows} are left out under sft.on_bad_row, the first: {loaded.first_skipped}"
             self._actor.notify("conversations", text)
-        return found
+        return loaded
 
     def _make(
         self,
-        mark: VersionNumbers,
+        numbers: VersionNumbers,
         start: int,
         files: RecordFiles,
         restored: Contents | None,
@@ -196,7 +196,7 @@ class Rank0:
             config,
             backend,
             thread,
-            mark,
+            numbers,
             host=actor.context.host,
             call=self._call_parameter_server,
             tasks=tasks,

@@ -76,11 +76,11 @@ def grpo(groups: Sequence[ScoredGroup]) -> Advantages:
     all rewards likewise (section 4.1.3). With std(r) alone, nearly equal rewards would blow up different turns a
     million times.
     """
-    found = []
+    advantages = []
     for group in groups:
         centred = _centred(group)
-        found.append(_scaled(_less_past(centred, group), _std(centred)))
-    return found
+        advantages.append(_scaled(_less_past(centred, group), _std(centred)))
+    return advantages
 
 
 @BUILT_IN.add(
@@ -173,10 +173,10 @@ def checked(name: str, function: Callable[..., Any]) -> Advantage:
 
     def advantage(groups: Sequence[ScoredGroup]) -> Advantages:
         try:
-            found = function(groups=groups)
-            if len(found) != len(groups):
-                raise ValueError(f"it returned advantages of {len(found)} groups, of {len(groups)} given")
-            return [_by_turn(group, values) for group, values in zip(groups, found, strict=True)]
+            returned = function(groups=groups)
+            if len(returned) != len(groups):
+                raise ValueError(f"it returned advantages of {len(returned)} groups, of {len(groups)} given")
+            return [_by_turn(group, values) for group, values in zip(groups, returned, strict=True)]
         except Exception as error:
             raise ConfigError([f"learner.advantage: {name} failed: {describe(error)}"]) from error
 
@@ -191,11 +191,11 @@ def _by_turn(group: ScoredGroup, values: Sequence[np.ndarray]) -> list[np.ndarra
     if len(values) != len(group.rewards):
         of = f"for the {len(group.rewards)} trajectories of group {group.uid}"
         raise ValueError(f"it returned {len(values)} advantages {of}")
-    found = [np.asarray(value, dtype=np.float64) for value in values]
-    for each, turns in zip(found, group.past, strict=True):
+    arrays = [np.asarray(value, dtype=np.float64) for value in values]
+    for each, turns in zip(arrays, group.past, strict=True):
         if each.shape not in ((), turns.shape):
             of = f"shape {each.shape} for a trajectory of {len(turns)} turns in group {group.uid}"
             raise ValueError(f"it returned an advantage of {of}; it must be one number, or one for each turn")
-    if not np.isfinite(np.concatenate([each.reshape(-1) for each in found])).all():
+    if not np.isfinite(np.concatenate([each.reshape(-1) for each in arrays])).all():
         raise ValueError(f"it returned an advantage that is not finite for group {group.uid}")
-    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(found, group.past, strict=True)]
+    return [each if each.ndim else np.full(turns.shape, each) for each, turns in zip(arrays, group.past, strict=True)]

@@ -210,8 +210,8 @@ def build_step(
             for n, (trajectory, of_turns) in enumerate(zip(group.trajectories, advantages[i], strict=True)):
                 if masking and is_truncated(trajectory):
                     continue
-                taught = teacher[i][n] if teacher is not None else None
-                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, taught)
+                teacher_logprobs = teacher[i][n] if teacher is not None else None
+                trained = _trained_sequences(group, trajectory, of_turns, version, oldest, teacher_logprobs)
                 if trained:
                     loss_tokens.append(sum(len(sequence.predict) for sequence in trained))
                     weights += [token_weight(learner.aggregation, loss_tokens[-1])] * len(trained)
@@ -306,7 +306,7 @@ def _trained_sequences(
     ``advantages`` is float64 [turns] over all its sequences. Tokens of versions before ``oldest`` have no loss.
     ``teacher`` has log-probs for each sequence.
     """
-    found, turn = [], 0
+    trained, turn = [], 0
     values = advantages.astype(np.float32)
     for number, sequence in enumerate(trajectory.sequences):
         lengths = past_rewards(sequence)[1]
@@ -315,7 +315,7 @@ def _trained_sequences(
         spans = list(sampled_spans(sequence))
         kept = _kept(spans, oldest)
         if spans and (kept is None or len(kept)):
-            found.append(
+            trained.append(
                 SampledSequence(
                     SequenceId(group.lease.uid, trajectory.sample, number),
                     _prompt_ids(group, sequence),
@@ -326,7 +326,7 @@ def _trained_sequences(
                     teacher[number] if teacher is not None else None,
                 )
             )
-    return found
+    return trained
 
 
 def _prompt_ids(group: Group, sequence: TokenSequence) -> np.ndarray:

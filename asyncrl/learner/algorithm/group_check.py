@@ -119,16 +119,16 @@ def _values(group: Group, signal: str) -> np.ndarray:
 
     If a trajectory lacks the component, it is its reward before the overlong penalty. Raises ConfigError.
     """
-    found = []
+    values = []
     for trajectory in group.trajectories:
         components = trajectory.components
         unshaped = float(trajectory.reward or 0.0) - components.get(PENALTY_COMPONENT, 0.0)
-        found.append(unshaped if signal == REWARD else components.get(signal, unshaped))
+        values.append(unshaped if signal == REWARD else components.get(signal, unshaped))
     named = {name for trajectory in group.trajectories for name in trajectory.components}
     if signal != REWARD and signal not in named and TIMED_OUT_COMPONENT not in named:
-        told = f"components {', '.join(sorted(named))}" if named else "no components"
-        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {told}'])
-    return np.array(found)
+        given = f"components {', '.join(sorted(named))}" if named else "no components"
+        raise ConfigError([f'learner.signal: is "{signal}", but the rewards of group {group.lease.uid} have {given}'])
+    return np.array(values)
 
 
 def _spread(values: np.ndarray) -> float:

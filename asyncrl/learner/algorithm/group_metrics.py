@@ -41,16 +41,16 @@ def reward_metrics(trained: Sequence[Group], filtered: Sequence[Group], toleranc
         return {}
     every = np.concatenate(groups)
     best = max(1.0, float(every.max()))
-    found = {
+    metrics = {
         "reward/mean": float(every.mean()),
         "reward/std": float(every.std()),
         "reward/all_zero_fraction": float(np.mean([np.all(np.abs(r) <= tolerance) for r in groups])),
         "reward/all_max_fraction": float(np.mean([np.all(r >= best - tolerance) for r in groups])),
     }
     if trained:
-        found["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
+        metrics["reward/trained_mean"] = float(np.concatenate(groups[: len(trained)]).mean())
     means = component_means(t for group in (*trained, *filtered) for t in group.trajectories)
-    return found | {f"reward/component/{name}": value for name, value in means.items()}
+    return metrics | {f"reward/component/{name}": value for name, value in means.items()}
 
 
 def component_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
@@ -121,16 +121,16 @@ def staleness_metrics(trained: Sequence[Group], *, version: int, config: Stalene
     trajectories = [trajectory for group in trained for trajectory in group.trajectories]
     pairs = [pair for trajectory in trajectories for pair in _staleness(trajectory, version)]
     late = sum(tokens for stale, tokens in pairs if stale > config.max)
-    found = {"staleness/late_groups": float(sum(is_late(group, version, config.max) for group in trained))}
+    metrics = {"staleness/late_groups": float(sum(is_late(group, version, config.max) for group in trained))}
     if pairs:
-        found["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
+        metrics["staleness/late_fraction"] = late / sum(tokens for _, tokens in pairs)
     if config.hard:
-        found["staleness/masked_tokens"] = float(late)
+        metrics["staleness/masked_tokens"] = float(late)
     kept = [(stale, tokens) for stale, tokens in pairs if not _left_out(stale, config)]
     if kept:
-        found["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
-        found["staleness/token_max"] = float(max(stale for stale, _ in kept))
-    return found
+        metrics["staleness/token_mean"] = sum(stale * tokens for stale, tokens in kept) / sum(n for _, n in kept)
+        metrics["staleness/token_max"] = float(max(stale for stale, _ in kept))
+    return metrics
 
 
 def _left_out(stale: int, config: StalenessConfig) -> bool:

@@ -132,21 +132,21 @@ class CheckedLoss:
         except Exception as error:
             raise self._error(f"failed: {describe(error)}") from error
         if values.shape != batch.logprobs.shape:
-            found = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
-            raise self._error(f"returned losses of shape {found}; it must be one for each")
+            returned = f"{tuple(values.shape)} for {len(batch.logprobs)} tokens"
+            raise self._error(f"returned losses of shape {returned}; it must be one for each")
         if len(sums) > MOST_NAMES or any(len(str(name)) > LONGEST_NAME for name in sums):
-            found = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
+            returned = f"{len(sums)} sums, the longest name has {max(len(str(name)) for name in sums)} characters"
             allowed = f"{MOST_NAMES} names of {LONGEST_NAME} characters are allowed: each becomes a metric"
             place = find_place(self._name)
-            raise self._error(f"{f'({place}) ' if place else ''}returned {found}; {allowed}")
+            raise self._error(f"{f'({place}) ' if place else ''}returned {returned}; {allowed}")
         for name, value in sums.items():
             if getattr(value, "shape", None) != ():
                 raise self._error(f"returned {name!r}, which is not a tensor of one number")
         names = frozenset(sums)
         self._names = names if self._names is None else self._names
         if names != self._names:
-            found = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
-            raise self._error(f"returned the sums {found}; names must be the same")
+            returned = f"{sorted(self._names)} with one batch and {sorted(names)} with another"
+            raise self._error(f"returned the sums {returned}; names must be the same")
         return values, {name: value.detach() for name, value in sums.items()}
 
     def _error(self, problem: str) -> ConfigError:

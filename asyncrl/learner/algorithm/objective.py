@@ -187,7 +187,7 @@ class TokenSums:
         """
         if not self.count:
             return {}
-        found = {
+        metrics = {
             "policy/entropy": self.entropy / self.count,
             "policy/ess": self.ratio**2 / (self.count * self.ratio_squared),
             "policy/behaviour_kl": self.kl / self.count,
@@ -195,9 +195,9 @@ class TokenSums:
             "policy/ratio_max": self.ratio_max,
         }
         if self.fresh_count:
-            found["policy/engine_kl"] = self.fresh_kl / self.fresh_count
-            found["policy/engine_kl_tokens"] = self.fresh_count
-        return found
+            metrics["policy/engine_kl"] = self.fresh_kl / self.fresh_count
+            metrics["policy/engine_kl_tokens"] = self.fresh_count
+        return metrics
 
 
 def token_sums(batch: TokenBatch, *, fresh: bool, cap: float) -> Tensor:

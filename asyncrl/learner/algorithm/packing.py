@@ -60,11 +60,11 @@ def find_sharing(sequences: Sequence[np.ndarray], keys: Sequence[Hashable]) -> S
     families: dict[Hashable, list[int]] = {}
     for i, key in enumerate(keys):
         families.setdefault(key, []).append(i)
-    found = nothing_shared(len(sequences))
+    sharing = nothing_shared(len(sequences))
     for number, members in enumerate(families.values()):
-        found.family[members] = number
-        found.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
-    return found
+        sharing.family[members] = number
+        sharing.prefix[members] = _common([sequences[i] for i in members]) if len(members) > 1 else 0
+    return sharing
 
 
 def _common(sequences: Sequence[np.ndarray]) -> int:
@@ -94,8 +94,8 @@ class Sizes:
         sizes = np.asarray(lengths, dtype=np.int64)
         assert (sizes > 0).all()
         self.own: np.ndarray = sizes - self._prefix
-        self._alone, self._prefix_costs = cost(sizes), cost(self._prefix)
-        self._own_costs = self._alone - self._prefix_costs
+        self._whole_costs, self._prefix_costs = cost(sizes), cost(self._prefix)
+        self._own_costs = self._whole_costs - self._prefix_costs
 
     def tokens(self, row: Sequence[int]) -> int:
         """Number of tokens that the row computes."""
@@ -104,7 +104,7 @@ class Sizes:
     def cost(self, row: Sequence[int]) -> float:
         """Relative time of the row, as ``cost``."""
         if len(row) == 1:
-            return float(self._alone[row[0]])
+            return float(self._whole_costs[row[0]])
         return float(self._own_costs[row].sum() + self._prefix_costs[self._firsts(row)].sum()) if len(row) else 0.0
 
     def families(self) -> list[list[int]]:
@@ -161,9 +161,9 @@ def _split(family: list[int], sizes: Sizes, budget: int, parts: int) -> list[lis
         units: list[list[int]] = [[] for _ in range(count)]
         load = [0] * count
         for i in order:
-            at = min(range(count), key=load.__getitem__)
-            units[at].append(i)
-            load[at] += int(sizes.own[i])
+            smallest = min(range(count), key=load.__getitem__)
+            units[smallest].append(i)
+            load[smallest] += int(sizes.own[i])
         if all(len(unit) == 1 or sizes.tokens(unit) <= budget for unit in units):
             return [sorted(unit) for unit in units if unit]
     return [[i] for i in family]
@@ -323,20 +323,20 @@ def lay_out(sequences: Sequence[np.ndarray], sharing: SharedPrompts) -> Layout:
     Pieces of equal length behind equally long prefixes stand side by side, so that attention may take them together.
     """
     families = sharing.family.tolist()
-    together = Counter(families)
-    begun: dict[int, _Piece] = {}
+    members = Counter(families)
+    prefix_pieces: dict[int, _Piece] = {}
     parts = list[list[_Piece]]()
     """Pieces of each sequence."""
     for family, prefix, tokens in zip(families, sharing.prefix.tolist(), sequences, strict=True):
         # A beginning that no other sequence of this row has is no piece of its own.
-        if not prefix or together[family] == 1:
+        if not prefix or members[family] == 1:
             parts.append([_Piece(tokens)])
             continue
-        before = begun.setdefault(family, _Piece(tokens[:prefix]))
+        before = prefix_pieces.setdefault(family, _Piece(tokens[:prefix]))
         rest = tokens[prefix:]
         parts.append([before, _Piece(rest, before)] if len(rest) else [before])
     pieces = list(dict.fromkeys(piece for part in parts for piece in part))
-    if begun:
+    if prefix_pieces:
         pieces.sort(key=lambda piece: piece.shape)
     end = 0
     for number, piece in enumerate(pieces):

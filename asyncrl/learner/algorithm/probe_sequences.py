@@ -35,11 +35,11 @@ def probe_length(config: Config) -> int:
 
 def from_prompts(prompts: Iterable[np.ndarray], length: int) -> list[ProbeSequence]:
     """Take the last ``length`` tokens of each prompt; the second half of them counts as a response."""
-    found = []
+    sequences = []
     for prompt in prompts:
         tokens = prompt[-length:].tolist()
-        found.append(ProbeSequence(tokens, (len(tokens) + 1) // 2))
-    return found
+        sequences.append(ProbeSequence(tokens, (len(tokens) + 1) // 2))
+    return sequences
 
 
 def from_groups(groups: Sequence[Group], length: int) -> list[ProbeSequence]:

@@ -60,16 +60,16 @@ class ScoringPlan:
 
         ``values`` has one array for each rank: all its micro-batches in order, fillers included.
         """
-        found: list[np.ndarray] = [np.empty(0)] * len(self.lengths)
-        for batches, of_rank in zip(self.ranks, values, strict=True):
+        by_sequence: list[np.ndarray] = [np.empty(0)] * len(self.lengths)
+        for batches, rank_values in zip(self.ranks, values, strict=True):
             start = 0
             for index in (int(i) for batch in batches for i in batch.sequences):
                 # A filler has one token.
                 end = start + (self.lengths[index] if index >= 0 else 1)
                 if index >= 0:
-                    found[index] = np.asarray(of_rank[start:end], np.float64)
+                    by_sequence[index] = np.asarray(rank_values[start:end], np.float64)
                 start = end
-        return found
+        return by_sequence
 
 
 def sampled_sequences(groups: Iterable[Group]) -> Iterator[tuple[Group, TokenSequence]]:

@@ -71,7 +71,7 @@ class CheckpointWriter:
         """Failure of the newest attempt; None while one is being written, and after a success."""
         self.overdue = False
         """Whether the last attempt failed for lack of room and the disk now has enough."""
-        self._looking: asyncio.Task[None] | None = None
+        self._room_watch: asyncio.Task[None] | None = None
         self._folder = CheckpointFolder(folder)
         self._incarnation = incarnation
         self._backend = backend
@@ -105,13 +105,13 @@ class CheckpointWriter:
             except DamagedCheckpoint as problem:
                 await asyncio.to_thread(search.pass_over, problem)
                 continue
-            aside = await asyncio.to_thread(search.set_aside)
+            new_names = await asyncio.to_thread(search.set_aside)
             self.newest = Kept(version=contents.state.version, step=contents.state.step, path=path)
             self._reports.restored(
                 self.newest,
                 {
                     damaged.path.name: damaged.describe(path, contents.state.step, now_at)
-                    for damaged, now_at in zip(search.damaged, aside, strict=True)
+                    for damaged, now_at in zip(search.damaged, new_names, strict=True)
                 },
             )
             return contents
@@ -139,7 +139,7 @@ class CheckpointWriter:
         while self.busy:
             await self._idle.wait()
         self._idle.clear()
-        self._stop_looking()
+        self._stop_room_watch()
         self.overdue, self.failed = False, None
         began = self._clock.now()
         groups = sum(map(_group_bytes, (*buffered, *filtered)))
@@ -173,7 +173,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Stop checking for room."""
-        self._stop_looking()
+        self._stop_room_watch()
 
     def _begin(self, version: int, needed: int) -> Path:
         folder = self._folder.folder
@@ -208,10 +208,10 @@ class CheckpointWriter:
             older=older,
         )
         if self.failed.lacks_room:
-            self._looking = self._tasks.create_task(self._look_for_room(needed))
+            self._room_watch = self._tasks.create_task(self._watch_for_room(needed))
         self._reports.failed(self.failed, self.newest)
 
-    async def _look_for_room(self, needed: int) -> None:
+    async def _watch_for_room(self, needed: int) -> None:
         """Check the disk every LOOK_S; set ``overdue`` once it has the ``needed`` bytes."""
         while True:
             await asyncio.sleep(LOOK_S)
@@ -220,10 +220,10 @@ class CheckpointWriter:
                 self.overdue = True
                 return
 
-    def _stop_looking(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+    def _stop_room_watch(self) -> None:
+        if self._room_watch is not None:
+            self._room_watch.cancel()
+            self._room_watch = None
 
     async def _finish(
         self,

@@ -89,16 +89,16 @@ class FinalWrites:
     async def _last_checkpoint(self) -> FailedWrite | None:
         """Wait for the last checkpoint, and repeat it while it fails for lack of room."""
 
-        async def look() -> FailedWrite | None:
+        async def wait_for_write() -> FailedWrite | None:
             await self._writer.settle()
             # An earlier checkpoint may hold the last step.
-            return None if self._is_kept else self._writer.failed
+            return None if self._last_step_is_kept else self._writer.failed
 
         async def write() -> FailedWrite | None:
             await self._checkpoints.begin(final=True)
-            return await look()
+            return await wait_for_write()
 
-        return await self._persist("the last checkpoint", await look(), write)
+        return await self._persist("the last checkpoint", await wait_for_write(), write)
 
     async def _last_export(self) -> FailedWrite | None:
         """Export the model; after a failure, rename the model that an earlier end of the run exported."""
@@ -133,7 +133,7 @@ class FinalWrites:
         return failed
 
     @property
-    def _is_kept(self) -> bool:
+    def _last_step_is_kept(self) -> bool:
         """Whether the newest complete checkpoint holds the last step."""
         kept = self._writer.newest
         return kept is not None and kept.step == self._progress.step
@@ -154,7 +154,7 @@ class FinalWrites:
             self._log.error("the model is not exported", error=str(error))
             if isinstance(error, OSError) and not isinstance(error, AsyncRLError):
                 return await self._failed(folder, needed, full_errno(error), in_words(error, folder))
-            if self._is_kept:
+            if self._last_step_is_kept:
                 raise
             failed = await self._failed(folder, needed, 0, f"{type(error).__name__}: {error}")
             reason = end_of_run(None, failed, self._writer.newest, self._run_dir, exported=False)

@@ -90,23 +90,25 @@ class DataloaderLink:
 
         After each missed deadline the next one is longer, since reading the data may take long.
         """
-        seen, late = self._restored, 0
+        restored_before, missed_deadlines = self._restored, 0
         async with self._restoring:
-            if self._restored != seen:
+            if self._restored != restored_before:
                 # Another task has restored this dataloader during the wait for the lock.
                 return
             with self._awaits.on(DATALOADER, "Restored"):
                 while True:
                     try:
-                        resumed: Resumed = await self._call(self._message(), backoff(1.0, late, MOST_PATIENCE))
+                        resumed: Resumed = await self._call(
+                            self._message(), backoff(1.0, missed_deadlines, MOST_PATIENCE)
+                        )
                     except DeadlineExceeded as error:
                         log_away(self._log, "dataloader", error)
-                        late += 1
+                        missed_deadlines += 1
                     except RemoteError as error:
                         if error.code == RunChanged.code:
                             raise ConfigError([error.message]) from error
                         # It is alive but reads large data, which each request begins again: allow more time.
-                        late += error.code == DEADLINE
+                        missed_deadlines += error.code == DEADLINE
                         self._log.warning("dataloader cannot restore the run", error=str(error))
                         await asyncio.sleep(AWAY_S)
                     else:
@@ -166,7 +168,7 @@ class DataloaderLink:
                     try:
                         seen: OutcomesSeen = await self._call(report)
                     except (DeadlineExceeded, RemoteError) as error:
-                        await self._after(error)
+                        await self._handle_failure(error)
                         continue
                     self.limit = seen.limit
                     if seen.number >= report.number:
@@ -192,7 +194,7 @@ class DataloaderLink:
                 with self._awaits.on(DATALOADER, "WatchSupply", idle=True):
                     supply: Supply = await self._call(WatchSupply(seen=self.supply.number))
             except (DeadlineExceeded, RemoteError) as error:
-                await self._after(error)
+                await self._handle_failure(error)
                 continue
             self.supply = supply
             self._evals.opened(supply.evals)
@@ -211,11 +213,11 @@ class DataloaderLink:
             try:
                 supply: Supply = await self._call(WatchSupply(seen=-1))
             except (DeadlineExceeded, RemoteError) as error:
-                await self._after(error)
+                await self._handle_failure(error)
             else:
                 return not supply.evals
 
-    async def _after(self, error: DeadlineExceeded | RemoteError) -> None:
+    async def _handle_failure(self, error: DeadlineExceeded | RemoteError) -> None:
         if isinstance(error, RemoteError) and error.code == RestoreNeeded.code:
             await self.restore()
             return

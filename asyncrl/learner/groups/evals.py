@@ -26,7 +26,7 @@ class EvalCollector:
         self._sizes: dict[str, int] = {}
         self._groups: dict[str, dict[str, Group]] = {}
         self._closed = set(closed)
-        self._unknown: set[str] = set()
+        self._missing_rounds: set[str] = set()
         """Rounds with groups here that were missing in the dataloader's last list of open rounds."""
 
     @property
@@ -46,9 +46,9 @@ class EvalCollector:
         """
         named = {purpose.removeprefix("eval/"): size for purpose, size in sizes.items()}
         self._sizes = {round: size for round, size in named.items() if round not in self._closed}
-        for round in self._unknown - named.keys():
+        for round in self._missing_rounds - named.keys():
             self._groups.pop(round, None)
-        self._unknown = self._groups.keys() - named.keys()
+        self._missing_rounds = self._groups.keys() - named.keys()
 
     def add(self, group: Group) -> bool:
         """Take a group. Returns False if it is held already or its round is over."""
@@ -87,12 +87,12 @@ class EvalCollector:
     def complete(self) -> list[tuple[str, list[Group]]]:
         """Close the rounds whose groups all have come. Returns each once, as (NAME@ROUND, groups)."""
         done = [round for round, size in self._sizes.items() if len(self._groups.get(round, {})) >= size]
-        found = []
+        completed = []
         for round in done:
             del self._sizes[round]
             self._closed.add(round)
-            found.append((round, list(self._groups.pop(round, {}).values())))
-        return found
+            completed.append((round, list(self._groups.pop(round, {}).values())))
+        return completed
 
 
 def round_of(uid: str) -> str:
@@ -125,19 +125,19 @@ def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[s
     """
     scored = [group for group in groups if group.failure is None]
     trajectories = [trajectory for group in scored for trajectory in group.trajectories]
-    found: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         f"eval/{name}/prompts": len(groups),
         f"eval/{name}/failed": len(groups) - len(scored),
     }
     if not trajectories:
-        return found
+        return metrics
     versions = [version for trajectory in trajectories for version in versions_of(trajectory)]
     if versions:
-        found |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
+        metrics |= {"weights/version": max(versions), f"eval/{name}/version_min": min(versions)}
     counts = [(len(g.trajectories), sum((t.reward or 0) >= pass_at for t in g.trajectories)) for g in scored]
     most = max(samples for samples, _ in counts)
     lengths = np.array([sampled_tokens(t) for t in trajectories], dtype=np.float64)
-    found |= {
+    metrics |= {
         f"eval/{name}/mean": float(np.mean([t.reward for t in trajectories])),
         f"eval/{name}/pass_at_k": float(np.mean([passed > 0 for _, passed in counts])),
         f"eval/{name}/k": most,
@@ -147,6 +147,6 @@ def eval_metrics(name: str, groups: list[Group], pass_at: float = 1.0) -> dict[s
     }
     for k in pass_at_ks(most):
         each = [estimate_pass_at(k, samples, passed) for samples, passed in counts if samples >= k]
-        found[f"eval/{name}/pass_at/{k}"] = float(np.mean(each))
+        metrics[f"eval/{name}/pass_at/{k}"] = float(np.mean(each))
     means = component_means(trajectories)
-    return found | {f"eval/{name}/component/{component}": value for component, value in means.items()}
+    return metrics | {f"eval/{name}/component/{component}": value for component, value in means.items()}

@@ -229,22 +229,24 @@ class Intake:
         """Number of groups taken here, and of the trajectories in them."""
         self.failed_attempts = 0
         """Number of failed attempts at trajectories of the groups taken here."""
-        self._failed = 0
+        self._quarantined_groups = 0
         """Number of groups quarantined since the last step."""
-        self._masked = 0
+        self._masked_groups = 0
         """How many of ``filtered`` were filtered because their step had no token to train."""
-        self._begun: tuple[list[Group], int, int] = ([], 0, 0)
-        """Counts before the step in training: ``filtered``, ``_masked``, ``_failed``. They return if it does not count.
+        self._counts_before_step: tuple[list[Group], int, int] = ([], 0, 0)
+        """``filtered``, ``_masked_groups`` and ``_quarantined_groups`` before the step in training.
+
+        They are restored if the step does not count.
         """
         self._last_problem = ""
-        self._misnamed = ""
+        self._signal_problem = ""
         """Text about a ``learner.signal`` that names no existing component; empty otherwise."""
         self._in_training: dict[str, Group] = {}
-        self._came: dict[str, float] = {}
+        self._delivered_at: dict[str, float] = {}
         """Time (s) at which each buffered group was delivered to this learner, by uid."""
         if restored is not None:
             self.filtered = list(restored.filtered)
-            self._failed = restored.failed
+            self._quarantined_groups = restored.failed
             self.delivered_lengths = list(restored.delivered_lengths)
             for group in restored.buffered:
                 if not self.has(group.lease.uid):
@@ -262,7 +264,7 @@ class Intake:
     @property
     def without_signal(self) -> int:
         """Number of groups filtered since the last step because all rewards in them are equal."""
-        return len(self.filtered) - self._masked
+        return len(self.filtered) - self._masked_groups
 
     def deliver(self, group: Group, now: float = 0.0) -> Literal["duplicate", "buffered"] | Kind:
         """Take a group, once: quarantine it if it cannot be trained, filter it if it has no signal, else buffer it.
@@ -287,7 +289,7 @@ class Intake:
             self._conclude(uid, "filtered")
             return "filtered"
         self.buffer.add(group)
-        self._came[uid] = now
+        self._delivered_at[uid] = now
         return "buffered"
 
     def reject(self, rejected: Rejected) -> None:
@@ -309,13 +311,13 @@ class Intake:
         groups = self.buffer.take(self.buffer.oldest(self._learner.groups_per_step))
         self._in_training = {group.lease.uid: group for group in groups}
         filtered = in_order(self.filtered)
-        self._begun = (filtered, self._masked, self._failed)
-        self.filtered, self._masked, self._failed = [], 0, 0
+        self._counts_before_step = (filtered, self._masked_groups, self._quarantined_groups)
+        self.filtered, self._masked_groups, self._quarantined_groups = [], 0, 0
         return groups, filtered
 
     def take_ages(self, now: float) -> list[float]:
         """Seconds that each group of the step was in the buffer. Each is returned once; unknown after a restore."""
-        return [now - came for uid in self._in_training if (came := self._came.pop(uid, None)) is not None]
+        return [now - came for uid in self._in_training if (came := self._delivered_at.pop(uid, None)) is not None]
 
     def end_step(self) -> list[int]:
         """Conclude the groups in training as trained. Returns the lengths of responses taken since the last step."""
@@ -328,7 +330,7 @@ class Intake:
 
     def filter_step(self) -> None:
         """Conclude the groups in training as filtered: no token of the step is trained, and it does not count."""
-        self._take_back(self._in_training.values())
+        self._restore_counts(self._in_training.values())
         self._keep_text(self._in_training.values(), MASKED)
         for uid in self._in_training:
             self._conclude(uid, "filtered")
@@ -349,7 +351,7 @@ class Intake:
             else:
                 self.buffer.add(group)
         if not self._in_training:
-            self._take_back()
+            self._restore_counts()
 
     def _keep_text(self, groups: Iterable[Group], reason: str) -> None:
         """Keep groups for samples/, up to ``samples`` of them after each step."""
@@ -357,27 +359,27 @@ class Intake:
         self._sample_room -= len(kept)
         self.filtered_samples += kept
 
-    def _take_back(self, filtered: Iterable[Group] = ()) -> None:
+    def _restore_counts(self, filtered: Iterable[Group] = ()) -> None:
         """Undo the reset of the counts by ``begin_step``, because the step does not count.
 
         The groups filtered before it, and those ``filtered`` in it, count with the next step.
         """
-        before, masked, failed = self._begun
-        now = list(filtered)
-        self.filtered = [*before, *now, *self.filtered]
-        self._masked += masked + len(now)
-        self._failed += failed
+        before, masked, failed = self._counts_before_step
+        own = list(filtered)
+        self.filtered = [*before, *own, *self.filtered]
+        self._masked_groups += masked + len(own)
+        self._quarantined_groups += failed
 
     def problem(self) -> str | None:
         """The reason that the run must end, for example too many filtered groups; None if it may continue."""
         learner = self._learner
-        if self._misnamed:
-            return self._misnamed
-        if len(self.filtered) + self._failed > learner.max_filtered_ratio * learner.groups_per_step:
+        if self._signal_problem:
+            return self._signal_problem
+        if len(self.filtered) + self._quarantined_groups > learner.max_filtered_ratio * learner.groups_per_step:
             flat = [group for group in self.filtered if self._is_flat(group)]
             has_trained = self.ledger.count("trained") > 0
             masked = len(self.filtered) - len(flat)
-            return no_signal(flat, masked, self._failed, self._last_problem, has_trained=has_trained)
+            return no_signal(flat, masked, self._quarantined_groups, self._last_problem, has_trained=has_trained)
         quarantined = self.ledger.count("quarantined")
         concluded = quarantined + self.ledger.count("trained") + self.ledger.count("filtered")
         if concluded >= FRACTION_FROM and quarantined > learner.max_quarantined_fraction * concluded:
@@ -403,7 +405,7 @@ class Intake:
         try:
             return self._learner.dynamic_sampling and not has_signal(group, self._learner)
         except ConfigError as error:
-            self._misnamed = "; ".join(error.problems)
+            self._signal_problem = "; ".join(error.problems)
             return False
 
     def counts(self) -> dict[str, int]:
@@ -418,11 +420,15 @@ class Intake:
         """The state between two steps, for a checkpoint."""
         assert not self._in_training
         return IntakeState(
-            self.ledger.state, self.buffer.groups, list(self.filtered), self._failed, list(self.delivered_lengths)
+            self.ledger.state,
+            self.buffer.groups,
+            list(self.filtered),
+            self._quarantined_groups,
+            list(self.delivered_lengths),
         )
 
     def _quarantine(self, quarantined: Quarantined) -> None:
-        self._failed += 1
+        self._quarantined_groups += 1
         self._last_problem = quarantined.reason
         self.quarantined.append(quarantined)
         self._conclude(quarantined.uid, "quarantined")

@@ -48,7 +48,7 @@ class ServedTeacher:
         self._config, self._name, self._tasks = config, services.name, tasks
         self._counters, self._awaits, self._log = services.counters, services.awaits, services.log
         self._news = news
-        self._places = asyncio.Semaphore(config.concurrency)
+        self._request_slots = asyncio.Semaphore(config.concurrency)
         self._scores: dict[str, asyncio.Future[GroupScores]] = {}
         """Scores by the uid of their group; a future that is not done is being computed."""
 
@@ -80,9 +80,9 @@ class ServedTeacher:
 
     async def _score(self, group: Group, answer: asyncio.Future[GroupScores]) -> None:
         """Score a group, put the result or the first failure into ``answer``, and announce it."""
-        asked = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        failed = next((each for each in found if isinstance(each, BaseException)), None)
+        requests = [self._ask(group, sequence) for _, sequence in sampled_sequences([group])]
+        results = await asyncio.gather(*requests, return_exceptions=True)
+        failed = next((each for each in results if isinstance(each, BaseException)), None)
         # The step that awaited the future was cancelled, which cancelled the future.
         if answer.done():
             return
@@ -91,22 +91,22 @@ class ServedTeacher:
             # Mark it as retrieved: the step that needs the group raises it; if no step does, it does no harm.
             answer.exception()
         else:
-            (scores,) = by_group([group], [each for each in found if isinstance(each, np.ndarray)])
+            (scores,) = by_group([group], [each for each in results if isinstance(each, np.ndarray)])
             answer.set_result(scores)
         self._news.announce()
 
     async def _ask(self, group: Group, sequence: TokenSequence) -> np.ndarray:
         """Log-probs of a sequence's sampled tokens, float64 [S]; repeats requests that may succeed."""
         prompt = group.lease.prompt_ids if sequence.prompt_ids is None else sequence.prompt_ids
-        places = sampled_positions(sequence) + len(prompt)
+        positions = sampled_positions(sequence) + len(prompt)
         # Tokens behind the last sampled one change none of the log-probs.
-        ids = np.concatenate([prompt, sequence.tokens])[: int(places[-1]) + 1].tolist()
+        ids = np.concatenate([prompt, sequence.tokens])[: int(positions[-1]) + 1].tolist()
         for attempt in range(1, self._config.tries + 1):
             try:
-                async with self._places:
+                async with self._request_slots:
                     self._counters.add(REQUESTS)
                     with self._awaits.on(self._client.url, "log-probs by the teacher"):
-                        return await self._client.logprobs(ids, places)
+                        return await self._client.logprobs(ids, positions)
             except TeacherFailed as error:
                 self._counters.add(FAILED)
                 self._log.warning("the teacher did not score", uid=group.lease.uid, attempt=attempt, error=str(error))

@@ -85,15 +85,15 @@ class TeacherClient:
 
         Returns its name, and the longest sequence that the server accepts, None if it does not say.
         """
-        found: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
-        named = [each for each in found.data if self._model in (None, each.id)]
+        models: _Models = _read(await self._ask("GET", f"{self.url}/models"), _Models, f"{self.url}/models")
+        named = [each for each in models.data if self._model in (None, each.id)]
         if not named:
-            there = ", ".join(each.id for each in found.data) or "none"
-            raise TeacherFailed(f"{self.url} serves no model {self._model!r}; it serves {there}", passing=False)
+            served = ", ".join(each.id for each in models.data) or "none"
+            raise TeacherFailed(f"{self.url} serves no model {self._model!r}; it serves {served}", passing=False)
         if self._model is None and len(named) > 1:
-            there = ", ".join(each.id for each in named)
-            told = f"{self.url} serves several models ({there}); name one in learner.teacher_server.model"
-            raise TeacherFailed(told, passing=False)
+            served = ", ".join(each.id for each in named)
+            problem = f"{self.url} serves several models ({served}); name one in learner.teacher_server.model"
+            raise TeacherFailed(problem, passing=False)
         self._model = named[0].id
         return named[0].id, named[0].max_model_len
 
@@ -104,10 +104,10 @@ class TeacherClient:
         url = f"{self.url.removesuffix('/v1')}/detokenize"
         body = {"model": self._model, "tokens": list(ids)}
         try:
-            found: _Text = _read(await self._ask("POST", url, body), _Text, url)
+            decoded: _Text = _read(await self._ask("POST", url, body), _Text, url)
         except TeacherFailed:
             return None
-        return found.prompt
+        return decoded.prompt
 
     async def logprobs(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
         """Request log-probs of the tokens of ``ids`` at these positions, which are above 0: float64 [S], nats.
@@ -120,28 +120,28 @@ class TeacherClient:
         # Servers require at least one token to sample; it is not used.
         body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer: _ScoredPrompts = _read(await self._ask("POST", url, body), _ScoredPrompts, url)
-        found = answer.choices[0].prompt_logprobs if answer.choices else None
-        if found is None:
-            told = "answers without prompt_logprobs: it must be a server that scores prompts, as vLLM's"
-            raise TeacherFailed(f"{url} {told}", passing=False)
-        if len(found) != len(ids):
-            told = f"answers with log-probs of {len(found)} tokens where {len(ids)} were asked for"
-            raise TeacherFailed(f"{url} {told}", passing=True)
-        return np.array([self._value(url, ids, found, int(place)) for place in places], np.float64)
+        scored = answer.choices[0].prompt_logprobs if answer.choices else None
+        if scored is None:
+            problem = "answers without prompt_logprobs: it must be a server that scores prompts, as vLLM's"
+            raise TeacherFailed(f"{url} {problem}", passing=False)
+        if len(scored) != len(ids):
+            problem = f"answers with log-probs of {len(scored)} tokens where {len(ids)} were asked for"
+            raise TeacherFailed(f"{url} {problem}", passing=True)
+        return np.array([self._value(url, ids, scored, int(place)) for place in places], np.float64)
 
     async def close(self) -> None:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
-    def _value(self, url: str, ids: Sequence[int], found: Sequence[dict[str, _Logprob] | None], place: int) -> float:
-        of_token = (found[place] or {}).get(str(ids[place]))
+    def _value(self, url: str, ids: Sequence[int], scored: Sequence[dict[str, _Logprob] | None], place: int) -> float:
+        of_token = (scored[place] or {}).get(str(ids[place]))
         if of_token is None:
             raise TeacherFailed(f"{url} answers without the log-prob of token {place}, id {ids[place]}", passing=False)
         value = of_token.logprob
         if value is None or not math.isfinite(value) or value > ABOVE_ZERO:
-            told = f"answers with {value} as the log-prob of token {place}, id {ids[place]}"
-            raise TeacherFailed(f"{url} {told}", passing=value is None or not math.isfinite(value))
+            problem = f"answers with {value} as the log-prob of token {place}, id {ids[place]}"
+            raise TeacherFailed(f"{url} {problem}", passing=value is None or not math.isfinite(value))
         return min(value, 0.0)
 
     async def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> bytes:
@@ -160,18 +160,18 @@ class TeacherClient:
         except self._http.ServerTimeoutError as error:
             raise TeacherFailed(f"{url} takes no connection within {CONNECT_S:g} s", passing=True) from error
         except TimeoutError as error:
-            told = f"has not answered within learner.teacher_server.timeout_s = {self._config.timeout_s:g} s"
-            raise TeacherFailed(f"{url} {told}", passing=True) from error
+            problem = f"has not answered within learner.teacher_server.timeout_s = {self._config.timeout_s:g} s"
+            raise TeacherFailed(f"{url} {problem}", passing=True) from error
         except (self._http.ClientError, OSError) as error:
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise TeacherFailed(f"{url} cannot be reached: {told}", passing=True) from error
+            problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise TeacherFailed(f"{url} cannot be reached: {problem}", passing=True) from error
         except ValueError as error:
             # aiohttp raises it for an invalid header, or one that conflicts with the host's entry in .netrc.
-            told = f"cannot be asked: {error}; look at learner.teacher_server.api_key_env, and at the host in .netrc"
-            raise TeacherFailed(f"{url} {told}", passing=False) from error
+            problem = f"cannot be asked: {error}; look at learner.teacher_server.api_key_env, and at the host in .netrc"
+            raise TeacherFailed(f"{url} {problem}", passing=False) from error
         if status != 200:
-            said = " ".join(answer[:400].decode(errors="replace").split())
-            raise TeacherFailed(f"{url} answers with status {status}: {said}", passing=status in PASSING)
+            body_text = " ".join(answer[:400].decode(errors="replace").split())
+            raise TeacherFailed(f"{url} answers with status {status}: {body_text}", passing=status in PASSING)
         return answer
 
     def _open(self) -> aiohttp.ClientSession:

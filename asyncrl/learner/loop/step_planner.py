@@ -219,7 +219,7 @@ class StepPlanner:
             if problem := intake.problem():
                 raise CannotLearn(self._name, problem)
             if self._progress.preempted:
-                await self._take_the_last()
+                await self._wait_for_last_groups()
                 return False
             supply = self._dataloader.supply
             are_last = supply.exhausted and supply.outstanding == len(intake.buffer) > 0
@@ -251,17 +251,17 @@ class StepPlanner:
         uids = set(buffer.oldest(wanted))
         return self._teacher is None or self._teacher.has_done([g for g in buffer.groups if g.lease.uid in uids])
 
-    async def _take_the_last(self) -> None:
+    async def _wait_for_last_groups(self) -> None:
         """Wait, for a share of preempt.grace_s, until rollouters have delivered or returned all groups under way."""
         self._states.enter("waiting", "last groups")
-        within, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
+        limit_s, dataloader = LAST_GROUPS_SHARE * self._config.preempt.grace_s, self._dataloader
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(limit_s):
                 while not (dataloader.supply.exhausted and dataloader.supply.outstanding <= len(self._intake.buffer)):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            self._log.warning("not all groups came in before the checkpoint", waited_s=within)
+            self._log.warning("not all groups came in before the checkpoint", waited_s=limit_s)
 
     def plan_early(self, step: NextStep | None) -> None:
         """Set the step that is planned early from now on; None for no early plans."""
@@ -279,7 +279,7 @@ class StepPlanner:
             if inputs is not None and not (self._early is not None and self._early.inputs.make_same_plan(inputs)):
                 self._discard()
                 # asyncio.wait does not raise the plan's error; the step that uses the plan raises it.
-                await asyncio.wait([self._begin(inputs)])
+                await asyncio.wait([self._begin_early_plan(inputs)])
             await asyncio.sleep(clock() - began)
 
     async def plan(self, inputs: PlanInputs) -> StepPlan:
@@ -299,7 +299,7 @@ class StepPlanner:
             self._early.plan.cancel()
         self._early_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(self, inputs: PlanInputs) -> asyncio.Future[StepPlan]:
+    def _begin_early_plan(self, inputs: PlanInputs) -> asyncio.Future[StepPlan]:
         plan = asyncio.get_running_loop().run_in_executor(self._early_thread, self._make, inputs, None)
         # Retrieve the error, so that asyncio logs nothing about a plan that no step uses.
         plan.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

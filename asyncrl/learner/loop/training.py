@@ -117,7 +117,7 @@ class Training:
         A preempted run stops between two of them, and continues there when it is resumed. A run that has trained a step
         takes no more, even if its configuration now asks for more.
         """
-        steps, first = self._config.sft.warm_steps if not self._progress.step else 0, self._backend.warm_steps
+        steps, taken_before = self._config.sft.warm_steps if not self._progress.step else 0, self._backend.warm_steps
         while self._backend.warm_steps < steps and not self._progress.preempted:
             supervised, number = self._supervised, self._backend.warm_steps + 1
             assert supervised is not None
@@ -133,7 +133,7 @@ class Training:
             line |= plan.metrics | trained
             await self._lines.emit(line | {"time/train_s": self._clock.now() - began})
             self._mark_progress()
-        return self._backend.warm_steps > first
+        return self._backend.warm_steps > taken_before
 
     async def begin(self, prompts: Sequence[np.ndarray]) -> None:
         """Publish the weights at the start; engines that load them are checked with ``prompts``. Raises ActorFailed."""
@@ -240,7 +240,7 @@ class Training:
             if not plan.sequences:
                 self._filter_step(groups)
                 return None
-            self._track.enter("train", step=step.step, version=version, **_sampled(groups))
+            self._track.enter("train", step=step.step, version=version, **_sampling_versions(groups))
             trained, metrics = await asyncio.gather(
                 self._on_thread(lambda: self._backend.train(plan)),
                 asyncio.to_thread(step_metrics, groups, filtered, version, self._config),
@@ -258,7 +258,7 @@ class Training:
                 return None
             trained = dict(error.metrics)
             groups = [group for group in groups if group.lease.uid in error.trained]
-            plan = _taken(plan, error.trained)
+            plan = _trained_part(plan, error.trained)
             metrics = step_metrics(groups, filtered, version, self._config)
         await self._on_thread(lambda: observe_staleness(self._histograms, groups, version, self._config.staleness))
         train_ended = self._clock.now()
@@ -269,7 +269,7 @@ class Training:
             self._teacher.keep(intake.claims)
         self._group_log.write(TRAINED, step=step.step, version=version, uids=[group.lease.uid for group in groups])
         self._dataloader.changed()
-        self._count(metrics, plan, trained)
+        self._update_counters(metrics, plan, trained)
         line = {
             "kind": "train",
             "step": step.step,
@@ -288,7 +288,7 @@ class Training:
         }
         return TrainedStep(line=line, train_began=train_wall, train_ended=self._clock.wall(), groups=groups)
 
-    def _count(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:
+    def _update_counters(self, metrics: dict[str, float], plan: StepPlan, trained: dict[str, Any]) -> None:
         hard = self._config.staleness.hard
         late = "staleness/late_masked_groups" if hard else "staleness/late_trained_groups"
         self._counters.add(late, metrics["staleness/late_groups"])
@@ -309,7 +309,7 @@ class Training:
         for group in groups:
             self._group_log.write(NOT_TRAINED, uid=group.lease.uid, reason=MASKED, outcome="filtered")
         count = int(self._counters["learner/empty_steps"])
-        text = _masked(groups, self._progress.step + 1, self._progress.version, self._config)
+        text = _masked_text(groups, self._progress.step + 1, self._progress.version, self._config)
         self._notify("empty_step", text, count=count)
         self._dataloader.changed()
         self._mark_progress()
@@ -327,7 +327,7 @@ class Training:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _masked(groups: list[Group], step: int, version: int, config: Config) -> str:
+def _masked_text(groups: list[Group], step: int, version: int, config: Config) -> str:
     """Compose the text for the user: why a step has no token to train, and what to change."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     text = f"step {step} was not taken: all of its {len(trajectories)} trajectories are masked"
@@ -346,13 +346,13 @@ def _masked(groups: list[Group], step: int, version: int, config: Config) -> str
     return f"{text}. Its {len(groups)} groups count as filtered, and others take their places"
 
 
-def _taken(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
+def _trained_part(plan: StepPlan, uids: Sequence[str]) -> StepPlan:
     """The part of a plan that was trained: the updates whose groups are all among ``uids``."""
     updates = [update for update in plan.updates if set(uids).issuperset(update.uids)]
     return replace(plan, updates=updates, metrics={})
 
 
-def _sampled(groups: list[Group]) -> dict[str, int]:
+def _sampling_versions(groups: list[Group]) -> dict[str, int]:
     """Oldest and newest version that sampled tokens of these groups, for the timeline; empty without sampled tokens."""
     versions = [version for group in groups for trajectory in group.trajectories for version in versions_of(trajectory)]
     return {"sampled_oldest": min(versions), "sampled_newest": max(versions)} if versions else {}

@@ -30,7 +30,7 @@ class Tokens:
 class _Source:
     incarnation: int
     tokens: Tokens
-    heard: float
+    last_report: float
     idle: bool = False
     """Whether its last report says that it generates nothing."""
 
@@ -78,12 +78,12 @@ class GenerationLog:
         source, tokens = self._sources.get(name), Tokens(stats.sampled_tokens, stats.reprefill_tokens)
         if source is None or source.incarnation != incarnation:
             # A new incarnation counts from 0. One that an earlier learner knew counts from this report on.
-            known = Tokens(0, 0) if source is not None or not self.succeeds else tokens
+            counted = Tokens(0, 0) if source is not None or not self.succeeds else tokens
             began = now - _extent(stats.sampling)
-            source = self._sources[name] = _Source(incarnation, known, began)
-        more = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
-        self._reports.append(_Report(name, more, source.heard, now))
-        source.tokens, source.heard, source.idle = tokens, now, stats.idle
+            source = self._sources[name] = _Source(incarnation, counted, began)
+        new_tokens = Tokens(tokens.sampled - source.tokens.sampled, tokens.reprefill - source.tokens.reprefill)
+        self._reports.append(_Report(name, new_tokens, source.last_report, now))
+        source.tokens, source.last_report, source.idle = tokens, now, stats.idle
         self._intervals += stats.sampling
         if len(self._reports) > max(MOST_HELD, 2 * len(self._sources)):
             self._reports = in_pairs(self._reports)
@@ -94,18 +94,19 @@ class GenerationLog:
     def covers(self, time: float, *, now: float, patience_s: float) -> bool:
         """Whether each rollouter that generates has reported since ``time``, or has been silent for ``patience_s``."""
         return all(
-            source.idle or source.heard >= time or source.heard < now - patience_s for source in self._sources.values()
+            source.idle or source.last_report >= time or source.last_report < now - patience_s
+            for source in self._sources.values()
         )
 
     def take_tokens(self, start: float, end: float) -> Tokens | None:
         """Tokens sampled in [start, end); None if that is unknown. Forgets reports that end by ``end``."""
-        told = [each for each in self._reports if each.until > start]
-        self._reports = [each for each in told if each.until > end]
-        if not told and not any(source.idle for source in self._sources.values()):
+        reports = [each for each in self._reports if each.until > start]
+        self._reports = [each for each in reports if each.until > end]
+        if not reports and not any(source.idle for source in self._sources.values()):
             return None
         return Tokens(
-            sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in told)),
-            reprefill=round(sum(each.within(start, end) * each.tokens.reprefill for each in told)),
+            sampled=round(sum(each.within(start, end) * each.tokens.sampled for each in reports)),
+            reprefill=round(sum(each.within(start, end) * each.tokens.reprefill for each in reports)),
         )
 
     def take_updates(self) -> list[tuple[str, UpdateTimes]]:
@@ -158,15 +159,15 @@ SUMS = ("stall_s", "bytes", "encoded_bytes")
 
 def update_metrics(updates: Sequence[UpdateTimes]) -> dict[str, float]:
     """Metrics of a step's weight updates: their number, sums, means and largest values. Without updates no means."""
-    found: dict[str, float] = {"weights/updates": len(updates)}
-    found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
+    metrics: dict[str, float] = {"weights/updates": len(updates)}
+    metrics |= {f"weights/{key}": sum(getattr(times, key) for times in updates) for key in SUMS}
     if updates:
-        found |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
+        metrics |= {f"weights/{key}": sum(getattr(times, key) for times in updates) / len(updates) for key in MEANS}
     for key in LARGEST:
         measured = [getattr(times, key) for times in updates if getattr(times, key) is not None]
         if measured:
-            found[f"policy/{key}"] = max(measured)
-    return found
+            metrics[f"policy/{key}"] = max(measured)
+    return metrics
 
 
 def update_line(replica: str, times: UpdateTimes) -> dict[str, Any]:

@@ -78,11 +78,11 @@ class StepLines:
         self._written = step
         """The last step whose line is written."""
         self._line_written = asyncio.Event()
-        self._writing = threading.Lock()
-        self._looking = asyncio.Lock()
+        self._thread_lock = threading.Lock()
+        self._write_lock = asyncio.Lock()
         self._reported: tuple[bool, int] = False, 0
         """Whether lines wait, and how many are lost, at the last call of ``notify``."""
-        self._early: list[dict[str, Any]] = []
+        self._unreported: list[dict[str, Any]] = []
         """Written lines to report later, after the line of their step."""
 
     def stats(self, name: str, incarnation: int, stats: RolloutStats) -> None:
@@ -103,9 +103,9 @@ class StepLines:
         """Write a line other than a step's at once."""
         await self._write(lambda: self._records.metrics(line))
         if line["step"] > self._written:
-            self._early.append(line)
+            self._unreported.append(line)
         else:
-            self._tell_lines([line])
+            self._report_lines([line])
 
     async def quarantined(self, step: int, found: Sequence[Quarantined]) -> None:
         """Write prompts that will not be trained to quarantine.jsonl; ``step`` steps are trained so far."""
@@ -137,9 +137,9 @@ class StepLines:
             await self._write_step(step, complete=complete)
             self._written = step.line["step"]
             self._line_written.set()
-            told = [line for line in self._early if line["step"] <= self._written]
-            self._early = [line for line in self._early if line["step"] > self._written]
-            self._tell_lines(told)
+            due = [line for line in self._unreported if line["step"] <= self._written]
+            self._unreported = [line for line in self._unreported if line["step"] > self._written]
+            self._report_lines(due)
             self._steps.task_done()
 
     async def retry(self) -> None:
@@ -163,7 +163,7 @@ class StepLines:
         Lines that cannot be written within LAST_TRY_S are lost.
         """
         await self._steps.join()
-        self._tell_lines(await self._write_updates(self._generation.take_updates(), self._written))
+        self._report_lines(await self._write_updates(self._generation.take_updates(), self._written))
         until = self._clock.now() + LAST_TRY_S
         while self._records.waiting and self._clock.now() < until:
             await asyncio.sleep(RETRY_S)
@@ -176,7 +176,7 @@ class StepLines:
         await self._write(lambda: self._records.metrics(*lines))
         return lines
 
-    def _tell_lines(self, lines: Sequence[dict[str, Any]]) -> None:
+    def _report_lines(self, lines: Sequence[dict[str, Any]]) -> None:
         for line in lines:
             self._tell(line | {"start": self._records.start})
 
@@ -187,9 +187,9 @@ class StepLines:
         updates = self._generation.take_updates()
         sampling = self._sampling_metrics(step)
         line = step.line | (sampling if complete else {}) | update_metrics([times for _, times in updates])
-        ended = await self._write_updates(updates, line["step"])
+        update_lines = await self._write_updates(updates, line["step"])
         await self._write(lambda: self._records.metrics(line))
-        self._tell_lines([line, *ended])
+        self._report_lines([line, *update_lines])
         await self.samples(TRAINED, "", line["step"], line["weights/version"], step.groups)
 
     def _sampling_metrics(self, step: TrainedStep) -> dict[str, float]:
@@ -212,20 +212,20 @@ class StepLines:
     async def _write(self, write: Callable[[], None]) -> None:
         """Run ``write`` in a thread; report to ``notify`` if lines begin or cease to wait, or are lost."""
         # The lock keeps other writes out: a line that is being written would count as waiting for room.
-        async with self._looking:
-            await asyncio.to_thread(self._alone, write)
+        async with self._write_lock:
+            await asyncio.to_thread(self._write_exclusively, write)
             records = self._records
             waits, lost = records.waiting > 0, records.lost
         if (waits, lost) == self._reported:
             return
-        more, self._reported = lost > self._reported[1], (waits, lost)
+        lost_more, self._reported = lost > self._reported[1], (waits, lost)
         self._counters["records/lost"] = lost
-        if waits or more:
+        if waits or lost_more:
             self._log.error("records are not written", waiting=records.waiting, lost=lost, error=str(records.error))
         self._notify(lost, records.error)
 
-    def _alone(self, write: Callable[[], None]) -> None:
+    def _write_exclusively(self, write: Callable[[], None]) -> None:
         """Run ``write`` in this thread while no other write runs, not even one whose task was cancelled."""
         # A write that fails truncates the file to its old length, and would cut off what another has appended.
-        with self._writing:
+        with self._thread_lock:
             write()

@@ -60,7 +60,7 @@ class BucketQueue:
         self._timeout_s = timeout_s
         self._sealed: list[tuple[Bucket, int]] = []
         """The buckets so far, each with this queue's own descriptor of its segment."""
-        self._gathered = False
+        self._is_complete = False
         """Whether the version is complete and will be published."""
         self._changed = threading.Condition()
         self.problem = ""
@@ -103,7 +103,7 @@ class BucketQueue:
     def gathered(self) -> None:
         """Note that the version is complete and will be published, so that the last bucket may be sent."""
         with self._changed:
-            self._gathered = True
+            self._is_complete = True
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
@@ -233,7 +233,7 @@ class Broadcaster:
 
         A failed send is reported to the parameter server.
         """
-        announced = await self._state(announcement) if await queue.begun() else None
+        announced = await self._decided_state(announcement) if await queue.begun() else None
         if announced is not None and (group := announced.group) is not None:
             watch = WatchBroadcast(version=queue.version, epoch=group.epoch)
             async with asyncio.TaskGroup() as tasks:
@@ -259,7 +259,7 @@ class Broadcaster:
 
     async def _watch(self, queue: BucketQueue, sender: Sender, watch: WatchBroadcast) -> None:
         """Stop the send when the parameter server reports that the broadcast is broken."""
-        state = await self._state(watch)
+        state = await self._decided_state(watch)
         if state is not None and state.error:
             queue.fail(state.error)
             sender.abort(state.error)

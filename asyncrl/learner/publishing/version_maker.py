@@ -189,7 +189,7 @@ class Publisher:
         self.spoiled = False
         """Whether the bytes of the newest version changed in memory, so that the weights need a new version."""
         self._log = log
-        self._closing = ThreadPoolExecutor(1, thread_name_prefix="release")
+        self._release_thread = ThreadPoolExecutor(1, thread_name_prefix="release")
         self._newest: HeldVersion | None = None
         self._sending: HeldVersion | None = None
         self._acknowledged: HeldVersion | None = None
@@ -204,7 +204,7 @@ class Publisher:
         """Make this the newest version, which ``run`` publishes next. An older one that was not sent is skipped."""
         before, self._newest = self._newest, version
         self.spoiled = False
-        self._let_go(before)
+        self._close_unused(before)
         self._offered.set()
 
     async def run(self) -> None:
@@ -214,7 +214,7 @@ class Publisher:
             if self._newest is None:
                 await self._offered.wait()
             elif self._newest is self._acknowledged:
-                await self._keep(self._newest)
+                await self._watch_published(self._newest)
             else:
                 await self._publish(self._newest)
 
@@ -222,20 +222,20 @@ class Publisher:
         """Close all versions; call it after ``run`` has ended."""
         held = self._newest, self._sending, self._acknowledged
         self._newest = self._sending = self._acknowledged = None
-        self._let_go(*held)
-        self._closing.shutdown()
+        self._close_unused(*held)
+        self._release_thread.shutdown()
 
     async def _publish(self, version: HeldVersion) -> None:
         # The call continues when a newer version comes. Otherwise a fast learner would get no version through.
         self._sending, before = version, self._acknowledged
         try:
-            if await self._answer(self._call(Publish(manifest=version.manifest))) is not None:
+            if await self._reply_of(self._call(Publish(manifest=version.manifest))) is not None:
                 self._acknowledged = version
         finally:
             self._sending = None
-            self._let_go(version, before)
+            self._close_unused(version, before)
 
-    async def _keep(self, version: HeldVersion) -> None:
+    async def _watch_published(self, version: HeldVersion) -> None:
         """Keep a call waiting at the parameter server until it lost the version, or a newer one is offered.
 
         If the bytes are corrupt, the version is spoiled. If another parameter server answers, ``run`` publishes the
@@ -247,7 +247,7 @@ class Publisher:
             await asyncio.wait({call, offered}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 return
-            reply: Published | None = await self._answer(call)
+            reply: Published | None = await self._reply_of(call)
             if reply is not None and reply.corrupt:
                 # The parameter server shares these segments, so sending them again would not help.
                 self._log.error("published weights are no longer what was sealed", version=self.acknowledged)
@@ -258,13 +258,13 @@ class Publisher:
             elif reply is not None and not reply.held:
                 self._log.info("published again: the parameter server is another one", version=self.acknowledged)
                 lost, self._acknowledged = self._acknowledged, None
-                self._let_go(lost)
+                self._close_unused(lost)
         finally:
             offered.cancel()
             if not call.done():
                 call.cancel()
 
-    async def _answer(self, call: asyncio.Future[Any]) -> Any:
+    async def _reply_of(self, call: asyncio.Future[Any]) -> Any:
         """Wait for the reply of a call. None, after a pause, if the parameter server is away."""
         try:
             return await call
@@ -274,8 +274,8 @@ class Publisher:
             await wait_out(self._log, "parameter server", error)
             return None
 
-    def _let_go(self, *versions: HeldVersion | None) -> None:
+    def _close_unused(self, *versions: HeldVersion | None) -> None:
         """Close those of ``versions`` that are neither newest, nor being sent, nor acknowledged last."""
         for version in {*versions} - {self._newest, self._sending, self._acknowledged}:
             if version is not None:
-                self._closing.submit(version.close)
+                self._release_thread.submit(version.close)

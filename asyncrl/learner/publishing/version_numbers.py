@@ -97,8 +97,8 @@ def find_used(run_dir: Path, checkpoints: Path) -> Used:
     for line in _last_lines(run_dir / "metrics.jsonl"):
         # The first line of the tail may be cut, and the last one incomplete because its writer died.
         with contextlib.suppress(msgspec.DecodeError):
-            found = msgspec.json.decode(line, type=_Line)
-            version, start = max(version, -1 if found.version is None else found.version), max(start, found.start)
+            numbers = msgspec.json.decode(line, type=_Line)
+            version, start = max(version, -1 if numbers.version is None else numbers.version), max(start, numbers.start)
     return Used(version, start)
 
 
